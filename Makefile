@@ -1,0 +1,41 @@
+# Everything below first sets the checkout up (scripts/install.py); when that is done already it costs nothing.
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+
+# One thread for each process: tests start several, and threads that wait for cores make them slower, not faster.
+TEST_ENV := OMP_NUM_THREADS=1
+
+.PHONY: help install test check unit demo faults faults-matrix clean
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+install: ## virtual environment, torch, vLLM, swarmq, RabbitMQ; a second run does nothing
+	@$(PYTHON) scripts/install.py
+
+check: install ## formatting, lint, strict types, layer rules
+	@echo "== format and lint"; $(BIN)/ruff format --check . && $(BIN)/ruff check .
+	@echo "== types"; $(BIN)/mypy
+	@echo "== layer rules"; $(BIN)/lint-imports
+
+unit: install ## tests that need neither RabbitMQ nor vLLM
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit $(ARGS)
+
+test: check ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
+	@echo "== tests (they start their own RabbitMQ and vLLM on free ports)"
+	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+
+demo: install ## train a real agent on this machine in about ten minutes
+	@$(BIN)/swarmq demo $(ARGS)
+
+faults: install ## break everything a thousand times and count what was lost (half an hour)
+	@$(TEST_ENV) $(BIN)/python -m benchmarks.faults $(ARGS)
+
+faults-matrix: install ## a shorter fault run on RabbitMQ 3.10, 4.0 and 4.3 (as root; makes scratch roots once)
+	@$(TEST_ENV) $(BIN)/python -m benchmarks.faults_matrix $(ARGS)
+
+clean: ## remove the virtual environment and all caches; runs/ stays
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

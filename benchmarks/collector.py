@@ -1,0 +1,146 @@
+"""Finished episodes that one core's collector takes from bytes on `in` to bytes for `ready`, commits to disk included.
+
+The broker is left out: pieces are decoded and checked, decided, committed in batches as the service does it, and every
+episode is put together, encoded, marked, reported on and forgotten. Counted per CPU second of the process, which a
+busy machine changes little; wall-clock stands beside it. Example:
+
+    python -m benchmarks.collector --turns 10
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks import report
+from swarmq.collector import effects as do
+from swarmq.collector.core import Core
+from swarmq.collector.records import Rules
+from swarmq.collector.service import BATCH, episode_of
+from swarmq.collector.store import Store
+from swarmq.messages import (
+    Consumed,
+    EpisodeBegin,
+    EpisodeEnd,
+    Message,
+    Slot,
+    Turn,
+    VersionSpan,
+    decode,
+    encode,
+    new_id,
+    pack_floats,
+    pack_ids,
+)
+
+RUN, GROUP_SIZE = "benchmark", 8
+RULES = Rules(run=RUN, trained=("main",), known=("main",), mix={"math": 1.0}, groups_per_batch=8)
+REPEATS = 5
+
+
+class Pass(NamedTuple):
+    cpu_s: float
+    wall_s: float
+    forwarded: int
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--episodes", type=int, default=1600)
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--tokens", type=int, default=256, help="new tokens of a turn, half of them sampled")
+    arguments = parser.parse_args()
+    bodies = [encode(piece) for piece in traffic(arguments.episodes, arguments.turns, arguments.tokens // 2)]
+    passes = [collect(bodies) for _ in range(REPEATS)]
+    assert all(one.forwarded == arguments.episodes for one in passes)
+    cpu, wall = (
+        report.Spread.of(arguments.episodes / seconds for seconds in column)
+        for column in ([one.cpu_s for one in passes], [one.wall_s for one in passes])
+    )
+    pieces = len(bodies) / arguments.episodes
+    figures = {
+        "episodes_per_cpu_s": cpu.median,
+        "pieces_per_cpu_s": cpu.median * pieces,
+        "episodes_per_wall_s": wall.median,
+    }
+    print(report.table(["", "median", "low", "high"], [["episodes per CPU s", *cpu[:3]], ["per wall s", *wall[:3]]]))
+    detail = {**vars(arguments), "out": None, "cpu": cpu.samples, "wall": wall.samples}
+    report.save("collector", figures, detail=detail, out=arguments.out)
+
+
+def traffic(episodes: int, turns: int, tokens: int) -> list[Message]:
+    """Groups of episodes, the pieces of a group interleaved as agents running side by side send them."""
+    pieces: list[Message] = []
+    for number in range(episodes // GROUP_SIZE):
+        members = [list(episode(f"t{number}", repeat, turns, tokens)) for repeat in range(GROUP_SIZE)]
+        pieces += [piece for row in zip(*members, strict=True) for piece in row]
+    return pieces
+
+
+def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
+    name, parent, shared = new_id(), None, 0
+    slot = Slot(task_id=task, repeat=repeat)
+    begin = EpisodeBegin(
+        run=RUN, episode_id=name, slot=slot, kind="math", group_size=GROUP_SIZE, policies=("main",), client_id="c"
+    )
+    pieces: list[Message] = [begin]
+    for _ in range(turns):
+        turn = Turn(
+            run=RUN,
+            episode_id=name,
+            policy="main",
+            call_id=new_id(),
+            request_id=new_id(),
+            request_digest=new_id(),
+            parent=parent,
+            shared=shared,
+            prompt_ids=pack_ids(range(tokens)),
+            sampled_ids=pack_ids(range(tokens)),
+            logprobs=pack_floats([-1.0] * tokens),
+            versions=(VersionSpan(version=3, start=0, end=tokens),),
+            messages=b"x" * 4 * tokens,
+        )
+        pieces.append(turn)
+        parent, shared = turn.call_id, shared + 2 * tokens
+    return [*pieces, EpisodeEnd(run=RUN, episode_id=name, status="finished", rewards={"main": 1.0})]
+
+
+def collect(bodies: list[bytes]) -> Pass:
+    """Everything once through a fresh store."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder) / "collector.sqlite", run=RUN)
+        core = Core(RULES, store, store.snapshot(), now=0.0)
+        inbox, confirmed, num_forwarded, version = deque(bodies), list[do.Forward](), 0, 0
+        cpu, wall = time.process_time(), time.perf_counter()
+        while inbox or confirmed:
+            effects: list[do.Effect] = []
+            with store.transaction():
+                steps = [core.forwarded(item.episode_id, item.policy) for item in confirmed]
+                for effect in (effect for step in steps for effect in step):
+                    store.write(effect)
+                for body in [inbox.popleft() for _ in range(min(BATCH, len(inbox)))]:
+                    for effect in core.take(decode(body), body, 1.0):
+                        store.write(effect)
+                        effects.append(effect)
+                for effect in core.settle():
+                    store.write(effect)
+            confirmed = [effect for effect in effects if isinstance(effect, do.Forward)]
+            for item in confirmed:
+                message = episode_of(store, item)
+                assert message is not None
+                encode(message)
+            num_forwarded += len(confirmed)
+            if confirmed:
+                version += 1
+                trained = tuple(item.episode_id for item in confirmed)
+                inbox.append(encode(Consumed(run=RUN, policy="main", record=version, version=version, trained=trained)))
+        done = Pass(time.process_time() - cpu, time.perf_counter() - wall, num_forwarded)
+        store.close()
+    return done
+
+
+if __name__ == "__main__":
+    main()

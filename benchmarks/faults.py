@@ -1,0 +1,242 @@
+"""Break everything, again and again, and count: every finished episode is trained exactly once, whatever dies.
+
+    python -m benchmarks.faults --injections 1000 --seed 7
+    python -m benchmarks.faults --injections 60 --break acknowledge-before-log     a negative control: must be caught
+
+The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
+answers like vLLM from a script. docs/faults.md says what is injected and what is compared. Exits with 1 when an
+episode was lost or trained twice, when a trained turn is not what its agent was answered, when anything hung, or when
+the weights are not those of a replay without faults.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks.faults_check import Verdict, Weights, judge, replayed
+from benchmarks.faults_inject import FAULTS, HangError, Nemesis, plan
+from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
+from benchmarks.report import parser, save, table
+from swarmq import logs
+from swarmq.broker import topology
+from swarmq.collector.ledger import fates
+from swarmq.errors import BrokerError, CollectorError
+from swarmq.messages import Episode
+
+WARM_S = 120.0
+DRAIN_S = 240.0
+DRAIN_BROKEN_S = 12.0
+"""With a rule broken some episodes never come to an end, and what is wrong shows at once."""
+QUIET_S = 4.0
+GRACE_S = 60.0
+
+
+class Result(msgspec.Struct, kw_only=True):
+    """All that a run says."""
+
+    seconds: float
+    injections: int
+    hangs: list[str]
+    verdict: Verdict
+    weights: Weights | None
+    own_deaths: Counter[str]
+    starts: dict[str, int]
+    dead_letters: int
+    longest_stall_s: float
+
+    @property
+    def passed(self) -> bool:
+        sound = self.weights is None or (self.weights.checkpoint_equal and not self.weights.pushes_wrong)
+        return sound and not (self.hangs or self.verdict.faults)
+
+
+async def play(
+    folder: Path,
+    *,
+    injections: int,
+    seed: int,
+    gap_s: float,
+    model: Path,
+    broken: str = "",
+    vllm: bool = False,
+    only: tuple[str, ...] = (),
+) -> Result:
+    """One run in `folder`: up, break, drain, stop in order, judge."""
+    began = time.monotonic()
+    hangs: list[str] = []
+    async with World.open(folder, model=model, broken=broken, vllm=vllm) as world:
+        with (folder / "faults.jsonl").open("w") as log:
+            nemesis = Nemesis(world, seed=seed, log=log)
+            world.feeding.set()
+            await _until(lambda: world.segment() is not None and bool(world.lines()), WARM_S, "the first batch")
+            world.stalls.clear()
+            try:
+                await nemesis.run(plan(injections, seed=seed, only=only), gap_s=gap_s)
+            except HangError as hang:
+                hangs.append(str(hang))
+            hangs += await _drain(world, DRAIN_BROKEN_S if broken else DRAIN_S)
+        dead = await _dead_letters(world)
+        for name in (*(part for part in world.parts if part.startswith("client")), "proxy", "learner", "collector"):
+            if (status := await world.parts[name].stop(GRACE_S)) != 0:
+                hangs.append(f"{name} was asked to stop and ended with status {status}")
+        left = await _left_for_learner(world)
+        verdict = judge(world.job, world.lines(), nemesis.injections, world.stalls, left=left, texts=not vllm)
+        journal = None if vllm else folder / "engine.jsonl"
+        weights = None if broken else await asyncio.to_thread(replayed, world.job, journal)
+        return Result(
+            seconds=time.monotonic() - began,
+            injections=len(nemesis.injections),
+            hangs=hangs,
+            verdict=verdict,
+            weights=weights,
+            own_deaths=world.story(),
+            starts={name: part.starts for name, part in world.parts.items()},
+            dead_letters=dead,
+            longest_stall_s=max((seconds for _, seconds in world.stalls), default=0.0),
+        )
+
+
+async def _drain(world: World, within_s: float) -> list[str]:
+    """No more tasks, no more faults: everything that was begun comes to its end. What did not, in words."""
+    world.feeding.clear()
+    for relay in world.relays.values():
+        relay.release()
+    try:
+        await _until(lambda: not _unsettled(world) and world.still_s > QUIET_S, within_s, "the end of all episodes")
+    except HangError as hang:
+        return [f"{hang}: {_unsettled(world)}"]
+    with contextlib.suppress(BrokerError):
+        left = await world.broker.depths([topology.tasks(RUN, KIND)])
+        if any(depth.ready for depth in left.values()):
+            return [f"tasks were left: {left}"]
+    return []
+
+
+def _unsettled(world: World) -> str:
+    """What is not at its end yet; fewer episodes than a batch may wait for the next one."""
+    try:
+        states = Counter(fate.state for fate in fates(world.run_folder.inbox).values())
+    except CollectorError as error:
+        return str(error)
+    waiting = states["waiting"] + states["published"]
+    if states["open"] or waiting >= GROUPS_PER_BATCH * GROUP_SIZE:
+        return str(dict(states))
+    return ""
+
+
+async def _until(there: Any, within_s: float, what: str) -> None:
+    try:
+        async with asyncio.timeout(within_s):
+            while not there():  # noqa: ASYNC110 - files have no event
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        raise HangError(f"{what} did not come within {within_s:g} s") from None
+
+
+async def _left_for_learner(world: World) -> set[str]:
+    """Episodes that stand on the ready queue now that the learner has gone; they stay there."""
+    queue, found = topology.ready(RUN, POLICY), set[str]()
+    num = (await world.broker.depths([queue]))[queue].ready
+    async with world.broker.consume(queue, prefetch=1000) as deliveries:
+        for _ in range(num):
+            message = (await anext(deliveries)).message
+            assert isinstance(message, Episode)
+            found.add(message.episode_id)
+    return found
+
+
+async def _dead_letters(world: World) -> int:
+    with contextlib.suppress(BrokerError, KeyError):
+        return (await world.broker.depths([topology.DEAD]))[topology.DEAD].ready
+    return 0
+
+
+def report(result: Result) -> str:
+    heads = ("fault", "injections", "ended", "trained once", "twice", "lost", "dropped", "longest stall s")
+    rows = [
+        (r.fault, r.injections, r.ended, r.once, r.twice, r.lost, _reasons(r.dropped), round(r.longest_stall_s, 1))
+        for r in result.verdict.rows
+    ]
+    account = result.verdict.account
+    lines = [
+        table(heads, rows),
+        "",
+        f"{result.injections} faults in {result.seconds:.0f} s; processes started: {result.starts}",
+        (
+            f"episodes begun {account.begun}, outcomes confirmed {account.confirmed}, trained {account.trained}, dropped "
+            f"{_reasons(Counter(account.dropped))}, waiting {account.waiting}, dead-lettered {result.dead_letters}"
+        ),
+        f"longest stall {result.longest_stall_s:.1f} s",
+    ]
+    if weights := result.weights:
+        lines.append(
+            f"version {weights.version}: checkpoint {'equals' if weights.checkpoint_equal else 'DIFFERS FROM'} a replay "
+            f"without faults; {weights.pushes} pushes taken by engines, {len(weights.pushes_wrong)} of other weights"
+        )
+    lines += [f"not killed by us, {count} x: {what}" for what, count in result.own_deaths.items()]
+    lines += [f"HANG: {hang}" for hang in result.hangs]
+    lines.append("passed" if result.passed else f"FAILED: {result.verdict.faults}")
+    return "\n".join(lines)
+
+
+def _reasons(dropped: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in dropped.most_common()) or "-"
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--injections", type=int, default=1000)
+    options.add_argument("--seed", type=int, default=7)
+    options.add_argument("--gap-s", type=float, default=0.7, help="mean time between two faults")
+    options.add_argument("--engine", choices=("scripted", "vllm"), default="scripted")
+    options.add_argument("--model", type=Path, help="a model folder; needed with --engine vllm")
+    options.add_argument("--break", dest="broken", default="", help="a rule that a part is to break; see faults_broken")
+    options.add_argument("--only", action="append", default=[], choices=FAULTS, help="only this fault; repeatable")
+    options.add_argument("--name", default="faults", help="name of the result")
+    options.add_argument("--keep", type=Path, help="run in this folder and keep it")
+    given = options.parse_args()
+    logs.configure(role="faults", run=RUN)
+    folder = given.keep or Path(tempfile.mkdtemp(prefix="swarmq-faults-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    model = given.model or make_model(folder / "model")
+    result = asyncio.run(
+        play(
+            folder,
+            injections=given.injections,
+            seed=given.seed,
+            gap_s=given.gap_s,
+            model=model,
+            broken=given.broken,
+            vllm=given.engine == "vllm",
+            only=tuple(given.only),
+        )
+    )
+    print(report(result))
+    if given.broken:
+        sys.exit(0 if result.verdict.faults else "the broken rule was not caught")
+    figures = {
+        "injections": result.injections,
+        "episodes_ended": result.verdict.account.confirmed,
+        "lost": result.verdict.lost,
+        "twice": result.verdict.twice,
+        "hangs": len(result.hangs),
+        "longest_stall_s": result.longest_stall_s,
+    }
+    save(given.name, figures, detail=msgspec.to_builtins(result, str_keys=True), out=given.out)
+    if result.passed and not given.keep:
+        shutil.rmtree(folder, ignore_errors=True)
+    sys.exit(0 if result.passed else f"what is left of it: {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""One of the clients of the fault run: `python -m benchmarks.faults_client LEDGER`, invited by $SWARMQ_INVITE.
+
+A worker on the task queue with an agent of ordinary Python around the `openai` SDK. It keeps a ledger of its own, a
+line before an outcome is sent and a line after the broker has confirmed it, with the ids and the texts of exactly the
+answers that the agent received. The proof compares that with what was trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from openai import OpenAI
+
+from swarmq import AsyncSwarmClient, Episode
+from swarmq.client.worker import run_worker
+
+CONCURRENCY = 6
+MAX_ATTEMPTS = 50
+"""Attempts fail because we break things; giving a slot up is not what is measured."""
+THINK_S = 0.05
+"""Mean time an environment takes between two calls."""
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a client's ledger."""
+
+    event: Literal["ending", "confirmed", "failed"]
+    episode_id: str
+    slot: str
+    at: float
+    """Unix time."""
+    answers: dict[str, str] = {}
+    """Call id -> digest of the text that the agent received."""
+
+
+class Ledger:
+    """Lines that survive a SIGKILL of the process that wrote them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()
+
+    def add(self, event: Literal["ending", "confirmed", "failed"], ep: Episode, answers: dict[str, str]) -> None:
+        line = Line(event=event, episode_id=ep.episode_id, slot=ep.slot.id, at=time.time(), answers=answers)
+        with self._lock:
+            self._file.write(msgspec.json.encode(line) + b"\n")
+
+
+def read_ledger(path: Path) -> list[Line]:
+    """The whole lines of a ledger; one that a kill has cut is left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [msgspec.json.decode(line, type=Line) for line in lines if line.endswith(b"\n")]
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Player:
+    """The agent: one to three turns of chat, streamed or not, and a reward that depends on the answers."""
+
+    def __init__(self, base_url: str, ledger: Ledger) -> None:
+        self._openai = OpenAI(base_url=base_url, api_key="set per episode", max_retries=6, timeout=20.0)
+        self._ledger = ledger
+
+    def __call__(self, ep: Episode) -> None:
+        answers: dict[str, str] = {}
+        try:
+            reward = self._play(ep, answers)
+        except Exception:
+            self._ledger.add("failed", ep, answers)
+            raise
+        self._ledger.add("ending", ep, answers)
+        ep.end(reward)
+        self._ledger.add("confirmed", ep, answers)
+        time.sleep(random.expovariate(1 / THINK_S))  # the environment is torn down; the task is still held
+
+    def _play(self, ep: Episode, answers: dict[str, str]) -> float:
+        client = self._openai.with_options(api_key=ep.api_key)
+        messages: list[dict[str, str]] = [{"role": "user", "content": f"task {ep.task.id}"}]
+        text = ""
+        for _ in range(random.randint(1, 3)):
+            call_id, text = self._ask(client, ep.model, messages)
+            answers[call_id] = digest(text)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "again"}]
+            time.sleep(random.expovariate(1 / THINK_S))
+        return float(len(text)) + random.random()
+
+    def _ask(self, client: OpenAI, model: str, messages: list[dict[str, str]]) -> tuple[str, str]:
+        """Id and text of an answer, received whole. A stream that breaks fails the attempt: agents cannot resume it."""
+        request = {"model": model, "messages": messages, "max_tokens": 12}
+        if random.random() < 0.5:
+            completion = client.chat.completions.create(**request)
+            return completion.id, completion.choices[0].message.content or ""
+        parts, call_id, finished = [], "", False
+        with client.chat.completions.create(**request, stream=True) as stream:
+            for chunk in stream:
+                call_id = chunk.id
+                for choice in chunk.choices:
+                    parts.append(choice.delta.content or "")
+                    finished |= choice.finish_reason is not None
+        if not finished:
+            raise ConnectionError("the stream ended before its answer")
+        return call_id, "".join(parts)
+
+
+def main() -> None:
+    client = AsyncSwarmClient(code_version="faults")
+    player = Player(client.invite.base_url, Ledger(Path(sys.argv[1])))
+    run_worker(client, player, concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,371 @@
+"""The run that is to be broken: every part a process of its own, every link through a relay, kept up as `swarmq up` does.
+
+    clients ──relay──> proxy ──relay──> engine <──relay── learner (and its I/O process)
+       │                 │                                  │            collector
+       └────relay────────┴────────────relay─────────────────┴──────────────relay────> RabbitMQ (private node)
+
+A part that ends is started again after a moment, whatever it died of; deaths that nobody injected are kept with the
+last lines of its log. The harness itself only feeds tasks, and looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from benchmarks.faults_client import Line, read_ledger
+from swarmq import keys
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.node import PrivateNode
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.engine.launch import EngineProcess
+from swarmq.errors import BrokerError
+from swarmq.messages import Slot, Task
+from swarmq.process import die_with_parent, free_port, stop_group, tail
+from swarmq.testing.relay import TcpRelay
+
+RUN, KIND, POLICY = "faults", "default", "main"
+GROUP_SIZE, GROUPS_PER_BATCH = 4, 2
+NUM_CLIENTS = 3
+HEARTBEAT_S = 5
+SPARE_TASKS = 40
+"""Tasks kept waiting in the queue."""
+RESTART_S = 0.3
+LOOK_S = 0.2
+DISK_BYTES = 96 << 20
+PORT = 5672
+
+ROLES = ("proxy", "collector", "learner", *(f"client{n}" for n in range(NUM_CLIENTS)))
+
+
+class Death(NamedTuple):
+    """A part ended and nobody had killed it."""
+
+    part: str
+    status: int
+    words: str
+
+
+class Part:
+    """A process that is to be running."""
+
+    def __init__(self, name: str, argv: list[str], log_path: Path, environment: dict[str, str]) -> None:
+        self.name, self.log_path = name, log_path
+        self._argv, self._environment = argv, environment
+        self._process: asyncio.subprocess.Process | None = None
+        self._killed = 0
+        self.wanted = True
+        self.starts = 0
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def start(self) -> None:
+        self.starts += 1
+        with self.log_path.open("ab") as sink:
+            self._process = await asyncio.create_subprocess_exec(
+                *self._argv,
+                env=self._environment,
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=die_with_parent,
+            )
+
+    async def keep(self, deaths: list[Death]) -> None:
+        """Start it again whenever it ends, until it is no longer wanted."""
+        while True:
+            assert self._process is not None
+            status = await self._process.wait()
+            if not self.wanted:
+                return
+            if status != -signal.SIGKILL or not self._killed:
+                deaths.append(Death(self.name, status, tail(self.log_path, 3)))
+            self._killed = 0
+            await asyncio.sleep(RESTART_S)
+            await self.start()
+
+    def signal(self, number: int) -> None:
+        if self.pid is not None:
+            self._killed += number == signal.SIGKILL
+            os.kill(self.pid, number)
+
+    async def stop(self, grace_s: float) -> int:
+        """Drain; the exit status, or SIGKILL's when it did not end in time."""
+        self.wanted = False
+        assert self._process is not None
+        await stop_group(self._process, grace_s=grace_s)
+        return self._process.returncode or 0
+
+
+class World:
+    """Everything that runs; `open` brings it up and takes it down."""
+
+    def __init__(self, folder: Path, job: SwarmJob, node: PrivateNode, *, broken: str = "") -> None:
+        self.folder, self.job, self.node, self.broken = folder, job, node, broken
+        self.run_folder: RunFolder = job.run_folder
+        self.parts: dict[str, Part] = {}
+        self.relays: dict[str, TcpRelay] = {}
+        self.deaths: list[Death] = []
+        self.fed: list[Task] = []
+        self.engine: EngineProcess | None = None
+        """The real vLLM, where that is asked for."""
+        self.disk: Path | None = None
+        """The batch log's own file system, where we may mount one."""
+        self.feeding = asyncio.Event()
+        self.broker: AmqpBroker
+        self._seen: dict[Path, int] = {}
+        self.moved_at = time.monotonic()
+        self.moves = 0
+        self.stalls: list[tuple[float, float]] = []
+        """Unix time at which a stretch without any progress ended, and its seconds."""
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, folder: Path, *, model: Path, broken: str = "", vllm: bool = False) -> AsyncIterator[World]:
+        """`broken` names a rule that one of the parts is to break."""
+        async with contextlib.AsyncExitStack() as stack:
+            job = _job(folder, model, proxy_port=free_port())
+            node = await stack.enter_async_context(PrivateNode(folder / "broker"))
+            world = cls(folder, job, node, broken=broken)
+            world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
+            await world._connect(stack, vllm=vllm)
+            async with asyncio.TaskGroup() as tasks:
+                keepers = [tasks.create_task(part.keep(world.deaths)) for part in world.parts.values()]
+                others = [tasks.create_task(loop()) for loop in (world._feed, world._look)]
+                if world.engine:
+                    others.append(tasks.create_task(world._keep_engine()))
+                try:
+                    yield world
+                finally:
+                    for part in world.parts.values():
+                        part.signal(signal.SIGCONT)
+                        await part.stop(0.0)
+                    for task in (*keepers, *others):
+                        task.cancel()
+
+    async def _connect(self, stack: contextlib.AsyncExitStack, *, vllm: bool) -> None:
+        """Relays, parts, and the harness's own connection."""
+        host, amqp = "127.0.0.1", self.node.identity.amqp_port
+        engine_port, journal = free_port(), self.folder / "engine.jsonl"
+        for role in ROLES:
+            self.relays[f"{role}-broker"] = await stack.enter_async_context(TcpRelay.to(host, amqp))
+        for role in ("proxy", "learner"):
+            self.relays[f"{role}-engine"] = await stack.enter_async_context(TcpRelay.to(host, engine_port))
+        self.relays["clients-proxy"] = await stack.enter_async_context(TcpRelay.to(host, self.job.proxy.port))
+        self.broker = await stack.enter_async_context(AmqpBroker.open(self.node.amqp_url, name="faults"))
+        await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
+        if vllm:
+            policy = self.job.policies[POLICY]
+            self.engine = EngineProcess(policy, port=engine_port, log_path=self.folder / "engine.log")
+            await stack.enter_async_context(self.engine)
+        else:
+            self._add("engine", ["-m", "benchmarks.faults_engine", str(engine_port), str(journal)])
+        for role in ("proxy", "collector", "learner"):
+            job = str(self._job_of(role))
+            if self.broken and self._breaks(role):
+                self._add(role, ["-m", "benchmarks.faults_broken", role, job, self.broken])
+            else:
+                self._add(role, ["-m", "swarmq", role, job, *(["--no-collector"] if role == "learner" else [])])
+        for number in range(NUM_CLIENTS):
+            name = f"client{number}"
+            invite = {"SWARMQ_INVITE": self._invite(name), "SWARMQ_SPOOL": str(self.folder / "spool")}
+            self._add(name, ["-m", "benchmarks.faults_client", str(self.ledger(name))], **invite)
+        for part in self.parts.values():
+            await part.start()
+
+    def _breaks(self, role: str) -> bool:
+        from benchmarks.faults_broken import RULES  # noqa: PLC0415  (imports every part; only where one is broken)
+
+        return RULES[self.broken] == role
+
+    def _add(self, name: str, arguments: list[str], **environment: str) -> None:
+        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+        known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
+        given = {**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        self.parts[name] = Part(name, [sys.executable, *arguments], self.folder / f"{name}.log", given)
+
+    def ledger(self, client: str) -> Path:
+        return self.folder / f"{client}.jsonl"
+
+    def lines(self) -> list[Line]:
+        """What all clients have written."""
+        return [line for number in range(NUM_CLIENTS) for line in read_ledger(self.ledger(f"client{number}"))]
+
+    def io_pid(self) -> int | None:
+        """The learner's I/O process."""
+        pid = self.parts["learner"].pid
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+                if b"io_process" in Path(f"/proc/{child}/cmdline").read_bytes() or self.broken:
+                    return int(child)
+        return None
+
+    def segment(self) -> Path | None:
+        """The batch log's last segment."""
+        return max(self.run_folder.batch_log(POLICY).glob("*.log"), default=None)
+
+    def _job_of(self, role: str) -> Path:
+        engine = msgspec.structs.replace(
+            self.job.policies[POLICY].engine, urls=(f"http://127.0.0.1:{self._port(role, 'engine')}",)
+        )
+        policy = msgspec.structs.replace(self.job.policies[POLICY], engine=engine)
+        job = msgspec.structs.replace(
+            self.job,
+            broker=msgspec.structs.replace(self.job.broker, url=self._broker_url(role)),
+            policies={POLICY: policy},
+        )
+        path = self.folder / f"{role}.toml"
+        path.write_text(job.to_toml())
+        return path
+
+    def _port(self, role: str, to: str) -> int:
+        return self.relays.get(f"{role}-{to}", self.relays["proxy-engine"]).port
+
+    def _broker_url(self, role: str) -> str:
+        port = self.relays[f"{role}-broker"].port
+        return f"amqp://{self.node.user}:{self.node.password}@127.0.0.1:{port}/?heartbeat={HEARTBEAT_S}"
+
+    def _invite(self, name: str) -> str:
+        root = keys.load_root(self.run_folder.root_secret)
+        return keys.Invite(
+            run=RUN,
+            client=name,
+            secret=keys.client_secret(root, name),
+            amqp_url=self._broker_url(name),
+            base_url=f"http://127.0.0.1:{self.relays['clients-proxy'].port}/v1",
+            policies=(POLICY,),
+            kinds=(KIND,),
+            group_size=GROUP_SIZE,
+        ).encode()
+
+    async def _keep_engine(self) -> None:
+        assert self.engine
+        while True:
+            await self.engine.wait()
+            await self.engine.restart()
+
+    async def _feed(self) -> None:
+        """Keep tasks waiting while `feeding` is set: all repeats of one after another."""
+        queue = topology.tasks(RUN, KIND)
+        number = 0
+        while True:
+            await self.feeding.wait()
+            with contextlib.suppress(BrokerError, TimeoutError):
+                async with asyncio.timeout(5):
+                    depth = (await self.broker.depths([queue]))[queue].ready
+                while depth < SPARE_TASKS and self.feeding.is_set():
+                    for repeat in range(GROUP_SIZE):
+                        slot = Slot(task_id=f"t{number}", repeat=repeat)
+                        task = Task(run=RUN, slot=slot, kind=KIND, group_size=GROUP_SIZE)
+                        await self.broker.publish(queue, task)
+                        self.fed.append(task)
+                    number += 1
+                    depth += GROUP_SIZE
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self) -> None:
+        """Progress is a line in a client's ledger or a byte in the batch log."""
+        while True:
+            paths = [self.ledger(f"client{n}") for n in range(NUM_CLIENTS)] + [self.segment()]
+            sizes = {path: path.stat().st_size for path in paths if path and path.exists()}
+            now = time.monotonic()
+            if sizes != self._seen:
+                self.stalls.append((time.time(), now - self.moved_at))
+                self._seen, self.moved_at = sizes, now
+                self.moves += 1
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def still_s(self) -> float:
+        """Seconds since anything moved."""
+        return time.monotonic() - self.moved_at
+
+    def story(self) -> Counter[str]:
+        """Deaths that nobody injected, by part and last word."""
+        return Counter(f"{death.part} (status {death.status}): {death.words[-300:]}" for death in self.deaths)
+
+
+def make_model(folder: Path) -> Path:
+    """A random Qwen3 of two layers for 128 tokens."""
+    import torch  # noqa: PLC0415  (seconds; not where a model is given)
+    from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def _job(folder: Path, model: Path, *, proxy_port: int) -> SwarmJob:
+    job = SwarmJob.build(
+        {
+            "run": RUN,
+            "folder": str(folder / "runs"),
+            "proxy": {"port": proxy_port},
+            "groups": {
+                "group_size": GROUP_SIZE,
+                "groups_per_batch": GROUPS_PER_BATCH,
+                "max_staleness": 6,
+                "deadline_s": 30.0,
+                "silence_s": 30.0,
+            },
+            "policies": {
+                POLICY: {
+                    "model": str(model),
+                    "sampling": {"max_tokens": 12},
+                    "engine": {"max_model_len": 512, "dtype": "float32"},
+                    "train": {
+                        "learning_rate": 1e-4,
+                        "checkpoint_every": 5,
+                        "deterministic": True,
+                        "gradient_checkpointing": False,
+                    },
+                }
+            },
+        }
+    )
+    job.run_folder.path.mkdir(parents=True, exist_ok=True)
+    keys.load_root(job.run_folder.root_secret)
+    return job
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path, at: Path) -> Iterator[Path | None]:
+    """Mount a file system of its own at `at`, so that it can be filled; None where we may not."""
+    image = folder / "disk.img"
+    at.mkdir(parents=True, exist_ok=True)
+    with image.open("wb") as file:
+        file.truncate(DISK_BYTES)
+    try:
+        subprocess.run(["mkfs.ext4", "-q", "-F", image], capture_output=True, check=True)
+        subprocess.run(["mount", "-o", "loop", image, at], capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        yield None
+        return
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "-l", at], capture_output=True, check=False)

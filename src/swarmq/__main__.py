@@ -1,0 +1,5 @@
+"""`python -m swarmq` is `swarmq`."""
+
+from swarmq.cli import main
+
+main()

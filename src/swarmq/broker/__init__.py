@@ -1,0 +1,7 @@
+"""Everything swarmq does with RabbitMQ. The driver is imported here and nowhere else."""
+
+from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.delivery import Deliveries, Delivery
+from swarmq.broker.protocol import Broker, Depth
+
+__all__ = ["AmqpBroker", "Broker", "Deliveries", "Delivery", "Depth"]

@@ -1,0 +1,146 @@
+"""The real broker.
+
+    AmqpBroker ── link "<name>.publish" ── Publisher (confirms)   + a channel for events
+               ├─ link "<name>.control" ── declare, depths        (opened at first use)
+               └─ link "<name>.consume" ── one per `consume` and `events`
+
+Publishing and consuming never share a connection: an alarm blocks publishers, and whoever drains the queues must go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from typing import Self, TypeVar
+
+import structlog
+from aio_pika import ExchangeType
+from aio_pika.abc import AbstractConnection
+from aio_pika.exceptions import ChannelNotFoundEntity
+
+from swarmq.broker import topology
+from swarmq.broker.consumer import consuming
+from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.events import Emitter, listening
+from swarmq.broker.faults import address
+from swarmq.broker.link import Link
+from swarmq.broker.protocol import Depth
+from swarmq.broker.publisher import Publisher
+from swarmq.broker.session import Session
+from swarmq.errors import BrokerError, BrokerLostError
+from swarmq.messages import Event, Message, encode, key_of
+
+OPEN_S = 10.0
+MAX_REASON = 500
+"""Characters of a reason kept in a header."""
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+
+class AmqpBroker:
+    """Open one per process and share it; see `Broker` for what it promises."""
+
+    def __init__(self, url: str, *, name: str, link: Link, stack: AsyncExitStack) -> None:
+        self._url = url
+        self._name = name
+        self._stack = stack
+        self._publisher = Publisher(link)
+        self._emitter = Emitter(link)
+        self._control: Link | None = None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, url: str, *, name: str, deadline_s: float | None = OPEN_S) -> AsyncIterator[Self]:
+        """Connect; an unreachable broker is waited for, `deadline_s` seconds long or, with None, for ever.
+
+        Raises BrokerError at once for a bad url, wrong password or unknown vhost, and at the deadline.
+        `name` shows in the management UI.
+        """
+        address(url)
+        link = Link(url, name=f"{name}.publish")
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(link.keep())
+            try:
+                async with asyncio.timeout(deadline_s):
+                    await link.session()
+            except TimeoutError:
+                raise BrokerError(link.trouble or "the broker has gone") from None
+            yield cls(url, name=name, link=link, stack=stack)
+
+    async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
+        await self._publisher.publish(
+            queue,
+            encode(message),
+            kind=str(message.__struct_config__.tag),
+            headers={KEY_HEADER: key_of(message)},
+            deadline_s=deadline_s,
+        )
+
+    def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
+        return consuming(self._url, queue, prefetch=prefetch, name=f"{self._name}.consume", bury=self._bury)
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        await self._park(delivery.arrival, reason)
+        await delivery.ack()
+
+    async def emit(self, event: Event) -> None:
+        await self._emitter.emit(event)
+
+    def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        return listening(self._url, run, name=f"{self._name}.events")
+
+    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=kinds)}
+
+        async def declare(session: Session) -> None:
+            channel = session.channel
+            await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
+            await session.call(channel.declare_exchange(topology.DEAD, ExchangeType.FANOUT, durable=True))
+            for name, arguments in queues.items():
+                await session.call(channel.declare_queue(name, durable=True, arguments=arguments))
+            dead = await channel.get_queue(topology.DEAD, ensure=False)
+            await session.call(dead.bind(topology.DEAD, routing_key=""))
+
+        await self._until_done(declare)
+
+    async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
+        async def look(session: Session) -> dict[str, Depth]:
+            return await session.call(_depths(session.connection, queues))
+
+        return await self._until_done(look)
+
+    async def _bury(self, arrival: Arrival, reason: str) -> None:
+        """Park what could not be decoded. If its session is lost meanwhile it comes again and is parked twice."""
+        log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON])
+        await self._park(arrival, reason)
+        with suppress(BrokerLostError):
+            await arrival.settler.ack(arrival.tag, through=False)
+
+    async def _park(self, arrival: Arrival, reason: str) -> None:
+        headers = {**arrival.headers, REASON_HEADER: reason[:MAX_REASON], QUEUE_HEADER: arrival.queue}
+        await self._publisher.publish(topology.DEAD, arrival.body, kind=arrival.kind, headers=headers, deadline_s=None)
+
+    async def _until_done(self, work: Callable[[Session], Awaitable[T]]) -> T:
+        if self._control is None:
+            self._control = Link(self._url, name=f"{self._name}.control")
+            await self._stack.enter_async_context(self._control.keep())
+        while True:
+            session = await self._control.session()
+            with suppress(BrokerLostError):
+                return await work(session)
+
+
+async def _depths(connection: AbstractConnection, queues: Sequence[str]) -> dict[str, Depth]:
+    found: dict[str, Depth] = {}
+    channel = await connection.channel(publisher_confirms=False)
+    for name in queues:
+        try:
+            answer = (await channel.declare_queue(name, passive=True)).declaration_result
+        except ChannelNotFoundEntity:  # which closes the channel
+            channel = await connection.channel(publisher_confirms=False)
+        else:
+            found[name] = Depth(answer.message_count or 0, answer.consumer_count or 0)
+    await channel.close()
+    return found

@@ -1,0 +1,137 @@
+"""The dead-letter queue for people: list, show, requeue, purge. Behind `swarmq dead`.
+
+Everything reads with `basic.get` and acknowledges only what was dealt with; the rest returns when the session closes, so
+looking loses nothing, and two people looking at once merely see fewer letters each.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Collection
+from typing import Any
+
+import msgspec
+from aio_pika.abc import AbstractIncomingMessage
+from aio_pika.exceptions import PublishError
+
+from swarmq.broker import topology
+from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER
+from swarmq.broker.publisher import send
+from swarmq.broker.session import Session, open_session
+
+LIST_LIMIT = 1000
+SHOWN_BYTES = 400
+"""Of a body that cannot be read."""
+
+CONNECTION = "swarmq.dead"
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that nobody could use."""
+
+    id: str
+    """Unique; what the functions here take."""
+    key: str
+    kind: str
+    queue: str
+    """Where it was meant for; empty when unknown."""
+    reason: str
+    body: bytes
+    headers: dict[str, Any]
+
+
+class Requeued(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a requeue."""
+
+    sent: int
+    left: dict[str, str]
+    """id -> why it stays dead."""
+
+
+async def letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
+    """The oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
+    async with open_session(url, name=CONNECTION) as session:
+        return [letter async for letter, _ in _read(session, limit=limit)]
+
+
+def show(letter: DeadLetter) -> str:
+    """The letter as text: its record as JSON, or the beginning of its bytes when it is none."""
+    try:
+        record = msgspec.msgpack.decode(letter.body)
+        content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        content = f"{len(letter.body)} bytes that are no record: {letter.body[:SHOWN_BYTES]!r}"
+    head = {"id": letter.id, "key": letter.key, "kind": letter.kind, "queue": letter.queue, "reason": letter.reason}
+    return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
+
+
+async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
+    """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here."""
+    sent, left = 0, {}
+    async with open_session(url, name=CONNECTION) as session:
+        chosen = [(letter, message) async for letter, message in _read(session) if ids is None or letter.id in ids]
+        for letter, message in chosen:
+            reason = await _send_back(session, letter)
+            if reason is None:
+                await session.call(message.ack())
+                sent += 1
+            else:
+                left[letter.id] = reason
+    return Requeued(sent=sent, left=left)
+
+
+async def purge(url: str, ids: Collection[str] | None = None) -> int:
+    """Forget letters for good; None means all. Returns how many."""
+    async with open_session(url, name=CONNECTION) as session:
+        if ids is None:
+            queue = await session.channel.get_queue(topology.DEAD, ensure=False)
+            answer = await session.call(queue.purge())
+            return int(answer.message_count or 0)
+        chosen = [message async for letter, message in _read(session) if letter.id in ids]
+        for message in chosen:
+            await session.call(message.ack())
+        return len(chosen)
+
+
+async def _read(
+    session: Session, *, limit: int | None = None
+) -> AsyncIterator[tuple[DeadLetter, AbstractIncomingMessage]]:
+    queue = await session.channel.get_queue(topology.DEAD, ensure=False)
+    count = 0
+    while limit is None or count < limit:
+        message = await session.call(queue.get(fail=False, timeout=None))
+        if message is None:
+            return
+        count += 1
+        yield _letter(message), message
+
+
+def _letter(message: AbstractIncomingMessage) -> DeadLetter:
+    headers = message.headers
+    return DeadLetter(
+        id=message.message_id or "",
+        key=str(headers.get(KEY_HEADER, "")),
+        kind=message.type or "",
+        queue=str(headers.get(QUEUE_HEADER) or headers.get("x-first-death-queue", "")),
+        reason=str(headers.get(REASON_HEADER) or f"dead-lettered by the broker: {_death(headers)}"),
+        body=message.body,
+        headers=headers,
+    )
+
+
+def _death(headers: dict[str, Any]) -> str:
+    if headers.get("x-first-death-reason") == "delivery_limit":
+        return f"delivered more than {topology.DELIVERY_LIMIT} times without an acknowledgement"
+    return str(headers.get("x-first-death-reason", "no reason given"))
+
+
+async def _send_back(session: Session, letter: DeadLetter) -> str | None:
+    """None when it is confirmed in its queue, else why not."""
+    if not letter.queue:
+        return "its queue is unknown"
+    kept = {name: value for name, value in letter.headers.items() if name == KEY_HEADER}
+    try:
+        await session.call(send(session.channel, letter.queue, letter.body, kind=letter.kind, headers=kept))
+    except PublishError:
+        return f"queue {letter.queue} does not exist"
+    return None

@@ -1,0 +1,129 @@
+"""Events: told to whoever listens, lost without harm.
+
+They travel on a channel of their own beside the publisher's, without confirms: a refused or stuck event must not cost
+a session that carries turns and ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from aio_pika import DeliveryMode, ExchangeType
+from aio_pika import Message as AmqpMessage
+from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
+
+from swarmq.broker import topology
+from swarmq.broker.link import Link
+from swarmq.broker.publisher import APP_ID, CONTENT_TYPE
+from swarmq.broker.session import Session
+from swarmq.errors import BrokerError, MessageError
+from swarmq.messages import Event, decode, encode
+
+EMIT_S = 1.0
+"""An event that cannot be handed over by then is dropped."""
+
+
+class Emitter:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._session: Session | None = None
+        self._channel: AbstractChannel | None = None
+        self._lock = asyncio.Lock()
+
+    async def emit(self, event: Event) -> None:
+        session = self._link.current
+        if session is None or await session.blocked():
+            return
+        task = asyncio.create_task(self._send(session, event))
+        try:
+            await asyncio.wait({task}, timeout=EMIT_S)
+        finally:
+            task.cancel()
+            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+    async def _send(self, session: Session, event: Event) -> None:
+        async with self._lock:
+            if self._session is not session or self._channel is None or self._channel.is_closed:
+                self._channel = await session.connection.channel(publisher_confirms=False)
+                self._session = session
+        # `ensure` would need more rights than to write, and an answer.
+        exchange = await self._channel.get_exchange(topology.EVENTS, ensure=False)
+        message = AmqpMessage(
+            encode(event),
+            content_type=CONTENT_TYPE,
+            delivery_mode=DeliveryMode.NOT_PERSISTENT,
+            type="event",
+            app_id=APP_ID,
+        )
+        await exchange.publish(message, topology.event_key(event.run, event.source, event.name), mandatory=False)
+
+
+@asynccontextmanager
+async def listening(url: str, run: str, *, name: str) -> AsyncIterator[AsyncIterator[Event]]:
+    """Events of `run` from now on; those that a slow listener has not taken are dropped, oldest first."""
+    feed = Feed()
+
+    async def prepare(session: Session) -> None:
+        channel = session.channel
+        await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
+        queue = await session.call(
+            channel.declare_queue(exclusive=True, auto_delete=True, arguments=topology.EVENT_QUEUE_ARGUMENTS)
+        )
+        await session.call(queue.bind(topology.EVENTS, f"{run}.#"))
+        await session.call(queue.consume(feed.on_message, no_ack=True))
+
+    link = Link(url, name=name, prepare=prepare, refused=feed.fail)
+    async with link.keep():
+        try:
+            await link.session()
+            yield feed
+        finally:
+            feed.close()
+
+
+class Feed:
+    """Async iterator over events."""
+
+    def __init__(self) -> None:
+        self._bodies: deque[bytes] = deque(maxlen=topology.EVENT_BACKLOG)
+        self._wake = asyncio.Event()
+        self._failure: BrokerError | None = None
+        self._closed = False
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        return self
+
+    async def __anext__(self) -> Event:
+        while True:
+            while self._bodies:
+                try:
+                    event = decode(self._bodies.popleft())
+                except MessageError:
+                    continue  # of a newer release, or not ours: nothing depends on an event
+                if isinstance(event, Event):
+                    return event
+            if self._failure is not None:
+                raise self._failure
+            if self._closed:
+                raise StopAsyncIteration
+            self._wake.clear()
+            await self._wake.wait()
+
+    async def on_message(self, message: AbstractIncomingMessage) -> None:
+        self.put(message.body)
+
+    def put(self, body: bytes) -> None:
+        self._bodies.append(body)
+        self._wake.set()
+
+    def fail(self, error: BrokerError) -> None:
+        self._failure = error
+        self._wake.set()
+
+    def close(self) -> None:
+        self._closed = True
+        self._bodies.clear()
+        self._wake.set()

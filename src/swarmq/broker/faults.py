@@ -1,0 +1,69 @@
+"""RabbitMQ's and its driver's errors in our words.
+
+A BrokerLostError may pass: connect again. Any other BrokerError will not until a person has changed something.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from aio_pika import exceptions as amqp
+
+from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+
+EXAMPLE = "write it as amqp://user:password@host:5672/vhost"
+
+
+def address(url: str) -> str:
+    """`host:port/vhost` of an AMQP url, for messages: never the password. Raises BrokerError for a bad url."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port or (5671 if parts.scheme == "amqps" else 5672)
+    except ValueError as error:
+        raise BrokerError(f"the broker's url is malformed ({error}): {EXAMPLE}") from error
+    if parts.scheme not in ("amqp", "amqps") or not parts.hostname:
+        raise BrokerError(f"the broker's url needs amqp:// or amqps:// and a host: {EXAMPLE}")
+    vhost = unquote(parts.path[1:])
+    return f"{parts.hostname}:{port}" + (f"/{vhost}" if vhost.strip("/") else "")
+
+
+def translate(error: Exception, where: str) -> BrokerError:
+    """Our error for one of the driver's or the system's."""
+    text = broker_text(error)
+    match error:
+        case BrokerError():
+            return error
+        case amqp.AuthenticationError() | amqp.ProbableAuthenticationError():
+            return BrokerError(f"RabbitMQ at {where} refused user or password: check the broker's url")
+        case amqp.InvalidFrameError() if "Connection.OpenOk" in text:  # the driver keeps the broker's words to itself
+            return BrokerError(
+                f"RabbitMQ at {where} refused the connection: the virtual host at the end of the url does not exist, "
+                "or its user may not use it or has too many connections"
+            )
+        case amqp.ChannelNotFoundEntity() if "down" not in text and "stopped" not in text:
+            return UnroutableError(
+                f"RabbitMQ at {where}: {text}; check the run's name, or start the run on this broker"
+            )
+        case amqp.ChannelClosed() if text.startswith("ACCESS_REFUSED"):
+            return BrokerError(f"RabbitMQ at {where}: {text}; the user in the broker's url lacks this right")
+        case amqp.ChannelClosed() if text.startswith(("PRECONDITION_FAILED", "RESOURCE_LOCKED")):
+            return BrokerError(f"RabbitMQ at {where}: {text}")
+        case TimeoutError():
+            return BrokerLostError(f"RabbitMQ at {where} does not answer: is it running, and is the port right?")
+        case _:
+            return BrokerLostError(f"RabbitMQ at {where} cannot be reached ({text}): start it or correct the url")
+
+
+def broker_text(error: BaseException) -> str:
+    """What RabbitMQ or the system said, without the driver's wrapping."""
+    if isinstance(error, amqp.AMQPError) and not isinstance(error, amqp.DeliveryError) and error.args:
+        return str(error.args[-1])
+    return str(error) or type(error).__name__
+
+
+def ending(ended: asyncio.Future[Any], what: str) -> str:
+    """Why a connection or channel has closed, from the driver's `closing` future."""
+    error = None if ended.cancelled() else ended.exception()
+    return what if error is None else f"{what}: {broker_text(error)}"

@@ -1,0 +1,164 @@
+"""What a private node keeps in its folder: who it is, its settings, its logs, and a lock."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from swarmq.errors import BrokerError
+from swarmq.process import free_port, port_is_free
+
+HOST = "127.0.0.1"
+LAST_LINES = 6
+
+CONFIG = """\
+listeners.tcp.1 = {host}:{amqp_port}
+management.tcp.ip = {host}
+management.tcp.port = {management_port}
+default_user = {user}
+default_pass = {password}
+loopback_users = none
+log.console = false
+# Tasks and batches are held unacknowledged for as long as they take: a week.
+consumer_timeout = 604800000
+# A gibibyte of backlog is 850 MB of memory with RabbitMQ's default log segments, 300 MB with these.
+raft.wal_max_size_bytes = 67108864
+vm_memory_high_watermark.absolute = 1500MB
+disk_free_limit.absolute = 2GB
+"""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same when the node is started again, except the last two ports, which only it needs."""
+
+    node: str
+    """Erlang's name; the data folder is named by it."""
+    user: str
+    password: str
+    amqp_port: int
+    management_port: int
+    dist_port: int
+    epmd_port: int
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """The lock on a node's folder, held until it is closed. Raises BrokerError naming the holder."""
+    lock = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise BrokerError(
+            f"the RabbitMQ data in {folder} is in use by process {holder}: stop that run, or name another folder"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def load_identity(folder: Path, *, port: int) -> Identity:
+    """The node's identity, made at the first start; `port` 0 keeps or picks one. Raises BrokerError: port taken."""
+    path = folder / "node.json"
+    management, dist, epmd, amqp = _distinct_ports(4)
+    try:
+        identity = msgspec.json.decode(path.read_bytes(), type=Identity)
+    except FileNotFoundError:
+        identity = Identity(
+            node=f"swarmq-{secrets.token_hex(4)}@localhost",
+            user="swarmq",
+            password=secrets.token_urlsafe(18),
+            amqp_port=port or amqp,
+            management_port=management,
+            dist_port=dist,
+            epmd_port=epmd,
+        )
+    except msgspec.MsgspecError as error:
+        raise BrokerError(f"{path} is damaged ({error}): name another run folder") from error
+    identity = msgspec.structs.replace(
+        identity,
+        amqp_port=port or identity.amqp_port,
+        management_port=identity.management_port if port_is_free(identity.management_port) else management,
+        dist_port=dist,
+        epmd_port=epmd,
+    )
+    if not port_is_free(identity.amqp_port):
+        raise BrokerError(
+            f"port {identity.amqp_port} is taken by another program: stop it, or set broker.port to a free one"
+        )
+    _write_private(path, msgspec.json.encode(identity).decode())
+    return identity
+
+
+def write_files(folder: Path, identity: Identity, *, config: str, advanced: str) -> None:
+    """Everything the node reads when it starts; its logs of the last start make room for the new ones."""
+    home, logs = folder / "home", folder / "log"
+    home.mkdir(mode=0o700, exist_ok=True)
+    logs.mkdir(exist_ok=True)
+    (logs / "start.log").write_bytes(b"")
+    cookie = home / ".erlang.cookie"
+    if not cookie.exists():
+        _write_private(cookie, secrets.token_hex(20))
+        cookie.chmod(0o400)
+    _write_private(folder / "rabbitmq.conf", CONFIG.format(host=HOST, **msgspec.structs.asdict(identity)) + config)
+    (folder / "advanced.config").write_text(advanced + "\n")
+    (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+    (folder / "env.conf").write_text("")
+
+
+def environment(folder: Path, identity: Identity, erlang_bin: Path) -> dict[str, str]:
+    """Of the broker, its name server and `rabbitmqctl`: ours, with every RabbitMQ and Erlang variable replaced."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
+    return kept | {
+        "PATH": f"{erlang_bin}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "HOME": f"{folder}/home",
+        "LC_ALL": "C.UTF-8",
+        "ERL_EPMD_PORT": str(identity.epmd_port),
+        "ERL_EPMD_ADDRESS": HOST,
+        "ERL_CRASH_DUMP_SECONDS": "0",
+        "RABBITMQ_NODENAME": identity.node,
+        "RABBITMQ_NODE_IP_ADDRESS": HOST,
+        "RABBITMQ_NODE_PORT": str(identity.amqp_port),
+        "RABBITMQ_DIST_PORT": str(identity.dist_port),
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+        "RABBITMQ_BASE": str(folder),
+        "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
+        "RABBITMQ_LOG_BASE": f"{folder}/log",
+        "RABBITMQ_LOGS": f"{folder}/log/node.log",
+        "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+        "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
+        "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+        "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",  # hides /etc/rabbitmq/rabbitmq-env.conf
+        "RABBITMQ_PID_FILE": f"{folder}/pid",
+        "RABBITMQ_GENERATED_CONFIG_DIR": f"{folder}/gen",
+        "RABBITMQ_FEATURE_FLAGS_FILE": f"{folder}/feature_flags",
+        "RUNNING_UNDER_SYSTEMD": "true",  # the script execs the virtual machine instead of waiting for it
+    }
+
+
+def last_words(output: str) -> str:
+    """Why a node has ended, from what it wrote: its first errors, not the long report that follows them."""
+    before = output.partition("BOOT FAILED")[0].splitlines()
+    errors = [found[1].strip() for line in before if (found := re.search(r"\[error\] <\S+> (.*\S)", line))]
+    lines = errors[:LAST_LINES] or [line.strip() for line in output.splitlines() if line.strip()][-LAST_LINES:]
+    return " / ".join(lines)
+
+
+def _distinct_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(free_port(HOST))
+    return list(ports)
+
+
+def _write_private(path: Path, text: str) -> None:
+    path.touch(mode=0o600, exist_ok=True)
+    path.write_text(text)

@@ -1,0 +1,44 @@
+"""Looks at a starting server, which has no way to tell us that it is up."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+
+LOOK_S = 5.0
+
+
+async def connects(host: str, port: int) -> bool:
+    try:
+        _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def speaks_amqp(host: str, port: int) -> bool:
+    """Whether a METHOD frame answers the protocol header: the broker is ready for clients."""
+    return await _ask(host, port, b"AMQP\x00\x00\x09\x01", 1) == b"\x01"
+
+
+async def manages(host: str, port: int, *, user: str, password: str) -> bool:
+    """Whether the management API knows this user."""
+    login = base64.b64encode(f"{user}:{password}".encode()).decode()
+    request = f"GET /api/overview HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n"
+    return b" 200 " in await _ask(host, port, request.encode(), 16)
+
+
+async def _ask(host: str, port: int, request: bytes, answer_bytes: int) -> bytes:
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return b""
+    try:
+        writer.write(request)
+        async with asyncio.timeout(LOOK_S):
+            return await reader.read(answer_bytes)
+    except (OSError, TimeoutError):
+        return b""
+    finally:
+        writer.close()

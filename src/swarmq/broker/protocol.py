@@ -1,0 +1,46 @@
+"""What swarmq needs of a message broker. `AmqpBroker` is the real one, `swarmq.testing.MemoryBroker` the scripted one."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import NamedTuple, Protocol
+
+from swarmq.broker.delivery import Deliveries, Delivery
+from swarmq.messages import Event, Message
+
+
+class Depth(NamedTuple):
+    """How full a queue is."""
+
+    ready: int
+    """Messages waiting, not counting those with a consumer and not yet acknowledged."""
+    consumers: int
+
+
+class Broker(Protocol):
+    async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
+        """Return once the broker has confirmed that `message` is durably in `queue`.
+
+        Sent again under the same idempotency key across lost connections, until confirmed or for `deadline_s`
+        seconds. Raises BrokerError at the deadline (the message may still be in the queue), UnroutableError when
+        there is no such queue, MessageError when the message is too large.
+        """
+
+    def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
+        """Deliveries of `queue`, at most `prefetch` of them unacknowledged. Raises UnroutableError: no such queue."""
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""
+
+    async def emit(self, event: Event) -> None:
+        """Tell whoever listens. Best effort: dropped when the broker is away, never raises, never blocks long."""
+
+    def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
+        """Events of a run from now on."""
+
+    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+        """Make all queues of a run. Doing it again changes nothing."""
+
+    async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
+        """Depth of each queue; a queue that does not exist is left out."""

@@ -1,0 +1,95 @@
+"""Publishing: persistent, confirmed, mandatory, and again under the same key until confirmed.
+
+Many publishes share one channel; their confirms are awaited apart, so concurrent calls pipeline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from typing import Any
+
+import structlog
+from aio_pika import DeliveryMode
+from aio_pika import Message as AmqpMessage
+from aio_pika.abc import AbstractChannel
+from aio_pika.exceptions import DeliveryError, PublishError
+
+from swarmq import __version__
+from swarmq.broker.delivery import KEY_HEADER
+from swarmq.broker.link import Link
+from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+
+IN_FLIGHT = 512
+"""Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""
+
+FULL_DELAY_S = 1.0
+"""Pause after the broker rejected a message, which it does when a length limit set by policy is reached."""
+
+QUIET_S = 60.0
+"""A full queue takes one message in, rejects the next, and so on: one warning per queue and minute is enough."""
+
+APP_ID = f"swarmq/{__version__}"
+CONTENT_TYPE = "application/msgpack"
+
+log = structlog.get_logger(__name__)
+
+
+class Publisher:
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._slots = asyncio.Semaphore(IN_FLIGHT)
+        self._warned: dict[str, float] = {}
+
+    async def publish(
+        self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
+    ) -> None:
+        """Return after the confirm. Raises UnroutableError, or BrokerError when the deadline passes or we are refused."""
+        try:
+            async with asyncio.timeout(deadline_s), self._slots:
+                while not await self._attempt(queue, body, kind=kind, headers=headers):
+                    pass
+        except TimeoutError as error:
+            trouble = self._link.trouble or "it is blocked by an alarm or overloaded"
+            raise BrokerError(
+                f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
+            ) from error
+
+    async def _attempt(self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> bool:
+        """Whether it is confirmed; False asks for another attempt."""
+        session = await self._link.session()
+        try:
+            await session.call(send(session.channel, queue, body, kind=kind, headers=headers))
+        except BrokerLostError:
+            return False
+        except PublishError as error:
+            raise UnroutableError(
+                f"no queue {queue} at {session.where}: check the run's and the policy's name, or start the run there"
+            ) from error
+        except DeliveryError:
+            await self._wait_for_room(queue)
+            return False
+        return True
+
+    async def _wait_for_room(self, queue: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._warned.get(queue, -QUIET_S) >= QUIET_S:
+            self._warned[queue] = now
+            log.warning("queue full, waiting", queue=queue)
+        await asyncio.sleep(random.uniform(0.1, FULL_DELAY_S))
+
+
+async def send(channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> None:
+    """One attempt to put a durable message into `queue`; returns after the confirm."""
+    message = AmqpMessage(
+        body,
+        content_type=CONTENT_TYPE,
+        delivery_mode=DeliveryMode.PERSISTENT,
+        # Unique per attempt: the driver matches returns by it, and two equal ones in flight hide a wrong name.
+        message_id=uuid.uuid4().hex,
+        type=kind,
+        app_id=APP_ID,
+        headers=headers,
+    )
+    await channel.default_exchange.publish(message, queue, mandatory=True)

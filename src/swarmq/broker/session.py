@@ -1,0 +1,202 @@
+"""One AMQP connection with one channel, thrown away whole on any fault.
+
+A closed connection, a closed channel, a consumer cancelled by the broker and an answer that does not come within its
+deadline are one event here: `lost`. Every call on the broker goes through `Session.call`, which ends when the session
+does. The call itself runs in a task of its own, because aio-pika ends calls on dead links with a stray CancelledError
+that nobody asked for; here it becomes a BrokerLostError.
+
+aio-pika's robust connections would reconnect by themselves, with the same consumer tags and without a word to those
+who hold deliveries of the old channel; `Link` connects again instead, with everything new.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, Self, TypeVar
+
+import aio_pika
+import structlog
+from aio_pika.abc import AbstractChannel, AbstractConnection
+from aio_pika.exceptions import DeliveryError
+from yarl import URL
+
+from swarmq.broker.faults import address, ending, translate
+from swarmq.errors import BrokerLostError
+
+HEARTBEAT_S = 15
+"""A link that is silent for three of these is given up. `?heartbeat=` in the url overrides it."""
+
+CONNECT_S = 8.0
+"""For the connection, and again for its channel."""
+
+ANSWER_S = 15.0
+"""How long the broker may take to answer a call, confirms included."""
+
+NOTICE_S = 2.0
+"""A call that takes longer than this may be held up by an alarm: look, and say so."""
+
+CLOSE_S = 2.0
+
+T = TypeVar("T")
+log = structlog.get_logger(__name__)
+
+# Faults are reported by us, once and in our words; who configures logging still sees the driver's own.
+for driver in ("aio_pika", "aiormq"):
+    logging.getLogger(driver).addHandler(logging.NullHandler())
+
+
+@asynccontextmanager
+async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
+    """A fresh session. Raises BrokerLostError when the broker cannot be reached, BrokerError when it refuses us."""
+    where = address(url)
+    query = {"heartbeat": str(HEARTBEAT_S), **URL(url).query, "name": name}
+    connection = await _opened(aio_pika.connect(URL(url).with_query(query)), where)
+    session = None
+    try:
+        session = await _opened(Session.on(connection, where), where)
+        yield session
+    finally:
+        await _quietly(_disconnect(connection, session))
+
+
+class Session:
+    """An open connection and channel. `lost` gets the reason when it has ended."""
+
+    def __init__(self, connection: AbstractConnection, channel: AbstractChannel, underlay: Any, where: str) -> None:
+        self.connection = connection
+        self.channel = channel
+        self.where = where
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._underlay = underlay
+        self._gates: set[asyncio.Future[None]] = set()
+        self._blocked = False
+        underlay.connection.closing.add_done_callback(lambda ended: self.fail(ending(ended, "connection closed")))
+        underlay.closing.add_done_callback(lambda ended: self.fail(ending(ended, "channel closed")))
+        underlay.on_consumer_cancel_callbacks.add(lambda _: self.fail("the broker cancelled the consumer"))
+
+    @classmethod
+    async def on(cls, connection: AbstractConnection, where: str) -> Self:
+        """A session on a fresh channel of `connection`."""
+        channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        # Below aio-pika, because it tells nobody that the broker cancelled a consumer or blocks the connection, and its
+        # close callbacks are never called for who registers them after the end.
+        return cls(connection, channel, await channel.get_underlay_channel(), where)
+
+    def fail(self, reason: str) -> None:
+        """End the session; every call in flight ends with BrokerLostError."""
+        if not self.lost.done():
+            self.lost.set_result(reason)
+            for gate in self._gates:
+                _open_gate(gate)
+
+    async def call(self, operation: Coroutine[Any, Any, T], *, answer_s: float = ANSWER_S) -> T:
+        """The result of `operation`. While the broker's alarm holds it up it is waited for, visibly.
+
+        Raises BrokerLostError when the session ends first, another BrokerError when the broker refuses. A message
+        that comes back or is rejected raises the driver's DeliveryError and leaves the session whole.
+        """
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(operation)
+        task.add_done_callback(lambda _: _open_gate(gate))
+        self._gates.add(gate)
+        try:
+            if not self.lost.done():
+                await self._answer(gate, answer_s)
+            if task.done() and not task.cancelled():
+                return task.result()
+            self.fail("the call was cut off")
+            raise self.lost_error()
+        except (DeliveryError, BrokerLostError):
+            raise
+        except Exception as error:
+            refusal = translate(error, self.where)
+            self.fail(str(refusal))
+            raise refusal from error
+        finally:
+            self._gates.discard(gate)
+            _abandon(task)
+
+    def lost_error(self) -> BrokerLostError:
+        return BrokerLostError(f"the session with RabbitMQ at {self.where} has ended: {self.lost.result()}")
+
+    async def blocked(self) -> bool:
+        """Whether the broker holds up this connection because of its memory or disk alarm."""
+        try:
+            async with asyncio.timeout(0):  # `ready` returns without waiting unless it is blocked
+                await self._underlay.connection.ready()
+        except TimeoutError:
+            return True
+        return False
+
+    async def _answer(self, gate: asyncio.Future[None], answer_s: float) -> None:
+        clock = asyncio.get_running_loop().time
+        deadline = clock() + answer_s
+        while not gate.done():
+            await asyncio.wait({gate}, timeout=min(NOTICE_S, answer_s))
+            if gate.done():
+                return
+            if await self.blocked():
+                await self._sit_out_alarm()
+                deadline = clock() + answer_s
+            elif clock() >= deadline:
+                self.fail(f"no answer within {answer_s:g} s")
+
+    async def _sit_out_alarm(self) -> None:
+        if not self._blocked:
+            self._blocked = True
+            log.warning("publisher blocked by the broker's memory or disk alarm", broker=self.where)
+        unblocked = asyncio.create_task(self._underlay.connection.ready())
+        try:
+            await asyncio.wait({unblocked, self.lost}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            unblocked.cancel()
+        if self._blocked and not self.lost.done():
+            self._blocked = False
+            log.info("publisher no longer blocked", broker=self.where)
+
+
+async def _opened(opening: Coroutine[Any, Any, T], where: str) -> T:
+    """What `opening` gives. Raises BrokerLostError or BrokerError, and never a CancelledError nobody asked for."""
+    task = asyncio.create_task(opening)
+    try:
+        await asyncio.wait({task}, timeout=CONNECT_S)
+        if not task.done():
+            raise TimeoutError
+        if task.cancelled():
+            raise ConnectionError("cut off while connecting")
+        return task.result()
+    except Exception as error:
+        raise translate(error, where) from error
+    finally:
+        _abandon(task)
+
+
+async def _disconnect(connection: AbstractConnection, session: Session | None) -> None:
+    """The channel first: acknowledgements that are still queued travel before its close."""
+    if session is not None and not session.lost.done():
+        session.fail("closed by us")
+        await _quietly(session.channel.close())
+    await connection.close()
+
+
+async def _quietly(operation: Awaitable[Any]) -> None:
+    """Closing may fail or hang on a broken link; the link is gone either way."""
+    task = asyncio.ensure_future(operation)
+    try:
+        await asyncio.wait({task}, timeout=CLOSE_S)
+    finally:
+        _abandon(task)
+
+
+def _open_gate(gate: asyncio.Future[None]) -> None:
+    if not gate.done():
+        gate.set_result(None)
+
+
+def _abandon(task: asyncio.Future[Any]) -> None:
+    """Cancel if it still runs; its failure, if any, has been or need not be seen."""
+    task.cancel()
+    task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -1,0 +1,80 @@
+"""Names and arguments of everything swarmq declares in RabbitMQ; nothing else knows them.
+
+    client, proxy, learner ──> swarmq.<run>.in                ──> collector (one at a time, in order)
+    collector              ──> swarmq.<run>.<policy>.ready    ──> learner   (one at a time, in order)
+    collector              ──> swarmq.<run>.tickets.<kind>    ──> clients, competing
+    feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
+    everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
+    poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
+
+Queues are addressed by name through the default exchange, so publishing needs no right but to write, and a wrong
+name comes back instead of vanishing. Arguments mean the same on RabbitMQ 3.10, 4.0 and 4.3 and never change:
+a queue declared with others is refused. What must be tunable belongs into a broker policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+DEAD = "swarmq.dead"
+"""The fanout exchange and the queue behind it, where messages go that nobody can use."""
+
+EVENTS = "swarmq.events"
+"""Topic exchange of events, routing key `<run>.<source>.<name>`."""
+
+DELIVERY_LIMIT = 100
+"""Redeliveries before a message is parked. Always positive: -1 drops messages on RabbitMQ 3.10."""
+
+DEAD_DELIVERY_LIMIT = 1_000_000_000
+"""Looking at dead messages redelivers them; RabbitMQ 4 would drop them after 20 looks."""
+
+EVENT_BACKLOG = 10_000
+"""Events kept for one slow listener; older ones are dropped."""
+
+EVENT_QUEUE_ARGUMENTS: dict[str, Any] = {"x-max-length": EVENT_BACKLOG, "x-overflow": "drop-head"}
+
+
+def inbox(run: str) -> str:
+    return f"swarmq.{run}.in"
+
+
+def ready(run: str, policy: str) -> str:
+    return f"swarmq.{run}.{policy}.ready"
+
+
+def tickets(run: str, kind: str) -> str:
+    return f"swarmq.{run}.tickets.{kind}"
+
+
+def tasks(run: str, kind: str) -> str:
+    return f"swarmq.{run}.tasks.{kind}"
+
+
+def event_key(run: str, source: str, name: str) -> str:
+    return f"{run}.{source}.{name}"
+
+
+def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Queue name -> arguments, for all queues of a run."""
+    ordered = [inbox(run), *(ready(run, policy) for policy in policies)]
+    competing = [name(run, kind) for kind in kinds for name in (tickets, tasks)]
+    return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
+
+
+def queue_arguments(*, single: bool) -> dict[str, Any]:
+    """Arguments of a work queue; `single` gives it one active consumer, which keeps the order across a takeover."""
+    arguments: dict[str, Any] = {
+        "x-queue-type": "quorum",
+        "x-delivery-limit": DELIVERY_LIMIT,
+        "x-dead-letter-exchange": DEAD,
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }
+    if single:
+        arguments["x-single-active-consumer"] = True
+    return arguments
+
+
+def dead_arguments() -> dict[str, Any]:
+    return {"x-queue-type": "quorum", "x-delivery-limit": DEAD_DELIVERY_LIMIT}

@@ -1,0 +1,525 @@
+"""The `swarmq` command and the daemons' entry points. Heavy parts are imported when their command runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq import __version__
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import BrokerError, ConfigError, MissingExtraError, SwarmqError
+
+EXTRAS = {
+    "proxy": ("litestar", "uvicorn", "aiohttp"),
+    "learner": ("torch", "transformers", "accelerate", "zstandard"),
+    "demo": ("openai", "reasoning_gym", "matplotlib"),
+}
+
+SETS = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. --set groups.group_size=4."
+)
+JOB = click.argument("job", type=click.Path(path_type=Path))
+RUN = click.argument("run", type=click.Path(path_type=Path))
+
+
+@contextlib.contextmanager
+def friendly() -> Iterator[None]:
+    """Errors we raise on purpose become one clear line and status 1; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except (SwarmqError, BaseExceptionGroup) as error:
+        ours, others = _sort(error)
+        if others:
+            raise
+        for line in dict.fromkeys(str(one) for one in ours):
+            click.secho(f"swarmq: {line}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _sort(error: BaseException) -> tuple[list[BaseException], list[BaseException]]:
+    """The leaves of an error: those we raise on purpose, and the others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return ([error], []) if isinstance(error, SwarmqError) else ([], [error])
+    sorted_children = [_sort(child) for child in error.exceptions]
+    return [e for ours, _ in sorted_children for e in ours], [e for _, others in sorted_children for e in others]
+
+
+class Friendly(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with friendly():
+            return super().invoke(ctx)
+
+
+def need(extra: str) -> None:
+    """Raise MissingExtraError when a package of this extra is not installed."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f"this command needs {', '.join(missing)}: pip install 'swarmq[{extra}]'")
+
+
+def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, or until SIGINT or SIGTERM cancels it, so that its `async with` blocks close in order."""
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(main)
+        stopping = False
+
+        def stop() -> None:
+            nonlocal stopping
+            stopping = True
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not stopping:
+                raise
+
+    asyncio.run(guarded())
+
+
+@click.group(cls=Friendly, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Train LLM agents with reinforcement learning over a durable message pipeline.
+
+    \b
+    swarmq demo                             the whole system on this machine, on a real task
+    swarmq up job.toml                      start broker, engines, proxy and learner of a job
+    swarmq worker agent:attempt --kind math attempt the tasks of a queue
+    swarmq watch runs/NAME                  see what a run is doing
+    """
+
+
+@main.command()
+@click.option("--run", default="demo", show_default=True, help="Name of the run; a number is added if it exists.")
+@click.option("--folder", default="runs", show_default=True, help="Where run folders go.")
+@click.option("--seed", default=0, show_default=True, help="Seed of sampling, tasks and training.")
+@click.option("--model", help="A Hugging Face model folder or name to train instead of the demo's own small model.")
+@click.option("--steps", type=int, help="Optimizer steps; fewer make a shorter demo.")
+@click.option("--plain", is_flag=True, help="Lines instead of a live picture.")
+@SETS
+def demo(
+    run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
+) -> None:
+    """Train a real agent on this machine: no GPU, no docker, about ten minutes.
+
+    \b
+    swarmq demo                       the whole story, with a client killed in the middle
+    swarmq demo --seed 1 --steps 20   shorter, another seed
+    swarmq demo --model Qwen/Qwen3-0.6B --set policies.main.train.learning_rate=1e-6
+    """
+    need("learner")
+    need("proxy")
+    need("demo")
+    import msgspec
+    from rich.console import Console
+
+    from swarmq.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(run=run, folder=folder, seed=seed, model=model, sets=sets)
+    if steps:
+        options = msgspec.structs.replace(options, size=msgspec.structs.replace(options.size, steps=steps))
+    console = Console(force_terminal=False if plain else None)
+
+    async def play() -> None:
+        await run_demo(options, console)
+
+    run_until_signalled(play())
+
+
+@main.command()
+@JOB
+@SETS
+@click.option("--show", is_flag=True, help="Print every resolved setting as TOML and stop.")
+def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
+    """Start every part of a job on this host and keep it running until Ctrl-C.
+
+    Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
+    each trained policy. Prints the invite that clients start from.
+
+    \b
+    swarmq up job.toml
+    swarmq up job.toml --set policies.main.train.learning_rate=1e-5 --set run=second
+    """
+    settings = SwarmJob.load(job, sets=sets)
+    if show:
+        click.echo(settings.to_toml(), nl=False)
+        return
+    need("proxy")
+    need("learner")
+    run_until_signalled(_up(settings))
+
+
+async def _up(job: SwarmJob) -> None:
+    from swarmq.up import deploy
+
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        click.echo(f"{time.monotonic() - began:6.1f} s  {text}")
+
+    async with deploy(job, report=report) as deployment:
+        report(f"up. Clients join with the line in {job.run_folder.invite}:")
+        click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
+        if node := deployment.node:
+            report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
+        report("Ctrl-C stops everything")
+        await deployment.learners_done.wait()
+        report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
+        await asyncio.Event().wait()
+
+
+@main.command()
+@RUN
+@click.option("--once", is_flag=True, help="Print one picture and stop.")
+def watch(run: Path, once: bool) -> None:
+    """Follow a run in the terminal: steps, rewards, queues, warnings.
+
+    \b
+    swarmq watch runs/demo
+    """
+    run_until_signalled(_watch(run, once=once))
+
+
+@main.command()
+@RUN
+def status(run: Path) -> None:
+    """Say in one picture what a run is doing right now (the same as `swarmq watch --once`)."""
+    run_until_signalled(_watch(run, once=True))
+
+
+async def _watch(run: Path, *, once: bool) -> None:
+    from swarmq.broker import AmqpBroker
+    from swarmq.observe.monitor import glance, watch
+
+    job = _resolved(run)
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq watch") as broker:
+        await (glance(job, broker) if once else watch(job, broker))
+
+
+def _resolved(run: Path) -> SwarmJob:
+    """The settings of a run that is up, by its folder."""
+    path = run / "resolved.toml"
+    if not path.exists():
+        raise ConfigError(f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default")
+    return SwarmJob.load(path)
+
+
+@main.command()
+@RUN
+@click.argument("data")
+@click.option("--kind", help="Task kind; needed when the job has several.")
+@click.option("--repeats", type=int, help="Attempts per task and epoch; the job's group size by default.")
+@click.option("--epochs", default=1, show_default=True)
+@click.option("--seed", type=int, help="Shuffle, differently in each epoch.")
+@click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
+def feed(
+    run: Path, data: str, kind: str | None, repeats: int | None, epochs: int, seed: int | None, restart: bool
+) -> None:
+    """Put a data set on the task queue of a kind, for `swarmq worker` anywhere to attempt.
+
+    DATA is a .jsonl, .csv or .parquet file, `module:function` that gives an iterable, or `reasoning-gym:NAME`.
+
+    \b
+    swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
+    swarmq feed runs/demo reasoning-gym:chain_sum --kind math
+    """
+    run_until_signalled(_feed(run, data, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart))
+
+
+async def _feed(
+    run: Path, data: str, *, kind: str | None, repeats: int | None, epochs: int, seed: int | None, resume: bool
+) -> None:
+    from rich.progress import Progress
+
+    from swarmq.broker import AmqpBroker
+    from swarmq.client.feed import default_progress_file, feed
+    from swarmq.client.readers import read_tasks
+
+    job = _resolved(run)
+    chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
+    if chosen not in job.mix:
+        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.mix)}")
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
+        with Progress() as progress:
+            bar = progress.add_task(f"feeding {chosen}", total=None)
+            fed = await feed(
+                broker,
+                job.run,
+                read_tasks(data),
+                chosen,
+                repeats=repeats or job.groups.group_size,
+                epochs=epochs,
+                seed=seed,
+                progress_file=default_progress_file(job.run_folder.path, job.run, chosen, data),
+                resume=resume,
+                report=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+    click.echo(f"{fed} slots put on the queue")
+
+
+@main.command()
+@click.argument("target")
+@click.option("--invite", help="Invite text, file or run folder; $SWARMQ_INVITE by default.")
+@click.option("--kind", help="Task kind; needed when the run has several.")
+@click.option("--concurrency", default=16, show_default=True, help="Episodes at a time.")
+@click.option("--max-attempts", default=3, show_default=True, help="Attempts per task before it is given up.")
+def worker(target: str, invite: str | None, kind: str | None, concurrency: int, max_attempts: int) -> None:
+    """Attempt the tasks of a queue with TARGET, a `module:function` that takes an episode and returns a reward.
+
+    Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
+
+    \b
+    swarmq worker my_agent:attempt --kind math --concurrency 32
+    """
+    from swarmq import AsyncSwarmClient
+    from swarmq.client.worker import run_worker
+
+    click.echo(str(run_worker(AsyncSwarmClient(invite), target, kind, concurrency, max_attempts=max_attempts)))
+
+
+@main.command()
+@RUN
+@click.argument("episode", required=False)
+@click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: the batches, one a line, or the episode.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Write the episode to this file, one self-contained page."
+)
+def inspect(run: Path, episode: str | None, policy: str | None, *, as_json: bool, html: Path | None) -> None:
+    """List the batches of a run, or show every token of one EPISODE (an id or its beginning).
+
+    A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
+    those that trained it, its advantage and weight version, coloured by what it contributed to the step.
+
+    \b
+    swarmq inspect runs/demo
+    swarmq inspect runs/demo 01a1fa68
+    swarmq inspect runs/demo 01a1fa68 --html episode.html
+    """
+    need("learner")
+    if html and episode is None:
+        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN` lists the batches")
+    import msgspec
+    from rich.console import Console
+
+    from swarmq.observe.inspect import decoder_of, find_episode, read_batches
+    from swarmq.observe.inspect_draw import draw_batches, draw_episode
+    from swarmq.observe.inspect_html import page
+
+    job = _resolved(run)
+    chosen = _one_policy(job, policy)
+    if episode is None:
+        batches = read_batches(RunFolder(run).batch_log(chosen))
+        if as_json:
+            for batch in batches:
+                click.echo(msgspec.json.encode(batch))
+        else:
+            Console().print(draw_batches(batches))
+        return
+    view = find_episode(RunFolder(run), chosen, episode, decoder_of(job.policies[chosen].model))
+    if html:
+        html.write_text(page(view), encoding="utf-8")
+    if as_json:
+        click.echo(msgspec.json.encode(view))
+    elif not html:
+        Console().print(draw_episode(view))
+
+
+@main.group()
+def dead() -> None:
+    """Look after messages that nobody could use: list, show, requeue, purge.
+
+    \b
+    swarmq dead list runs/demo
+    swarmq dead requeue runs/demo ID
+    """
+
+
+@dead.command("list")
+@RUN
+def dead_list(run: Path) -> None:
+    """List dead letters with the reason each was refused."""
+    run_until_signalled(_dead_list(_resolved(run)))
+
+
+async def _dead_list(job: SwarmJob) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarmq.broker.dead import letters
+
+    table = Table("kind", "queue", "key", "reason", box=None)
+    table.add_column("id", no_wrap=True)
+    found = await letters(job.broker.url or "")
+    for letter in found:
+        table.add_row(letter.kind, letter.queue, letter.key, letter.reason, letter.id)
+    Console().print(table if found else "no dead letters")
+
+
+@dead.command("show")
+@RUN
+@click.argument("id")
+def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
+    """Print one dead letter."""
+    run_until_signalled(_dead_show(_resolved(run), id))
+
+
+async def _dead_show(job: SwarmJob, wanted: str) -> None:
+    from swarmq.broker.dead import letters, show
+
+    for letter in await letters(job.broker.url or ""):
+        if letter.id == wanted:
+            click.echo(show(letter))
+            return
+    raise BrokerError(f"no dead letter has the id {wanted!r}: `swarmq dead list` shows them")
+
+
+@dead.command("requeue")
+@RUN
+@click.argument("ids", nargs=-1)
+def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
+    """Send dead letters back to the queues they were meant for; all of them without IDS."""
+    run_until_signalled(_dead_requeue(_resolved(run), ids))
+
+
+async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
+    from swarmq.broker.dead import requeue
+
+    done = await requeue(job.broker.url or "", ids or None)
+    click.echo(f"{done.sent} sent back")
+    for letter, reason in done.left.items():
+        click.echo(f"{letter} stays: {reason}")
+
+
+@dead.command("purge")
+@RUN
+@click.argument("ids", nargs=-1)
+@click.option("--all", "everything", is_flag=True, help="Forget every dead letter.")
+def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
+    """Forget dead letters for good: the IDS given, or --all."""
+    if not ids and not everything:
+        raise ConfigError("say which dead letters to forget, by id, or --all")
+    run_until_signalled(_dead_purge(_resolved(run), None if everything else ids))
+
+
+async def _dead_purge(job: SwarmJob, ids: tuple[str, ...] | None) -> None:
+    from swarmq.broker.dead import purge
+
+    click.echo(f"{await purge(job.broker.url or '', ids)} forgotten")
+
+
+@main.command()
+@RUN
+@click.argument("to", type=click.Path(path_type=Path))
+@click.option("--policy", help="Which policy; needed when the run trains several.")
+@click.option(
+    "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
+)
+@click.option("--until", type=int, help="Stop at this weight version.")
+def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
+    """Train again from the batch log alone and write the checkpoint into the new folder TO.
+
+    Needs no broker and no engine, and changes nothing in the run folder.
+
+    \b
+    swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
+    """
+    need("learner")
+    from swarmq.learner.replay import replay as train_again
+
+    job = _resolved(run)
+    version = train_again(
+        job,
+        _one_policy(job, policy),
+        to_folder=to,
+        from_checkpoint=start,
+        until=until,
+        report=lambda step: click.echo(f"step {step['version']}  loss {step['loss']:.6f}"),
+    )
+    click.echo(f"version {version} written to {to}")
+
+
+def _one_policy(job: SwarmJob, policy: str | None) -> str:
+    """The trained policy that is meant. Raises ConfigError when that is not clear."""
+    trained = [name for name, one in job.policies.items() if one.trained]
+    if policy is None and len(trained) == 1:
+        return trained[0]
+    if policy not in trained:
+        raise ConfigError(f"--policy: say which of {', '.join(trained)}")
+    return policy
+
+
+def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
+    def wrap(function: Callable[..., None]) -> click.Command:
+        command = click.command(name, help=help_text, context_settings={"help_option_names": ["-h", "--help"]})
+        return command(JOB(SETS(function)))
+
+    return wrap
+
+
+@_daemon(
+    "proxy",
+    "Serve agents: an OpenAI-compatible proxy in front of the job's engines that records every sampled token.\n\n"
+    "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.",
+)
+@click.option("--port", type=int, help="Override proxy.port, e.g. for a second proxy.")
+def proxy_command(job: Path, sets: tuple[str, ...], port: int | None) -> None:
+    need("proxy")
+    from swarmq.proxy.main import run
+
+    run(SwarmJob.load(job, sets=[*sets, *([f"proxy.port={port}"] if port else [])]))
+
+
+@_daemon("learner", "Train one policy of a job from its ready queue, and push the weights to its engines.")
+@click.option("--policy", help="Which policy; needed when the job trains several.")
+@click.option("--num-gpus", default=1, show_default=True, help="Ranks to start.")
+@click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
+def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
+    need("learner")
+    from swarmq.learner.main import run
+
+    settings = SwarmJob.load(job, sets=sets)
+    run(settings, _one_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
+
+
+@_daemon("collector", "Join turns and outcomes into episodes and groups, and issue tickets.")
+def collector_command(job: Path, sets: tuple[str, ...]) -> None:
+    from swarmq.collector.main import run
+
+    run(SwarmJob.load(job, sets=sets))
+
+
+for _command in (proxy_command, learner_command, collector_command):
+    main.add_command(_command)
+
+
+def proxy() -> None:
+    """Entry point of `swarmq-proxy`."""
+    with friendly():
+        proxy_command()
+
+
+def learner() -> None:
+    """Entry point of `swarmq-learner`."""
+    with friendly():
+        learner_command()
+
+
+def collector() -> None:
+    """Entry point of `swarmq-collector`."""
+    with friendly():
+        collector_command()

@@ -1,0 +1,46 @@
+"""Where a client finds its invite: the text itself, a file, a run folder, or `$SWARMQ_INVITE`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from swarmq.config import RunFolder
+from swarmq.errors import KeyRefusedError
+from swarmq.keys import Invite
+
+VARIABLE = "SWARMQ_INVITE"
+_PREFIX = "swarmq-invite"
+
+
+def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite:
+    """Raises KeyRefusedError, which says where it looked and what to do; it never repeats the invite."""
+    if isinstance(source, Invite):
+        return source
+    where = "the invite"
+    if source is None:
+        source, where = os.environ.get(VARIABLE) or None, f"${VARIABLE}"
+    if source is None:
+        raise KeyRefusedError(
+            f"no invite: pass the text, a file or a run folder, or set ${VARIABLE}; `swarmq up` writes one "
+            "to <run folder>/invite"
+        )
+    text = os.fspath(source).strip()
+    return Invite.decode(text if text.startswith(_PREFIX) else _read(Path(text).expanduser(), where))
+
+
+def _read(path: Path, where: str) -> str:
+    if "\n" in str(path) or len(str(path)) > os.pathconf("/", "PC_PATH_MAX"):
+        raise KeyRefusedError(f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a path")
+    if path.is_dir():
+        path = RunFolder(path).invite
+        if not path.exists():
+            raise KeyRefusedError(f"{path} does not exist: is the run up? `swarmq up JOB` writes it")
+    try:
+        return path.read_text()
+    except FileNotFoundError as error:
+        raise KeyRefusedError(
+            f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a file or run folder: {path} does not exist"
+        ) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise KeyRefusedError(f"the invite in {path} cannot be read: {error}") from error

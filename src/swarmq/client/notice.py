@@ -1,0 +1,35 @@
+"""Nothing waits in silence: a wait that takes long says who waits for what, each time twice as late as before."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import structlog
+
+FIRST_S = 10.0
+
+log = structlog.get_logger()
+
+
+@contextlib.contextmanager
+def noticed(event: str, **fields: Any) -> Iterator[None]:
+    """Log `event` with the seconds waited when the block is still not left after 10, 30, 70, ... seconds."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    timers: list[asyncio.TimerHandle] = []
+
+    def say(interval_s: float) -> None:
+        log.warning(event, waited_s=round(loop.time() - began), **fields)
+        wait(2 * interval_s)
+
+    def wait(interval_s: float) -> None:
+        timers[:] = [loop.call_later(interval_s, say, interval_s)]
+
+    wait(FIRST_S)
+    try:
+        yield
+    finally:
+        timers[0].cancel()

@@ -1,0 +1,111 @@
+"""How an episode ended, checked before anything is sent: a reward that is not a number must never reach the learner."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, SupportsFloat, SupportsIndex
+
+import msgspec
+
+from swarmq.errors import OutcomeError
+from swarmq.messages import EpisodeBegin, EpisodeEnd
+
+MAX_REASON = 4000
+"""Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """What an agent's function returns when one number does not say it all."""
+
+    reward: float | None = None
+    """For every policy of the episode."""
+    rewards: Mapping[str, float] | None = None
+    """Policy -> reward, in place of `reward`."""
+    success: bool | None = None
+    metrics: Mapping[str, float] = {}
+    metadata: Mapping[str, Any] = {}
+    agent_rewards: Mapping[str, Mapping[str, float]] = {}
+    """Policy -> agent tag -> reward."""
+    call_rewards: Mapping[str, float] = {}
+    """call_id -> reward."""
+
+
+def as_outcome(returned: Any) -> Outcome:
+    """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else."""
+    return returned if isinstance(returned, Outcome) else Outcome(reward=number("reward", returned))
+
+
+def finished(begin: EpisodeBegin, outcome: Outcome) -> EpisodeEnd:
+    """The end of an episode that was scored. Raises OutcomeError naming the field that is wrong."""
+    if outcome.success is not None and type(outcome.success).__name__ not in {"bool", "bool_"}:
+        raise OutcomeError(f"success is {outcome.success!r}: give True, False or None")
+    return EpisodeEnd(
+        run=begin.run,
+        episode_id=begin.episode_id,
+        client_id=begin.client_id,
+        status="finished",
+        rewards=_rewards(begin, outcome),
+        agent_rewards={
+            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent)
+            for policy, by_agent in outcome.agent_rewards.items()
+        },
+        call_rewards=_numbers("call_rewards", outcome.call_rewards),
+        success=None if outcome.success is None else bool(outcome.success),
+        metrics=_numbers("metrics", outcome.metrics),
+        metadata={str(key): str(value) for key, value in outcome.metadata.items()},
+    )
+
+
+def unfinished(begin: EpisodeBegin, status: Literal["aborted", "failed"], reason: str) -> EpisodeEnd:
+    """The end of an episode that has no reward: it is never trained and never counted as a 0."""
+    return EpisodeEnd(
+        run=begin.run,
+        episode_id=begin.episode_id,
+        client_id=begin.client_id,
+        status=status,
+        reason=reason[-MAX_REASON:],
+    )
+
+
+def number(name: str, value: Any) -> float:
+    """A finite float from any number, numpy's and torch's scalars included. Raises OutcomeError."""
+    if value is None:
+        raise OutcomeError(
+            f"{name} is None: every path through the agent must return a number "
+            "(to give up without a reward raise an exception, or call abort())"
+        )
+    if isinstance(value, (str, bytes)) or not isinstance(value, (SupportsFloat, SupportsIndex)):
+        raise OutcomeError(f"{name} is {value!r} of type {type(value).__name__}, not a number")
+    try:
+        result = float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise OutcomeError(f"{name} is {value!r}, not a single number: {error}") from error
+    if not math.isfinite(result):
+        raise OutcomeError(f"{name} is {result}: a reward or metric must be finite")
+    return result
+
+
+def _rewards(begin: EpisodeBegin, outcome: Outcome) -> dict[str, float]:
+    if outcome.rewards is None:
+        reward = number("reward", outcome.reward)
+        return dict.fromkeys(begin.policies, reward)
+    if outcome.reward is not None:
+        raise OutcomeError("both reward and rewards are given: use reward for all policies, or rewards for each")
+    if missing := [policy for policy in begin.policies if policy not in outcome.rewards]:
+        raise OutcomeError(f"rewards has nothing for {', '.join(missing)}: every policy of the episode needs one")
+    for policy in outcome.rewards:
+        _known(begin, "rewards", policy)
+    return _numbers("rewards", outcome.rewards)
+
+
+def _known(begin: EpisodeBegin, field: str, policy: str) -> str:
+    if policy not in begin.policies:
+        raise OutcomeError(f"{field} names {policy!r}; this episode's policies are {', '.join(begin.policies)}")
+    return policy
+
+
+def _numbers(name: str, values: Mapping[str, Any]) -> dict[str, float]:
+    if not isinstance(values, Mapping):
+        raise OutcomeError(f"{name} is {values!r}: give a dict of name -> number")
+    return {str(key): number(f"{name}.{key}", value) for key, value in values.items()}

@@ -1,0 +1,130 @@
+"""What a person sees while episodes run: a bar on a terminal, now and then a line elsewhere, each traceback once."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import structlog
+
+from swarmq.client.attempts import Attempted
+from swarmq.client.report import Tally, headline
+from swarmq.errors import SwarmqError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINE_EVERY_S = 30.0
+MAX_DISTINCT = 100
+"""Tracebacks shown at most, in case every one is different."""
+
+log = structlog.get_logger()
+
+
+class Display:
+    """`update` after each attempt; with `shown=False` only tracebacks appear."""
+
+    def __init__(self, label: str, *, total: int | None, shown: bool) -> None:
+        self._label = label
+        self._total = total
+        self._bar = _bar() if shown and sys.stderr.isatty() else None
+        self._lines = shown and self._bar is None
+        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._seen: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+            self._row = self._bar.add_task(self._label, total=self._total, figures="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        for where, times in self._seen.items():
+            if times > 1:
+                self._print(f"swarmq: {times - 1} more times: {where}")
+
+    def update(self, tally: Tally, attempted: Attempted) -> None:
+        if attempted.error is not None:
+            self._show(attempted, attempted.error)
+        if self._bar:
+            self._bar.update(self._row, completed=tally.slots, figures=_figures(tally))
+        elif self._lines and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_EVERY_S
+            log.info(
+                "progress",
+                of=self._label,
+                slots=tally.slots,
+                total=self._total,
+                reward_mean=tally.reward_mean,
+                failed=tally.failed,
+            )
+
+    def _show(self, attempted: Attempted, error: BaseException) -> None:
+        text = agent_traceback(error)
+        where = _place(error)
+        if where in self._seen or len(self._seen) < MAX_DISTINCT:
+            self._seen[where] += 1
+        if self._seen[where] == 1:
+            self._print(
+                f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: the agent raised\n{text.rstrip()}"
+            )
+
+    def _print(self, text: str) -> None:
+        if self._bar:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
+
+
+def agent_traceback(error: BaseException) -> str:
+    """The traceback without our own frames at its head."""
+    return "".join(traceback.format_exception(type(error), error, _agent_frames(error)))
+
+
+def _place(error: BaseException) -> str:
+    """Type and line: equal for tracebacks that tell the same story."""
+    frames = traceback.extract_tb(_agent_frames(error))
+    if not frames:
+        return headline(error)
+    where = f" at {frames[-1].filename}:{frames[-1].lineno}"
+    entry = f" (called from line {frames[0].lineno})" if len(frames) > 1 else ""
+    return f"{type(error).__name__}{where}{entry}"
+
+
+def _agent_frames(error: BaseException) -> TracebackType | None:
+    ours = str(Path(__file__).parent)
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SwarmqError):
+        return error.__traceback__  # ours alone: a defect of swarmq
+    return trace
+
+
+def _figures(tally: Tally) -> str:
+    mean = "" if tally.reward_mean is None else f"reward {tally.reward_mean:.3f}"
+    failed = f"  failed {tally.failed}" if tally.failed else ""
+    return mean + failed
+
+
+def _bar() -> Progress:
+    from rich.console import Console  # noqa: PLC0415 - only where somebody looks
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+
+    columns: list[Any] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    ]
+    return Progress(*columns, console=Console(stderr=True))

@@ -1,0 +1,395 @@
+"""The client: begins episodes, mints their keys, and does not rest until their ends are confirmed.
+
+    begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> key minted
+    end     checked ──> spooled to disk ──> EpisodeEnd confirmed ──> unspooled
+
+Everything here runs on one event loop. `SwarmClient` (sync_client.py) drives it from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import structlog
+
+from swarmq.broker import AmqpBroker, Broker, topology
+from swarmq.client import runner
+from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
+from swarmq.client.identity import client_id, code_version_of, script_version
+from swarmq.client.invites import find_invite
+from swarmq.client.loops import LoopThread
+from swarmq.client.notice import noticed
+from swarmq.client.outcome import Outcome, finished, unfinished
+from swarmq.client.spool import Orphan, Spool, spool_root
+from swarmq.client.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.tickets import TicketDesk
+from swarmq.config import Proxy
+from swarmq.errors import ClientError, EpisodeError, SwarmqError
+from swarmq.keys import Claims, Invite, mint
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
+
+DRAIN_S = 10.0
+"""How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
+REMEMBERED_ENDS = 1024
+KEY_LIFETIME_S = Proxy().key_lifetime_s
+
+OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
+
+log = structlog.get_logger()
+
+
+def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
+    return AmqpBroker.open(invite.amqp_url, name=name)
+
+
+class AsyncSwarmClient:
+    """Join a run: `async with AsyncSwarmClient(invite) as client`.
+
+    `invite` is the text, a file, a run folder or an Invite; without it `$SWARMQ_INVITE`. Raises KeyRefusedError
+    where that is wrong, and BrokerError on entering when RabbitMQ cannot be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        invite: Invite | str | os.PathLike[str] | None = None,
+        *,
+        code_version: str | None = None,
+        spool: Path | None = None,
+        open_broker: OpenBroker = open_amqp,
+    ) -> None:
+        self.invite = find_invite(invite)
+        self.client_id = client_id(self.invite.client)
+        self.numbering = Numbering()
+        self.agent_loop: LoopThread | None = None
+        """Where coroutine agents run; None: on the loop of their caller."""
+        self._code_version = code_version
+        self._spool_root = spool or spool_root(self.invite)
+        self._open_broker = open_broker
+        self._inbox = topology.inbox(self.invite.run)
+        self._state = "not open: use `async with`"
+        self._pid = os.getpid()
+        self._open: dict[str, EpisodeRecord] = {}
+        self._ended: OrderedDict[str, EpisodeRecord] = OrderedDict()
+        self._sending: set[asyncio.Task[SwarmqError | None]] = set()
+        self._background: list[asyncio.Task[None]] = []
+        self._desks: dict[str, TicketDesk] = {}
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            self.broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
+            self._disk = stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="swarmq-spool"))
+            self._spool = Spool(self._spool_root, self.client_id)
+            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+            self._stack = stack.pop_all()
+        self.loop = asyncio.get_running_loop()
+        self._state = "open"
+        self._orphans = self._tasks.create_task(self._deliver_orphans())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is open, wait a little for the ends that are being sent, leave the rest to the spool."""
+        for record in list(self._open.values()):
+            if record.end is None:
+                self._start_sending(record, unfinished(record.begin, "aborted", "the client was closed"))
+        self._state = "closed"
+        for desk in self._desks.values():
+            desk.refuse(ClientError("the client was closed while this episode waited for its ticket"))
+        try:
+            await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
+        finally:
+            for task in (self._orphans, *self._background, *self._sending):
+                task.cancel()
+            await self._stack.aclose()
+            if left := self._spool.close():
+                log.warning(
+                    "ends_left_in_spool", ends=left, folder=str(self._spool.folder), delivered="by the next client"
+                )
+
+    async def begin_episode(
+        self,
+        task: Any,
+        *,
+        policies: Sequence[str] | None = None,
+        mode: Mode = "train",
+        kind: str | None = None,
+        slot: Slot | None = None,
+        group_size: int | None = None,
+        attempt: int = 0,
+        code_version: str | None = None,
+        silence_s: float | None = None,
+        lifetime_s: float = KEY_LIFETIME_S,
+        max_calls: int = 0,
+        max_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> AsyncEpisode:
+        """One attempt at `task`: a SwarmTask, a dict, or anything with an `id` or encodable content.
+
+        Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a
+        group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
+        attempt=failed.attempt + 1`. The collector gives the episode up after `silence_s` (the run's) without a model
+        call; its key is refused after `lifetime_s`, `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
+        Raises EpisodeError for an unknown kind or policy and when `deadline_s` passes, BrokerError.
+        """
+        self.check()
+        piece = as_task(task)
+        size = group_size or (self.invite.group_size if mode == "train" else 1)
+        kind = self.known_kind(kind or piece.kind)
+        chosen = self._policies(policies)
+        begin = EpisodeBegin(
+            run=self.invite.run,
+            episode_id=new_id(),
+            slot=slot or self.numbering.next_slot(piece.id, size),
+            kind=kind,
+            group_size=size,
+            policies=chosen,
+            mode=mode,
+            client_id=self.client_id,
+            code_version=code_version or self._code_version or script_version(),
+            attempt=attempt,
+            silence_s=silence_s,
+        )
+        try:
+            async with asyncio.timeout(deadline_s):
+                begin = await self._send_begin(begin)
+        except TimeoutError as error:
+            raise EpisodeError(
+                f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, or "
+                "its collector or broker does not answer; see `swarmq status`"
+            ) from error
+        key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
+        record = EpisodeRecord(begin=begin, task=piece, base_url=self.invite.base_url, api_key=key)
+        self._open[begin.episode_id] = record
+        return AsyncEpisode(self, record)
+
+    async def end_episode(
+        self,
+        episode: Handle | str,
+        reward: float | None = None,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        success: bool | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
+        call_rewards: Mapping[str, float] | None = None,
+    ) -> None:
+        """As AsyncEpisode.end; `episode` may also be an episode id."""
+        outcome = Outcome(
+            reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {}
+        )
+        await self.end_with(episode, outcome)
+
+    async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
+        """As end_episode, with everything in one Outcome."""
+        record = self._find(episode)
+        await self._finish(record, finished(record.begin, outcome))
+
+    async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
+        """Given up on purpose: never trained, the slot is free for another attempt."""
+        record = self._find(episode)
+        await self._finish(record, unfinished(record.begin, "aborted", reason))
+
+    async def fail_episode(self, episode: Handle | str, reason: str) -> None:
+        """Something broke: never trained, never a reward of 0."""
+        record = self._find(episode)
+        await self._finish(record, unfinished(record.begin, "failed", reason))
+
+    @contextlib.asynccontextmanager
+    async def episode(self, task: Any, **options: Any) -> AsyncIterator[AsyncEpisode]:
+        """`async with client.episode(task) as ep:`, with `await ep.end(reward)` inside; options as begin_episode.
+
+        An exception fails the episode with its traceback as reason, an interrupt aborts it; both go on upwards.
+        """
+        ep = await self.begin_episode(task, **options)
+        try:
+            yield ep
+        except BaseException as error:
+            await self.give_up(ep, error)
+            raise
+        await self.leave(ep)
+
+    run_episodes_until_all_complete = runner.run_episodes_until_all_complete
+    evaluate = runner.evaluate
+
+    def code_version_of(self, function: Callable[..., Any]) -> str:
+        """The one this client was given, else a hash of the file that holds `function`."""
+        return self._code_version or code_version_of(function)
+
+    async def give_up(self, ep: Handle, error: BaseException) -> None:
+        """Fail the episode for an exception, abort it for an interrupt; nothing where it has ended."""
+        if ep.ended:
+            return
+        if isinstance(error, Exception | SystemExit):
+            await self.fail_episode(ep, "".join(traceback.format_exception(error)))
+        else:
+            await self.abort_episode(ep, f"interrupted by {type(error).__name__}")
+
+    async def leave(self, ep: Handle) -> None:
+        """The block of an episode was left in peace; it should have ended by now."""
+        if not ep.ended:
+            log.warning("episode_left_open", episode=ep.episode_id, hint="call ep.end(reward) inside the block")
+            await self.fail_episode(ep, "the block was left without end(reward)")
+
+    def check(self) -> None:
+        """Raises ClientError where this object cannot be used."""
+        if self._pid != os.getpid():
+            raise ClientError("this client belongs to the process that made it: make a new one after a fork")
+        if self._state != "open":
+            raise ClientError(f"the client is {self._state}")
+
+    def known_kind(self, kind: str | None) -> str:
+        """`kind`, or the run's only one. Raises EpisodeError for a kind the run does not have."""
+        known = self.invite.kinds
+        if kind is None and len(known) == 1:
+            return known[0]
+        if kind not in known:
+            given = "the task has no kind" if kind is None else f"kind {kind!r} is not part of the run"
+            raise EpisodeError(f"{given}: its kinds are {', '.join(known)}")
+        return kind
+
+    def _policies(self, policies: Sequence[str] | None) -> tuple[str, ...]:
+        known = self.invite.policies
+        if isinstance(policies, str):
+            policies = (policies,)
+        chosen = tuple(dict.fromkeys(known if policies is None else policies))
+        if not chosen or (unknown := set(chosen) - set(known)):
+            given = ", ".join(sorted(unknown)) if chosen else "none"
+            raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
+        return chosen
+
+    async def _send_begin(self, begin: EpisodeBegin) -> EpisodeBegin:
+        if begin.mode == "eval" or not self.invite.ticketed:
+            await self._publish(begin)
+            return begin
+        async with self._desk(begin.kind).ticket() as ticket:
+            begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)
+            await self._publish(begin)
+        return begin
+
+    def _desk(self, kind: str) -> TicketDesk:
+        desk = self._desks.get(kind)
+        if desk is None:
+            desk = self._desks[kind] = TicketDesk(self.broker, topology.tickets(self.invite.run, kind), kind)
+            self._background.append(self._tasks.create_task(desk.serve()))
+        return desk
+
+    def _mint(self, begin: EpisodeBegin, *, lifetime_s: float, max_calls: int, max_tokens: int) -> str:
+        claims = Claims(
+            run=begin.run,
+            client=self.invite.client,
+            episode_id=begin.episode_id,
+            policies=begin.policies,
+            mode=begin.mode,
+            expires_at=time.time() + lifetime_s,
+            max_calls=max_calls,
+            max_tokens=max_tokens,
+        )
+        return mint(self.invite.secret, claims)
+
+    def _find(self, episode: Handle | str) -> EpisodeRecord:
+        self.check()
+        if isinstance(episode, Handle):
+            return episode._record  # noqa: SLF001 - a handle is this module's own
+        if record := self._open.get(episode) or self._ended.get(episode):
+            return record
+        raise EpisodeError(f"episode {episode!r} is unknown to this client: end it with the client that began it")
+
+    async def _finish(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
+        self.check()
+        if record.end is None:
+            encode(end)  # too large is said now, while the episode can still be ended otherwise
+            self._start_sending(record, end)
+        elif record.end != end:
+            raise EpisodeError(
+                f"episode {end.episode_id} has ended as {_describe(record.end)}; now it is to end as "
+                f"{_describe(end)}: the first end counts, nothing was sent"
+            )
+        assert record.sending is not None
+        if error := await asyncio.shield(record.sending):
+            raise error
+
+    def _start_sending(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
+        record.end = end
+        record.sending = self._tasks.create_task(self._deliver(record, end))
+        self._sending.add(record.sending)
+        record.sending.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, record: EpisodeRecord, end: EpisodeEnd) -> SwarmqError | None:
+        """Returns the error instead of raising it: it belongs to those who wait, not to the task group."""
+        try:
+            await self._spool_and_publish(end)
+        except SwarmqError as error:
+            record.end = record.sending = None  # open again; what is spooled is tried again by the next client
+            return error
+        except asyncio.CancelledError:
+            return ClientError("the client was closed before the broker confirmed the end: it is in the spool")
+        self._open.pop(end.episode_id, None)
+        self._remember(record)
+        return None
+
+    async def _spool_and_publish(self, end: EpisodeEnd) -> None:
+        try:
+            await self._on_disk(self._spool.put, end)
+        except ClientError as error:
+            log.warning("spool_unusable", error=str(error), meaning="this end is lost if the process dies now")
+        await self._publish(end)
+        await self._on_disk(self._spool.remove, end.episode_id)
+
+    def _remember(self, record: EpisodeRecord) -> None:
+        """So that ending again by id is recognised; without the task's data and the key."""
+        slim = EpisodeRecord(begin=record.begin, task=SwarmTask(record.task.id), base_url=record.base_url, api_key="")
+        slim.end, slim.sending = record.end, record.sending
+        self._ended[record.begin.episode_id] = slim
+        if len(self._ended) > REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+
+    async def _deliver_orphans(self) -> None:
+        """Ends that earlier processes could not deliver."""
+        for folder in self._spool.others():
+            with Orphan.claim(folder) as orphan:
+                if orphan is None:
+                    continue
+                try:
+                    delivered = await self._deliver_orphan(orphan)
+                except (SwarmqError, OSError) as error:
+                    log.warning("spool_not_delivered", folder=str(orphan.folder), error=str(error))
+                else:
+                    if delivered:
+                        log.info("spool_delivered", ends=delivered, folder=str(orphan.folder))
+
+    async def _deliver_orphan(self, orphan: Orphan) -> int:
+        delivered = 0
+        for path, end in orphan.ends():
+            await self._publish(end)
+            path.unlink(missing_ok=True)
+            delivered += 1
+        return delivered
+
+    async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
+        with noticed("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
+            await self.broker.publish(self._inbox, piece)
+
+    async def _on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            await self.loop.run_in_executor(self._disk, act, *arguments)
+        except RuntimeError:  # the interpreter is ending and its executors take no more work
+            act(*arguments)
+
+
+def _describe(end: EpisodeEnd) -> str:
+    if end.status != "finished":
+        return f"{end.status} ({end.reason.strip().splitlines()[-1] if end.reason.strip() else 'no reason'})"
+    return f"finished with {', '.join(f'{policy} {reward:g}' for policy, reward in end.rewards.items())}"

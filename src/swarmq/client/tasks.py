@@ -1,0 +1,96 @@
+"""What an agent attempts, and which slot an attempt fills.
+
+A task is anything a person puts into a list; it becomes a `SwarmTask` here. A slot is trained once in the life of a
+run, so two starts of one script must not name the same slots by accident: numbers of epochs are drawn fresh for each
+client, unless the caller names one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq.errors import TaskError
+from swarmq.messages import Slot
+
+MAX_ID = 200
+_EPOCH_SHIFT = 24
+_EPOCH_BITS = 28
+"""Together below 2**53, so that an epoch survives JSON and JavaScript."""
+
+
+class SwarmTask(msgspec.Struct, frozen=True):
+    """A piece of data to attempt. `payload` is the agent's own business."""
+
+    id: str
+    kind: str | None = None
+    """None: the only kind of the run."""
+    payload: Any = None
+
+
+def as_task(value: Any, *, default_id: str | None = None) -> SwarmTask:
+    """`value` as a task: its `id` or `task_id` (key or attribute) names it, else its content does.
+
+    Raises TaskError when nothing gives it a name that is the same whenever the task is seen.
+    """
+    if isinstance(value, SwarmTask):
+        return _checked(value)
+    kind = _field(value, "kind")
+    if kind is not None and not isinstance(kind, str):
+        raise TaskError(f"the kind of a task is {kind!r}, not text")
+    name = _field(value, "id")
+    if name is None:
+        name = _field(value, "task_id")
+    if name is None:
+        name = _content_id(value) or default_id
+    if name is None:
+        raise TaskError(
+            f"a task of type {type(value).__name__} has no `id` or `task_id` and no content to name it by: "
+            "wrap it as SwarmTask(id=..., payload=...)"
+        )
+    return _checked(SwarmTask(id=str(name), kind=kind, payload=value))
+
+
+class Numbering:
+    """Gives the attempts of one client their slots: the repeats of a task fill a group, then a new group begins.
+
+    Every group has an epoch number that no other client, and no other start of this one, uses.
+    """
+
+    def __init__(self, *, base: int | None = None) -> None:
+        self._next_epoch = secrets.randbits(_EPOCH_BITS) << _EPOCH_SHIFT if base is None else base
+        self._open: dict[str, Slot] = {}
+        """Task id -> the slot that its next attempt fills, while a group is incomplete."""
+
+    def fresh_epoch(self) -> int:
+        self._next_epoch += 1
+        return self._next_epoch
+
+    def next_slot(self, task_id: str, group_size: int) -> Slot:
+        slot = self._open.pop(task_id, None) or Slot(task_id=task_id, epoch=self.fresh_epoch())
+        if slot.repeat + 1 < group_size:
+            self._open[task_id] = Slot(task_id=task_id, repeat=slot.repeat + 1, epoch=slot.epoch)
+        return slot
+
+
+def _field(value: Any, name: str) -> Any:
+    return value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+
+
+def _content_id(value: Any) -> str | None:
+    try:
+        body = msgspec.msgpack.encode(value, order="deterministic")
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError):
+        return None
+    return hashlib.sha256(body).hexdigest()[:16]
+
+
+def _checked(task: SwarmTask) -> SwarmTask:
+    name: object = task.id  # a struct does not check what it is given
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_ID:
+        raise TaskError(f"task id {name!r} must be text of 1 to {MAX_ID} characters")
+    return task

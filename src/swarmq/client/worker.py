@@ -1,0 +1,215 @@
+"""`swarmq worker module:function`: attempt the tasks of a queue, on as many machines as you like.
+
+    tasks.<kind> --prefetch = concurrency--> hold ──> begin, agent, end confirmed ──> ack
+                                              |                     failed ──> Task(attempt + 1) confirmed ──> ack
+                                              └── killed: RabbitMQ gives the task to another worker
+
+A task is held unacknowledged for as long as its episode takes. When the session is renewed meanwhile (the broker
+came back, or an acknowledgement was about to be overdue) the same task arrives again: it is recognised, and the
+attempt that is running acknowledges the newest delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import msgspec
+import structlog
+
+from swarmq.broker import Deliveries, Delivery, topology
+from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt, check_signature
+from swarmq.client.episode import AsyncEpisode
+from swarmq.client.loops import LoopThread
+from swarmq.client.progress import Display
+from swarmq.client.report import RunSummary, Tally
+from swarmq.client.runner import RETRY_PAUSE_S
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.targets import load
+from swarmq.client.tasks import SwarmTask
+from swarmq.errors import BrokerLostError, EpisodeError, TaskError
+from swarmq.messages import Task, key_of
+
+REMEMBERED = 10_000
+"""Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
+
+log = structlog.get_logger()
+
+
+def run_worker(
+    client: AsyncSwarmClient,
+    target: str | AgentFunction,
+    kind: str | None = None,
+    concurrency: int = 16,
+    *,
+    max_attempts: int = 3,
+    progress: bool = True,
+) -> RunSummary:
+    """Work until SIGTERM or SIGINT: the first finishes what has begun, the second kills.
+
+    `client` must not be open yet. `target` is `module:function` or the function itself. Raises TaskError when it
+    cannot be imported or called with an episode.
+    """
+    function = load_target(target) if isinstance(target, str) else target
+    check_signature(function)
+    agents = LoopThread("swarmq-agents")
+
+    async def main() -> RunSummary:
+        async with client:
+            client.agent_loop = agents
+            with _stop_on_signals() as stop:
+                worker = Worker(client, function, kind=kind, concurrency=concurrency, max_attempts=max_attempts)
+                return await worker.run(stop, progress=progress)
+
+    try:
+        return asyncio.run(main())
+    finally:
+        agents.close()
+
+
+class Worker:
+    """Attempts the tasks of one kind until told to stop."""
+
+    def __init__(
+        self,
+        client: AsyncSwarmClient,
+        function: AgentFunction,
+        *,
+        kind: str | None = None,
+        concurrency: int = 16,
+        max_attempts: int = 3,
+        retry_pause_s: float = RETRY_PAUSE_S,
+    ) -> None:
+        if concurrency < 1 or max_attempts < 1:
+            raise TaskError(f"concurrency is {concurrency}, max_attempts {max_attempts}: both must be at least 1")
+        self._client = client
+        self._agent = Agent(function, loop=client.agent_loop)
+        self._code_version = client.code_version_of(function)
+        self._kind = client.known_kind(kind)
+        self._queue = topology.tasks(client.invite.run, self._kind)
+        self._concurrency = concurrency
+        self._max_attempts = max_attempts
+        self._retry_pause_s = retry_pause_s
+        self._held: dict[str, Delivery] = {}
+        """Key of a task being attempted -> its newest delivery."""
+        self._settled: OrderedDict[str, None] = OrderedDict()
+        self._not_begun: set[asyncio.Task[None]] = set()
+        self._tally = Tally()
+
+    async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
+        """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
+        began = time.monotonic()
+        log.info("worker_ready", kind=self._kind, concurrency=self._concurrency, client=self._client.client_id)
+        with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
+            async with (
+                self._client.broker.consume(self._queue, prefetch=self._concurrency) as deliveries,
+                asyncio.TaskGroup() as attempts,
+            ):
+                taking = attempts.create_task(self._take(deliveries, attempts))
+                await stop.wait()
+                taking.cancel()
+                for waiting in self._not_begun:
+                    waiting.cancel()
+                log.info("worker_draining", attempts=len(self._held) - len(self._not_begun))
+        return self._tally.summary(time.monotonic() - began)
+
+    async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
+        async for delivery in deliveries:
+            key = key_of(delivery.message)
+            if not isinstance(delivery.message, Task):
+                await self._bury(delivery, f"{type(delivery.message).__name__} on a task queue")
+            elif key in self._settled:
+                await _ack(delivery)
+            elif key in self._held:
+                self._held[key] = delivery
+            else:
+                self._held[key] = delivery
+                task = attempts.create_task(self._attempt(key, delivery.message))
+                self._not_begun.add(task)
+
+    async def _attempt(self, key: str, task: Task) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            if task.attempt:
+                await asyncio.sleep(self._retry_pause_s * 2 ** (task.attempt - 1))
+            try:
+                ep = await self._begin(task)
+            except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError) as error:
+                log.warning("task_refused", task=task.slot.id, error=str(error))
+                await self._bury(self._held[key], f"not a task that can be attempted: {error}")
+                return
+            self._not_begun.discard(this)
+            await self._settle(key, task, await attempt(self._client, ep, self._agent))
+        finally:
+            self._not_begun.discard(this)
+            self._held.pop(key, None)
+
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        with contextlib.suppress(BrokerLostError):  # it comes again, and is buried twice
+            await self._client.broker.dead_letter(delivery, reason)
+
+    async def _begin(self, task: Task) -> AsyncEpisode:
+        return await self._client.begin_episode(
+            SwarmTask(task.slot.task_id, task.kind, msgspec.msgpack.decode(task.payload)),
+            mode=task.mode,
+            kind=task.kind,
+            slot=task.slot,
+            group_size=task.group_size,
+            attempt=task.attempt,
+            code_version=self._code_version,
+        )
+
+    async def _settle(self, key: str, task: Task, done: Attempted) -> None:
+        """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
+        again = not done.finished and task.attempt + 1 < self._max_attempts
+        if again:
+            following = msgspec.structs.replace(task, attempt=task.attempt + 1)
+            await self._client.broker.publish(self._queue, following)
+        self._settled[key] = None
+        if len(self._settled) > REMEMBERED:
+            self._settled.popitem(last=False)
+        await _ack(self._held[key])
+        self._tally.add(done)
+        self._tally.slots += not again
+        self._tally.given_up += not (again or done.finished)
+        if not (again or done.finished):
+            log.warning("task_given_up", task=task.slot.id, attempts=task.attempt + 1)
+        self._display.update(self._tally, done)
+
+
+def load_target(target: str) -> AgentFunction:
+    """The agent's function that `module:function` names. Raises TaskError, also for a wrong signature."""
+    function: AgentFunction = load(target)
+    check_signature(function)
+    return function
+
+
+async def _ack(delivery: Delivery) -> None:
+    with contextlib.suppress(BrokerLostError):  # it comes again, and is recognised
+        await delivery.ack()
+
+
+@contextlib.contextmanager
+def _stop_on_signals() -> Iterator[asyncio.Event]:
+    """Set by the first SIGTERM or SIGINT; from then on the system's own way, which kills, is back."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def first() -> None:
+        stop.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in numbers:
+        loop.add_signal_handler(number, first)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

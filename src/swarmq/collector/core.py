@@ -1,0 +1,390 @@
+"""The collector's decisions: a piece or a tick in, effects out. No clock, no I/O.
+
+    begin, turn, end ──take──> open episode ──decided──> dropped (a reason, counted; credit back)
+                                    │                └─> eval    (recorded, never forwarded)
+                                    └──accepted: winner of its slot──> open group
+                                                                        │ complete, or deadline and enough
+                      consumed ──take──> ledger, credit  <──learners──  published: one Episode per policy
+
+Every effect of a call belongs to one transaction with the others of its batch, `settle()`'s last. The core's memory
+and the store's rows tell the same story: a core made from the store's snapshot goes on where this one stands.
+What each oddity of a faulty world does, and the name it is counted under:
+
+    duplicates         the same begin, turn, end or report again: nothing
+    conflicting_begin  another begin with this id: ignored; unless the end names its calls the episode is dropped
+                       (`two_clients`), because nobody can tell whose turns are whose
+    conflicting_turn   another turn with this call id: ignored
+    conflicting_end    another end: ignored, the first one counts
+    late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
+    ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
+    orphan_turns       answers that no agent received: never trained (`calls.py`)
+    consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable
+
+from swarmq.collector import effects as do
+from swarmq.collector.calls import answered, fits, flaw
+from swarmq.collector.groups import Groups
+from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
+from swarmq.collector.tickets import Credit
+from swarmq.messages import Consumed, EpisodeBegin, EpisodeEnd, Message, Turn
+
+TICKETS_ISSUED = "tickets_issued"
+
+
+class Core:
+    """The state of one run's collector."""
+
+    def __init__(self, rules: Rules, past: Past, snapshot: Snapshot, *, now: float) -> None:
+        self.rules = rules
+        self.past = past
+        self.counts: Counter[str] = Counter(snapshot.counts)
+        self.versions: dict[str, int] = {**dict.fromkeys(rules.trained, 0), **snapshot.versions}
+        self.open: dict[str, OpenEpisode] = {}
+        self.groups = Groups(rules)
+        self.credit = Credit(rules, snapshot.credit, snapshot.tickets, self.counts[TICKETS_ISSUED])
+        self._stored_counts = dict(self.counts)
+        self._restore(snapshot, now)
+
+    # ------------------------------------------------------------------------------------------- events
+
+    def take(self, message: Message, body: bytes, now: float) -> list[do.Effect]:
+        """One message from `in`."""
+        if message.run != self.rules.run:
+            return [do.DeadLetter(f"a message of run {message.run!r} in the inbox of {self.rules.run!r}")]
+        match message:
+            case EpisodeBegin():
+                return self._begin(message, body, now)
+            case Turn():
+                return self._turn(message, body, now)
+            case EpisodeEnd():
+                return self._end(message, body, now)
+            case Consumed():
+                return self._consumed(message)
+            case _:
+                return [do.DeadLetter(f"the collector has no use for {type(message).__name__}")]
+
+    def tick(self, now: float) -> list[do.Effect]:
+        """Time has passed: expire silent episodes, give up on incomplete ones, send overdue groups on."""
+        effects: list[do.Effect] = []
+        for episode in list(self.open.values()):
+            if episode.end is not None:
+                if now - episode.held_since >= HOLD_S:
+                    effects += self._drop(episode, "incomplete" if episode.begin else "no_begin", now)
+            elif now - episode.heard_at >= self._patience_s(episode):
+                effects += self._drop(episode, "silent", now)
+        for group_id in self.groups.overdue(now):
+            effects += self._publish(group_id)
+        return effects
+
+    def forwarded(self, episode_id: str, policy: str) -> list[do.Effect]:
+        """The broker has confirmed an episode."""
+        return [do.Forwarded(episode_id, policy)]
+
+    def ticket_sent(self, ticket_id: str) -> list[do.Effect]:
+        """The broker has confirmed a ticket."""
+        return [do.TicketSent(ticket_id)]
+
+    def settle(self) -> list[do.Effect]:
+        """Close a batch: tickets for the credit it freed, and the counters that changed."""
+        starved = self.groups.starved(self.rules.trained)
+        effects = self.credit.settle(self.groups.usage(), starved=starved, lacking=self.groups.lacking())
+        self.counts[TICKETS_ISSUED] = self.credit.serial
+        for name, value in self.counts.items():
+            if self._stored_counts.get(name) != value:
+                self._stored_counts[name] = value
+                effects.append(do.SaveCount(name, value))
+        return effects
+
+    # ------------------------------------------------------------------------------------------- pieces
+
+    def _begin(self, begin: EpisodeBegin, body: bytes, now: float) -> list[do.Effect]:
+        episode = self.open.get(begin.episode_id)
+        if (episode is None and self.past.ended(begin.episode_id)) or (episode and episode.begin == begin):
+            self.counts["duplicates"] += 1
+            return self._use_ticket(begin)
+        if episode and episode.begin:
+            self.counts["conflicting_begin"] += 1
+            episode.tainted = True
+            return [do.Taint(begin.episode_id), *self._use_ticket(begin)]
+        effects: list[do.Effect] = []
+        if episode is None:
+            episode, effects = self._open(begin.episode_id, now)
+        effects += [do.SaveBegin(body, begin.episode_id), *self._use_ticket(begin, wanted=True)]
+        episode.begin, episode.heard_at = begin, now
+        if begin.mode == "train":
+            self.counts["begun"] += 1
+            self._join(begin)
+        else:
+            self.counts["eval_begun"] += 1
+        return effects + self._resume(episode, now)
+
+    def _turn(self, turn: Turn, body: bytes, now: float) -> list[do.Effect]:
+        episode = self.open.get(turn.episode_id)
+        effects: list[do.Effect] = []
+        if episode is None:
+            if ended := self.past.ended(turn.episode_id):
+                self.counts["duplicates" if turn.call_id in ended.calls else "late_turn"] += 1
+                return []
+            episode, effects = self._open(turn.episode_id, now)
+        call = Call.of(turn, len(body))
+        if known := episode.calls.get(turn.call_id):
+            self.counts["duplicates" if known == call else "conflicting_turn"] += 1
+            return []
+        if episode.end and not self._named(episode, call):
+            self.counts["late_turn"] += 1
+            return []
+        episode.calls[turn.call_id] = call
+        episode.heard_at = now
+        self.counts["turns"] += 1
+        return [*effects, do.SaveTurn(turn.episode_id, body), *self._resume(episode, now)]
+
+    def _end(self, end: EpisodeEnd, body: bytes, now: float) -> list[do.Effect]:
+        episode = self.open.get(end.episode_id)
+        effects: list[do.Effect] = []
+        if episode is None:
+            if ended := self.past.ended(end.episode_id):
+                self.counts[_kind_of_repeat(ended.reason, ended.digest, body)] += 1
+                return []
+            episode, effects = self._open(end.episode_id, now)
+        if episode.end:
+            self.counts["duplicates" if episode.end == end else "conflicting_end"] += 1
+            return []
+        episode.end, episode.end_body, episode.held_since = end, body, now
+        decided = self._resume(episode, now)
+        return [*effects, *(decided or [do.SaveEnd(body, end.episode_id)])]
+
+    def _consumed(self, report: Consumed) -> list[do.Effect]:
+        effects: list[do.Effect] = []
+        if report.version > self.versions.get(report.policy, 0):
+            self.versions[report.policy] = report.version
+            effects.append(do.SaveVersion(report.policy, report.version))
+        fates = [(episode_id, "trained", "") for episode_id in report.trained]
+        fates += [(episode_id, "dropped", reason) for episode_id, reason in report.dropped.items()]
+        for episode_id, state, reason in fates:
+            group_id = self.groups.place.get(episode_id, "")
+            if not self.groups.report(episode_id, report.policy, trained=state == "trained"):
+                self.counts["consumed_unknown"] += 1
+                continue
+            effects.append(do.Outcome(episode_id, report.policy, group_id, state, report.version, reason))
+            effects.append(do.Forwarded(episode_id, report.policy))
+            effects += self._reported(episode_id, group_id, state, reason)
+        return effects
+
+    # ------------------------------------------------------------------------------------------ deciding
+
+    def _resume(self, episode: OpenEpisode, now: float) -> list[do.Effect]:
+        """Decide an episode if all that its decision needs is here; else nothing, and it stays open or held."""
+        begin, end = episode.begin, episode.end
+        if begin is None or end is None:
+            return []
+        if begin.mode == "eval":
+            return self._evaluated(episode, begin, end, now)
+        if end.status != "finished":
+            return self._drop(episode, end.status, now)
+        if end.calls is not None and not episode.calls.keys() >= set(end.calls):
+            return []
+        kept = answered(episode.calls, end.calls)
+        defect = flaw(episode.calls, kept)
+        if defect == "incomplete":
+            return []
+        reason = defect or self._objection(episode, begin, end, kept)
+        if reason:
+            return self._drop(episode, reason, now)
+        return self._accept(episode, begin, kept, now)
+
+    def _objection(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, kept: set[str]) -> str:
+        """Why a finished, complete episode is not trained; empty if it is."""
+        policies = self._policies(episode, begin, kept)
+        if self.past.winner(begin.slot.id):
+            return "superseded"
+        if begin.slot.group_id not in self.groups.open and self.past.group_closed(begin.slot.group_id):
+            return "late_sibling"
+        if not set(begin.policies) <= set(self.rules.known):
+            return "unknown_policy"
+        if episode.tainted and end.calls is None:
+            return "two_clients"
+        if not policies:
+            return "no_turns"
+        if not set(policies) <= end.rewards.keys() or not end.rewards.keys() <= set(begin.policies):
+            return "reward_missing"
+        if not fits(episode.calls, kept, len(episode.end_body)):
+            return "too_large"
+        return ""
+
+    def _policies(self, episode: OpenEpisode, begin: EpisodeBegin, kept: Iterable[str]) -> tuple[str, ...]:
+        """The trained policies that sampled anything in this episode."""
+        present = {episode.calls[call_id].policy for call_id in kept if episode.calls[call_id].sampled}
+        return tuple(policy for policy in self.rules.trained if policy in present and policy in begin.policies)
+
+    def _accept(self, episode: OpenEpisode, begin: EpisodeBegin, kept: set[str], now: float) -> list[do.Effect]:
+        self.counts["finished"] += 1
+        self.counts["orphan_turns"] += len(episode.calls) - len(kept)
+        effects = self._seal(episode)
+        slot, policies = begin.slot, self._policies(episode, begin, kept)
+        member = Waiting(episode.episode_id, slot.id, policies)
+        group = self.groups.win(slot.group_id, begin.kind, begin.group_size, member, now)
+        effects += [
+            do.SaveEnd(episode.end_body, episode.episode_id),
+            do.Accept(",".join(policies), episode.episode_id),
+            do.WinSlot(slot.id, episode.episode_id),
+            do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since),
+            self._tell(episode, begin, "", now),
+        ]
+        return effects + (self._publish(slot.group_id) if not group.lacks else [])
+
+    def _evaluated(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, now: float) -> list[do.Effect]:
+        self.counts[f"eval_{end.status}"] += 1
+        effects = [
+            *self._seal(episode),
+            do.Close("eval", end.status, episode.episode_id),
+            do.ForgetTurns(episode.episode_id),
+        ]
+        return [*effects, self._tell(episode, begin, "", now)]
+
+    def _drop(self, episode: OpenEpisode, reason: str, now: float) -> list[do.Effect]:
+        """End an open episode without training it."""
+        effects = self._seal(episode)
+        begin = episode.begin
+        if begin is None:
+            self.counts[f"stray.{reason}"] += 1
+        else:
+            self.counts[f"dropped.{reason}" if begin.mode == "train" else f"eval_{reason}"] += 1
+            self.groups.leave(begin.slot.group_id, episode.episode_id)
+            effects.append(self._tell(episode, begin, reason, now))
+        return [*effects, do.Close("dropped", reason, episode.episode_id), do.ForgetTurns(episode.episode_id)]
+
+    # -------------------------------------------------------------------------------------------- groups
+
+    def _publish(self, group_id: str) -> list[do.Effect]:
+        """Send a group on; or drop it if too few members can be compared."""
+        group = self.groups.open[group_id]
+        shares = self.groups.shares(group)
+        chosen = {episode_id for members in shares.values() for episode_id in members}
+        effects: list[do.Effect] = []
+        for member in group.winners.values():
+            if member.episode_id in chosen:
+                effects.append(do.Release(member.episode_id))
+            else:
+                effects += self._too_small(member)
+        if not chosen:
+            group.winners.clear()
+            group.since = 0.0
+            self.groups.leave(group_id, "")
+            return [*effects, do.FreeGroup(group_id)]
+        self.counts["forwarded"] += len(chosen)
+        self.counts["groups"] += 1
+        effects.append(do.SaveGroup(group_id, group.kind, group.size, "published", group.since))
+        for policy, members in shares.items():
+            effects += [do.Outcome(member, policy, group_id, "pending", 0, "") for member in members]
+            effects += [do.Forward(member, policy, len(members)) for member in members]
+        self.groups.publish(group_id, {policy: set(members) for policy, members in shares.items()})
+        return effects
+
+    def _too_small(self, member: Waiting) -> list[do.Effect]:
+        self.counts["dropped.group_too_small"] += 1
+        return [
+            do.FreeSlot(member.slot_id),
+            do.Close("dropped", "group_too_small", member.episode_id),
+            do.ForgetTurns(member.episode_id),
+        ]
+
+    def _reported(self, episode_id: str, group_id: str, state: str, reason: str) -> list[do.Effect]:
+        """A learner is done with an episode: forget its bodies, and free its group's credit with the last member."""
+        group = self.groups.published[group_id]
+        effects: list[do.Effect] = []
+        if not any(episode_id in pending for pending in group.pending.values()):
+            del self.groups.place[episode_id]
+            if episode_id in group.trained:
+                state, reason = "trained", ""
+            self.counts["trained" if state == "trained" else f"dropped.{reason}"] += 1
+            effects += [do.Close(state, reason, episode_id), do.ForgetTurns(episode_id)]
+        if not group.pending:
+            del self.groups.published[group_id]
+            self.credit.of(group.kind).trained += bool(group.trained)
+            effects.append(do.SaveGroup(group_id, group.kind, group.size, "done", 0.0))
+        return effects
+
+    # ------------------------------------------------------------------------------------------- helpers
+
+    def _open(self, episode_id: str, now: float) -> tuple[OpenEpisode, list[do.Effect]]:
+        episode = self.open[episode_id] = OpenEpisode(episode_id=episode_id, began_at=now, heard_at=now)
+        return episode, [do.Open(episode_id, now)]
+
+    def _seal(self, episode: OpenEpisode) -> list[do.Effect]:
+        """Take an episode out of the open ones, leaving what its late duplicates are compared with."""
+        del self.open[episode.episode_id]
+        begin = episode.begin
+        slot_id, kind, client_id = (begin.slot.id, begin.kind, begin.client_id) if begin else ("", "", "")
+        digest = _digest(episode.end_body) if episode.end else b""
+        return [do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), episode.episode_id)]
+
+    def _join(self, begin: EpisodeBegin) -> None:
+        """Count a running episode in its group. One of a group that has gone on is already paid for by it."""
+        group_id = begin.slot.group_id
+        if group_id in self.groups.open or not self.past.group_closed(group_id):
+            self.groups.run(group_id, begin.kind, begin.group_size, begin.episode_id)
+
+    def _use_ticket(self, begin: EpisodeBegin, *, wanted: bool = False) -> list[do.Effect]:
+        if begin.ticket_id is None:
+            return []
+        used = self.credit.use(begin.kind, begin.ticket_id)
+        if wanted and not used:
+            self.counts["ticket_unknown"] += 1
+        return used
+
+    def _patience_s(self, episode: OpenEpisode) -> float:
+        asked = episode.begin.silence_s if episode.begin else None
+        return self.rules.silence_s if asked is None else min(asked, MAX_SILENCE_S)
+
+    def _named(self, episode: OpenEpisode, call: Call) -> bool:
+        """Whether a held end waits for this turn: it names it, or a turn that is here builds on it."""
+        end = episode.end
+        if end is None or episode.begin is None or end.calls is None:
+            return True
+        return call.call_id in end.calls or any(other.parent == call.call_id for other in episode.calls.values())
+
+    def _tell(self, episode: OpenEpisode, begin: EpisodeBegin, reason: str, now: float) -> do.Emit:
+        """The event of an ended episode."""
+        end = episode.end
+        rewards = end.rewards if end else {}
+        fields = {
+            "episode_id": episode.episode_id,
+            "kind": begin.kind,
+            "status": end.status if end else "expired",
+            "reward": sum(rewards.values()) / len(rewards) if rewards else None,
+            "client_id": begin.client_id,
+            "reason": reason,
+            "detail": end.reason if end else "",
+        }
+        if begin.mode == "eval":
+            extra = {"success": end.success if end else None, "metadata": end.metadata if end else {}}
+            return do.Emit("eval", {**fields, **extra})
+        return do.Emit("episode", {**fields, "rewards": rewards, "seconds": now - episode.began_at})
+
+    def _restore(self, snapshot: Snapshot, now: float) -> None:
+        for group_id, (kind, size, since) in snapshot.groups.items():
+            for member in snapshot.waiting.get(group_id, ()):
+                self.groups.win(group_id, kind, size, member, min(since, now))
+        for group_id, published in snapshot.published.items():
+            self.groups.restore(group_id, published)
+        for episode in snapshot.episodes:
+            self.open[episode.episode_id] = episode
+            episode.heard_at = episode.held_since = now
+            if episode.begin and episode.begin.mode == "train":
+                self._join(episode.begin)
+
+
+def _kind_of_repeat(reason: str, digest: bytes, body: bytes) -> str:
+    if reason == "silent":
+        return "late_end"
+    return "duplicates" if digest == _digest(body) else "conflicting_end"
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.blake2b(body, digest_size=8).digest()

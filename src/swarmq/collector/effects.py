@@ -1,0 +1,172 @@
+"""What the core asks its shell to do.
+
+Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward` and
+`IssueTicket` are rows of the outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq.messages import EventName
+
+
+class Effect(msgspec.Struct, frozen=True):
+    """Base of everything a core asks for."""
+
+
+class Open(Effect, frozen=True):
+    episode_id: str
+    began_at: float
+
+
+class SaveBegin(Effect, frozen=True):
+    body: bytes
+    episode_id: str
+
+
+class Taint(Effect, frozen=True):
+    episode_id: str
+
+
+class SaveTurn(Effect, frozen=True):
+    episode_id: str
+    body: bytes
+
+
+class SaveEnd(Effect, frozen=True):
+    body: bytes
+    episode_id: str
+
+
+class Seal(Effect, frozen=True):
+    """The end is decided: what later duplicates are compared with."""
+
+    slot_id: str
+    kind: str
+    client_id: str
+    digest: bytes
+    calls: str
+    """Call ids, one a line."""
+    episode_id: str
+
+
+class Accept(Effect, frozen=True):
+    """Finished, winner of its slot, waits for its group."""
+
+    policies: str
+    episode_id: str
+
+
+class Release(Effect, frozen=True):
+    """Its group is published."""
+
+    episode_id: str
+
+
+class Close(Effect, frozen=True):
+    """The last word on an episode; bodies are no longer needed."""
+
+    state: str
+    """`trained`, `dropped` or `eval`."""
+    reason: str
+    episode_id: str
+
+
+class ForgetTurns(Effect, frozen=True):
+    episode_id: str
+
+
+class WinSlot(Effect, frozen=True):
+    slot_id: str
+    episode_id: str
+
+
+class FreeSlot(Effect, frozen=True):
+    slot_id: str
+
+
+class SaveGroup(Effect, frozen=True):
+    group_id: str
+    kind: str
+    size: int
+    state: str
+    """`open`, `published` or `done`."""
+    since: float
+
+
+class FreeGroup(Effect, frozen=True):
+    group_id: str
+
+
+class Outcome(Effect, frozen=True):
+    """The ledger: what became of one policy's part of a forwarded episode."""
+
+    episode_id: str
+    policy: str
+    group_id: str
+    state: str
+    """`pending`, `trained` or `dropped`."""
+    version: int
+    reason: str
+
+
+class Forward(Effect, frozen=True):
+    """Publish this episode to the policy's `ready` queue; an outbox row until confirmed."""
+
+    episode_id: str
+    policy: str
+    group_members: int
+
+
+class Forwarded(Effect, frozen=True):
+    episode_id: str
+    policy: str
+
+
+class IssueTicket(Effect, frozen=True):
+    """Publish a ticket; unsent until confirmed, out until a begin carries it."""
+
+    ticket_id: str
+    kind: str
+
+
+class TicketSent(Effect, frozen=True):
+    ticket_id: str
+
+
+class TicketUsed(Effect, frozen=True):
+    ticket_id: str
+
+
+class SaveCredit(Effect, frozen=True):
+    kind: str
+    allocated: int
+    trained: int
+    debt: float
+
+
+class SaveVersion(Effect, frozen=True):
+    policy: str
+    version: int
+
+
+class SaveCount(Effect, frozen=True):
+    name: str
+    value: int
+
+
+class Emit(Effect, frozen=True):
+    """Tell the watchers; best effort."""
+
+    name: EventName
+    fields: Mapping[str, Any]
+
+
+class DeadLetter(Effect, frozen=True):
+    """This piece is none of ours: park it with the reason."""
+
+    reason: str

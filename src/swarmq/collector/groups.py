@@ -1,0 +1,124 @@
+"""Groups: the finished slots of one task that wait for each other, and the groups that learners have in hand.
+
+A group goes on when all its slots have a winner, or when its deadline has passed since the first of them finished and
+at least `min_group` have. Below that its members are dropped and their credit returns; siblings that finish later
+may still make a group among themselves. Once published a group takes nobody in any more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import msgspec
+
+from swarmq.collector.records import PublishedGroup, Rules, Usage, Waiting
+
+
+class OpenGroup(msgspec.Struct, kw_only=True):
+    kind: str
+    size: int
+    since: float = 0.0
+    """When the first member finished; 0 before that."""
+    running: set[str] = msgspec.field(default_factory=set)
+    winners: dict[str, Waiting] = msgspec.field(default_factory=dict)
+    """Slot -> the attempt that finished first."""
+
+    @property
+    def lacks(self) -> int:
+        return max(self.size - len(self.winners), 0)
+
+
+class Groups:
+    """All groups that are not done."""
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.open: dict[str, OpenGroup] = {}
+        self.published: dict[str, PublishedGroup] = {}
+        self.place: dict[str, str] = {}
+        """Published episode -> its group."""
+        self.ready: Counter[str] = Counter()
+        """Policy -> groups it has been given and has not wholly reported on."""
+
+    def run(self, group_id: str, kind: str, size: int, episode_id: str) -> None:
+        """An episode of an open group has begun."""
+        group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
+        group.running.add(episode_id)
+
+    def leave(self, group_id: str, episode_id: str) -> None:
+        """An episode is no longer running; a group without anybody is forgotten."""
+        if group := self.open.get(group_id):
+            group.running.discard(episode_id)
+            if not group.running and not group.winners:
+                del self.open[group_id]
+
+    def win(self, group_id: str, kind: str, size: int, member: Waiting, now: float) -> OpenGroup:
+        """A slot has its winner."""
+        group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
+        group.running.discard(member.episode_id)
+        group.since = group.since or now
+        group.winners[member.slot_id] = member
+        return group
+
+    def overdue(self, now: float) -> list[str]:
+        deadline_s = self.rules.deadline_s
+        return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
+
+    def need(self, group: OpenGroup) -> int:
+        """Members it takes to go on at the deadline."""
+        return min(self.rules.min_group, group.size)
+
+    def shares(self, group: OpenGroup) -> dict[str, list[str]]:
+        """Policy -> members with turns of it, for policies that have enough of them to be compared."""
+        members: dict[str, list[str]] = {}
+        for member in group.winners.values():
+            for policy in member.policies:
+                members.setdefault(policy, []).append(member.episode_id)
+        return {policy: ids for policy, ids in members.items() if len(ids) >= self.need(group)}
+
+    def publish(self, group_id: str, pending: dict[str, set[str]]) -> None:
+        group = self.open.pop(group_id)
+        self.restore(group_id, PublishedGroup(kind=group.kind, size=group.size, pending=pending))
+
+    def restore(self, group_id: str, published: PublishedGroup) -> None:
+        self.published[group_id] = published
+        self.ready.update(published.pending.keys())
+        for episode_id in set().union(*published.pending.values()):
+            self.place[episode_id] = group_id
+
+    def report(self, episode_id: str, policy: str, *, trained: bool) -> bool:
+        """A learner tells of an episode. False if it had told before or never was given it."""
+        group = self.published.get(self.place.get(episode_id, ""))
+        if group is None or episode_id not in group.pending.get(policy, ()):
+            return False
+        group.pending[policy].remove(episode_id)
+        if trained:
+            group.trained.add(episode_id)
+        if not group.pending[policy]:
+            del group.pending[policy]
+            self.ready[policy] -= 1
+        return True
+
+    def usage(self) -> dict[str, Usage]:
+        """Kind -> slots under way."""
+        kinds: dict[str, Usage] = {}
+        for group in self.open.values():
+            usage = kinds.setdefault(group.kind, Usage())
+            usage.running += len(group.running)
+            usage.waiting += len(group.winners)
+        for published in self.published.values():
+            kinds.setdefault(published.kind, Usage()).published += min(published.size, self.rules.group_size)
+        return kinds
+
+    def lacking(self) -> dict[str, int]:
+        """Kind -> slots that its nearest group with a finished member lacks."""
+        least: dict[str, int] = {}
+        for group in self.open.values():
+            if group.winners:
+                least[group.kind] = min(least.get(group.kind, group.lacks), group.lacks)
+        return least
+
+    def starved(self, policies: Iterable[str]) -> bool:
+        """Whether no learner has the groups of a batch waiting."""
+        return all(self.ready[policy] < self.rules.groups_per_batch for policy in policies)

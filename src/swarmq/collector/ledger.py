@@ -1,0 +1,37 @@
+"""Reading the collector's ledger from outside, while it runs or after: what became of every episode. Writes nothing."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+
+from swarmq.errors import CollectorError
+
+
+class Fate(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one episode stands. Its last word is `trained`, `dropped` with a reason, or `eval`."""
+
+    state: str
+    """open, waiting, published, trained, dropped or eval."""
+    reason: str
+    slot: str
+    kind: str
+    client_id: str
+
+
+def fates(path: Path) -> dict[str, Fate]:
+    """Episode id -> fate. Raises CollectorError when there is no readable ledger at `path`."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
+            rows = ledger.execute("SELECT id, state, reason, slot, kind, client FROM episodes").fetchall()
+    except sqlite3.Error as error:
+        raise CollectorError(
+            f"{path}: no readable ledger ({error}): name the folder of a run that has begun"
+        ) from error
+    return {
+        episode: Fate(state=state, reason=reason, slot=slot, kind=kind, client_id=client)
+        for episode, state, reason, slot, kind, client in rows
+    }

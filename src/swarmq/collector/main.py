@@ -1,0 +1,55 @@
+"""Entry point of `swarmq-collector`, and of the child process that a learner starts.
+
+Joins what clients and proxies send into finished episodes: `service.py` shows the flow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import closing
+
+import structlog
+
+from swarmq import logs
+from swarmq.broker import AmqpBroker
+from swarmq.collector.service import Collector
+from swarmq.collector.store import Store
+from swarmq.config import SwarmJob, amqp_url
+from swarmq.errors import ConfigError
+
+log = structlog.get_logger()
+
+
+def run(job: SwarmJob) -> None:
+    """Collect until SIGTERM or SIGINT, then finish what is under way; a second signal ends at once.
+
+    Raises ConfigError without a broker, BrokerError when it refuses us, CollectorError when the store is unusable.
+    """
+    logs.configure(role="collector", run=job.run)
+    url = amqp_url(job.broker)
+    if url is None:
+        raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
+    asyncio.run(_collect(job, url))
+
+
+async def _collect(job: SwarmJob, url: str) -> None:
+    stop = _stop_on_signals()
+    with closing(Store(job.run_folder.inbox, run=job.run)) as store:
+        async with AmqpBroker.open(url, name=f"collector.{job.run}") as broker:
+            await Collector(job, broker, store).run(stop)
+
+
+def _stop_on_signals() -> asyncio.Event:
+    stop = asyncio.Event()
+
+    def signalled() -> None:
+        if stop.is_set():
+            os._exit(1)  # crash-safe: what is not committed comes again
+        log.info("draining")
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signalled)
+    return stop

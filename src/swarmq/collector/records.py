@@ -1,0 +1,170 @@
+"""What the collector remembers, and the rules it obeys."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Turn
+
+HOLD_S = 30.0
+"""How long an end waits for its begin or for turns it names, before the episode counts as incomplete."""
+
+MAX_SILENCE_S = 24 * 3600.0
+"""The longest silence a begin can ask for: nothing waits for ever."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a job that the collector obeys."""
+
+    run: str
+    trained: tuple[str, ...]
+    """Policies whose episodes are forwarded."""
+    known: tuple[str, ...]
+    """All policies of the job, frozen ones included."""
+    mix: dict[str, float]
+    group_size: int = 8
+    groups_per_batch: int = 8
+    min_group: int = 2
+    deadline_s: float = 600.0
+    max_staleness: int = 4
+    silence_s: float = 600.0
+
+    @classmethod
+    def of(cls, job: SwarmJob) -> Rules:
+        groups = job.groups
+        return cls(
+            run=job.run,
+            trained=tuple(name for name, policy in job.policies.items() if policy.trained),
+            known=tuple(job.policies),
+            mix=dict(job.mix),
+            group_size=groups.group_size,
+            groups_per_batch=groups.groups_per_batch,
+            min_group=groups.min_group,
+            deadline_s=groups.deadline_s,
+            max_staleness=groups.max_staleness,
+            silence_s=groups.silence_s,
+        )
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """What must be known of a turn to judge it, without its tokens."""
+
+    call_id: str
+    policy: str
+    request_id: str
+    request_digest: str
+    retry: int
+    agent: str | None
+    parent: str | None
+    shared: int
+    prompt: int
+    """Tokens of the whole prompt, the shared ones included."""
+    sampled: int
+    size_bytes: int
+
+    @classmethod
+    def of(cls, turn: Turn, size_bytes: int) -> Call:
+        return cls(
+            call_id=turn.call_id,
+            policy=turn.policy,
+            request_id=turn.request_id,
+            request_digest=turn.request_digest,
+            retry=turn.retry,
+            agent=turn.agent,
+            parent=turn.parent,
+            shared=turn.shared,
+            prompt=turn.shared + len(turn.prompt_ids) // 4,
+            sampled=len(turn.sampled_ids) // 4,
+            size_bytes=size_bytes,
+        )
+
+
+class OpenEpisode(msgspec.Struct, kw_only=True):
+    """An episode whose fate is not decided yet. Its turns' tokens lie in the store."""
+
+    episode_id: str
+    began_at: float
+    heard_at: float
+    begin: EpisodeBegin | None = None
+    end: EpisodeEnd | None = None
+    end_body: bytes = b""
+    held_since: float = 0.0
+    calls: dict[str, Call] = {}
+    tainted: bool = False
+    """Two clients began it, so turns of both may be mixed."""
+
+
+class EndedEpisode(msgspec.Struct, frozen=True):
+    """What stays of an episode after its end was decided."""
+
+    state: str
+    reason: str
+    digest: bytes
+    calls: frozenset[str]
+
+
+class Waiting(msgspec.Struct, frozen=True):
+    """A finished episode, winner of its slot, whose group is not complete."""
+
+    episode_id: str
+    slot_id: str
+    policies: tuple[str, ...]
+    """The trained policies that have turns in it."""
+
+
+class Past(Protocol):
+    """What the core asks about things that have left its memory."""
+
+    def ended(self, episode_id: str) -> EndedEpisode | None: ...
+    def winner(self, slot_id: str) -> str | None: ...
+    def group_closed(self, group_id: str) -> bool: ...
+
+
+class KindCredit(msgspec.Struct, kw_only=True):
+    """What was granted to one kind; what of it is in use follows from the groups and tickets."""
+
+    allocated: int = 0
+    """Groups granted to this kind since the run began."""
+    trained: int = 0
+    """Groups of this kind that were trained."""
+    debt: float = 0.0
+    """Share of a group still owed to this kind (largest remainder, carried over)."""
+
+
+class PublishedGroup(msgspec.Struct, kw_only=True):
+    """A group in the hands of the learners."""
+
+    kind: str
+    size: int
+    pending: dict[str, set[str]]
+    """Policy -> episodes it has not reported on."""
+    trained: set[str] = set()
+    """Episodes that some policy trained."""
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Slots of one kind that are under way, tickets aside."""
+
+    running: int = 0
+    waiting: int = 0
+    """Finished, in groups that are not complete."""
+    published: int = 0
+    """Of the groups that learners have in hand, members that are missing included."""
+
+
+class Snapshot(msgspec.Struct, kw_only=True):
+    """All that a core needs to go on where another stopped."""
+
+    episodes: list[OpenEpisode] = []
+    groups: dict[str, tuple[str, int, float]] = {}
+    """Open groups with a finished member: id -> kind, size, when the first finished."""
+    waiting: dict[str, list[Waiting]] = {}
+    published: dict[str, PublishedGroup] = {}
+    tickets: dict[str, str] = {}
+    """Tickets that are out: id -> kind."""
+    credit: dict[str, KindCredit] = {}
+    versions: dict[str, int] = {}
+    counts: dict[str, int] = {}

@@ -1,0 +1,84 @@
+"""What the collector tells people: its figures, and in one line who waits for whom when nothing moves."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+from swarmq.collector.core import Core
+
+PATIENCE_S = 120.0
+"""How long something may stand still before it is called out, and how often it is repeated."""
+
+HEADLINE = ("begun", "finished", "forwarded", "trained", "eval_finished", "duplicates")
+
+
+def figures(core: Core) -> dict[str, Any]:
+    """Fields of the `state` event. Every training episode that began is open, waits in a group, is in the hands of a
+    learner, was trained, or was dropped for a reason."""
+    counts = core.counts
+    dropped = {name.removeprefix("dropped."): n for name, n in counts.items() if name.startswith("dropped.")}
+    return {
+        **{name: counts[name] for name in HEADLINE},
+        "open": sum(1 for episode in core.open.values() if episode.begin and episode.begin.mode == "train"),
+        "waiting": sum(len(group.winners) for group in core.groups.open.values()),
+        "in_learners": len(core.groups.place),
+        "dropped": dropped,
+        "groups_open": len(core.groups.open),
+        "groups_ready": dict(core.groups.ready),
+        "tickets_out": {kind: len(ids) for kind, ids in core.credit.out.items()},
+        "versions": dict(core.versions),
+        "absorbed": {name: n for name, n in counts.items() if name not in HEADLINE and not name.startswith("dropped.")},
+    }
+
+
+class Watch:
+    """Remembers since when each thing stands still."""
+
+    def __init__(self) -> None:
+        self._since: dict[Hashable, tuple[float, float]] = {}
+        """Standstill -> when it was first seen, when it was last told."""
+
+    def look(self, core: Core, now: float) -> list[str]:
+        """A line for everything that has stood still for PATIENCE_S, and again each PATIENCE_S after."""
+        present = {}
+        lines = []
+        for key, text in _standstills(core, now):
+            since, told = present[key] = self._since.get(key, (now, now))
+            if now - told >= PATIENCE_S:
+                present[key] = (since, now)
+                lines.append(f"{text}; nothing has moved for {now - since:.0f} s")
+        self._since = present
+        return lines
+
+
+def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
+    """What waits at this moment. The key holds what would have changed had it moved."""
+    rules, counts = core.rules, core.counts
+    for group_id, group in core.groups.open.items():
+        if group.winners:
+            yield ("group", group_id, len(group.winners)), _of_group(core, group_id, now)
+    for policy in rules.trained:
+        if (num := core.groups.ready[policy]) >= rules.groups_per_batch:
+            version = core.versions[policy]
+            yield (
+                ("learner", policy, version, num),
+                f"{num} groups wait for the learner of {policy} at version {version}",
+            )
+    if core.open:
+        yield ("turns", counts["turns"]), f"no turns: {len(core.open)} episodes are open, none calls the model"
+    busy = {episode.begin.kind for episode in core.open.values() if episode.begin}
+    for kind, tickets in core.credit.out.items():
+        if tickets and kind not in busy:
+            text = f"no turns: {len(tickets)} tickets out, 0 episodes open: no client takes tickets of kind {kind}"
+            yield ("clients", kind, counts["begun"], len(tickets)), text
+
+
+def _of_group(core: Core, group_id: str, now: float) -> str:
+    group, deadline_s = core.groups.open[group_id], core.rules.deadline_s
+    need, got = core.groups.need(group), len(group.winners)
+    then = f"goes on with {got}" if got >= need else f"is dropped with {got}, less than {need},"
+    return (
+        f"group {group_id} waits {now - group.since:.0f} s for {group.lacks} of {group.size} members, "
+        f"{len(group.running)} of them running; {then} at {deadline_s:g} s"
+    )

@@ -1,0 +1,264 @@
+"""The collector's shell: wires the core to the broker, the store and the clock.
+
+    in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
+    timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
+    confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
+        ^─────────────────────────────────────────────────────────────────────────────┘
+
+Order is the promise: committed, then acknowledged; committed, then published; confirmed, then marked. A crash between
+any two of them is a redelivery or a second publish. When the store cannot commit (disk full), nothing is acknowledged:
+the core is made again from the store and the same pieces are decided once more, until it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import structlog
+
+from swarmq.broker import Broker, Delivery, topology
+from swarmq.collector.calls import assemble
+from swarmq.collector.core import Core
+from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueTicket
+from swarmq.collector.records import Rules
+from swarmq.collector.report import Watch, figures
+from swarmq.collector.store import Store
+from swarmq.config import SwarmJob
+from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
+from swarmq.messages import Episode, Event, EventName, Message, Ticket
+
+PREFETCH = 1000
+BATCH = 500
+"""Pieces of one transaction, at most."""
+WINDOW = 32
+"""Messages published at once; bounds the memory that episodes take on their way out."""
+TICK_S = 1.0
+STATE_S = 2.0
+RETRY_S = 2.0
+DRAIN_S = 10.0
+
+Step = Callable[[Core], Iterable[Effect]]
+
+log = structlog.get_logger()
+
+
+class Collector:
+    """One run's collector; `run` it once."""
+
+    def __init__(self, job: SwarmJob, broker: Broker, store: Store, *, clock: Callable[[], float] = time.time) -> None:
+        self.job = job
+        self._rules = Rules.of(job)
+        self._broker = broker
+        self._store = store
+        self._clock = clock
+        self._core: Core | None = None
+        self._deciding = asyncio.Lock()
+        self._outgoing: deque[Forward | IssueTicket] = deque()
+        self._confirmed: list[Forward | IssueTicket] = []
+        self._wake = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._events: deque[Emit] = deque()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Collect until `stop` is set, then finish what is under way within DRAIN_S."""
+        await self._declare()
+        self._send(self._store.outbox())
+        await self._decide(lambda _: [])
+        log.info("collecting", **figures(self._loaded()))
+        async with asyncio.TaskGroup() as tasks:
+            sender = tasks.create_task(self._sender())
+            others = [tasks.create_task(loop()) for loop in (self._intake, self._ticker, self._reporter)]
+            await stop.wait()
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    await self._idle.wait()
+            sender.cancel()
+        await self._decide(lambda _: [])
+        await self._tell("state", figures(self._loaded()))
+        log.info("stopped", unsent=len(self._outgoing), **figures(self._loaded()))
+
+    # ---------------------------------------------------------------------------------------------- loops
+
+    async def _intake(self) -> None:
+        queue = topology.inbox(self.job.run)
+        while True:
+            try:
+                async with self._broker.consume(queue, prefetch=PREFETCH) as deliveries:
+                    while batch := await deliveries.batch(BATCH):
+                        refused = await self._take(batch)
+                        with contextlib.suppress(BrokerLostError):  # they come again and change nothing
+                            for delivery, reason in refused:
+                                log.warning("message_refused", reason=reason)
+                                await self._broker.dead_letter(delivery, reason)
+                            await deliveries.ack_through(batch[-1])
+                        await self._tell_all()
+                    return
+            except UnroutableError as error:
+                await self._restore_queues(error)
+
+    async def _take(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
+        """Decide a batch; returns what is to be parked, with the reason.
+
+        A piece that breaks the core is a bug of ours. It is found by itself and parked: if it took the process down,
+        all that was delivered with it would come again and again, until RabbitMQ parks every one of them.
+        """
+        try:
+            return await self._take_together(batch)
+        except Exception as error:
+            if len(batch) == 1:
+                log.exception("piece_broke_the_collector", key=batch[0].key)
+                return [(batch[0], f"the collector failed on it: {error!r}")]
+        return [refusal for delivery in batch for refusal in await self._take([delivery])]
+
+    async def _take_together(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
+        refused: list[tuple[Delivery, str]] = []
+
+        def decide(core: Core) -> Iterator[Effect]:
+            refused.clear()
+            now = self._clock()
+            for delivery in batch:
+                for effect in core.take(delivery.message, delivery.body, now):
+                    if isinstance(effect, DeadLetter):
+                        refused.append((delivery, effect.reason))
+                    yield effect
+
+        await self._decide(decide)
+        return refused
+
+    async def _ticker(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            await self._decide(lambda core: core.tick(self._clock()))
+            await self._tell_all()
+
+    async def _sender(self) -> None:
+        """Publish what was decided, in order, a window at a time."""
+        while True:
+            if not self._outgoing:
+                self._idle.set()
+                self._wake.clear()
+                await self._wake.wait()
+            window = list(islice(self._outgoing, WINDOW))
+            async with asyncio.TaskGroup() as tasks:
+                for item in window:
+                    tasks.create_task(self._publish(item))
+            for _ in window:
+                self._outgoing.popleft()
+            self._confirmed += window
+
+    async def _reporter(self) -> None:
+        watch = Watch()
+        while True:
+            await asyncio.sleep(STATE_S)
+            core = self._loaded()
+            await self._tell("state", figures(core))
+            for line in watch.look(core, self._clock()):
+                log.warning("no_progress", why=line)
+                await self._tell("warning", {"text": line})
+
+    # ------------------------------------------------------------------------------------------- deciding
+
+    async def _decide(self, step: Step) -> None:
+        """Run `step` on the core, with the confirms that came in, in one transaction; again until it is committed."""
+        async with self._deciding:
+            while True:
+                try:
+                    self._commit(step)
+                    return
+                except CollectorError as error:
+                    self._core = None
+                    log.warning("store_unavailable", error=str(error), retry_s=RETRY_S)
+                    await self._tell("warning", {"text": f"collector: {error}; trying again, nothing is lost"})
+                except BaseException:
+                    self._core = None  # it may have gone on where the store has not
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+    def _commit(self, step: Step) -> None:
+        core = self._loaded()
+        confirmed = list(self._confirmed)
+        effects: list[Effect] = []
+        with self._store.transaction():
+            for effect in chain(_confirms(core, confirmed), step(core), _settle(core)):
+                self._store.write(effect)  # at once: the next piece asks the store about this one
+                effects.append(effect)
+        del self._confirmed[: len(confirmed)]
+        self._send(effects)
+        self._events += [effect for effect in effects if isinstance(effect, Emit)]
+
+    def _loaded(self) -> Core:
+        """The core; made from the store at the start and after a failed commit."""
+        if self._core is None:
+            self._core = Core(self._rules, self._store, self._store.snapshot(), now=self._clock())
+        return self._core
+
+    # -------------------------------------------------------------------------------------------- talking
+
+    def _send(self, effects: list[Effect]) -> None:
+        self._outgoing += [effect for effect in effects if isinstance(effect, Forward | IssueTicket)]
+        if self._outgoing:
+            self._idle.clear()
+            self._wake.set()
+
+    async def _publish(self, item: Forward | IssueTicket) -> None:
+        """Return once the broker has confirmed it, or a learner has reported on it meanwhile."""
+        message: Message | None
+        if isinstance(item, IssueTicket):
+            queue = topology.tickets(self.job.run, item.kind)
+            message = Ticket(run=self.job.run, ticket_id=item.ticket_id, kind=item.kind)
+        else:
+            queue = topology.ready(self.job.run, item.policy)
+            message = episode_of(self._store, item)
+        while message is not None:
+            try:
+                await self._broker.publish(queue, message)
+                return
+            except UnroutableError as error:
+                await self._restore_queues(error)
+
+    async def _tell_all(self) -> None:
+        while self._events:
+            emit = self._events.popleft()
+            await self._tell(emit.name, emit.fields)
+
+    async def _tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
+        event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
+        await self._broker.emit(event)
+
+    async def _declare(self) -> None:
+        await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.mix)
+
+    async def _restore_queues(self, error: UnroutableError) -> None:
+        """Somebody deleted a queue: say so and make it again. What was in it is in the store, if it was ours."""
+        log.warning("queue_missing", error=str(error), retry_s=RETRY_S)
+        await asyncio.sleep(RETRY_S)
+        await self._declare()
+        await self._tell("warning", {"text": f"collector: {error}; the run's queues were made again"})
+
+
+def episode_of(store: Store, item: Forward) -> Episode | None:
+    """The message that an outbox row stands for; None if a learner has reported on it already."""
+    parts = store.parts(item.episode_id)
+    return assemble(item.policy, *parts, group_members=item.group_members) if parts else None
+
+
+def _confirms(core: Core, items: list[Forward | IssueTicket]) -> Iterator[Effect]:
+    for item in items:
+        if isinstance(item, IssueTicket):
+            yield from core.ticket_sent(item.ticket_id)
+        else:
+            yield from core.forwarded(item.episode_id, item.policy)
+
+
+def _settle(core: Core) -> Iterator[Effect]:
+    """Last of a transaction, hence not before it is asked for."""
+    yield from core.settle()

@@ -1,0 +1,289 @@
+"""The collector's memory on disk: one SQLite file, one transaction per batch of pieces.
+
+`in` is acknowledged after the commit, and the outbox is published after it, so a crash anywhere means a redelivery or
+a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy;
+deleted with the last word on their episode), `slots` (winners), `groups`, `outcomes` (one row per policy of a
+forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`.
+
+One collector at a time: the file is locked by its process, and a second one is told which.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq.collector import effects as do
+from swarmq.collector.records import Call, EndedEpisode, KindCredit, OpenEpisode, PublishedGroup, Snapshot, Waiting
+from swarmq.errors import CollectorError
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Turn
+
+STORE_SCHEMA = "1"
+
+TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE episodes (
+    id TEXT PRIMARY KEY,
+    state TEXT NOT NULL,               -- open, waiting, published, trained, dropped, eval
+    reason TEXT NOT NULL DEFAULT '',
+    began_at REAL NOT NULL,            -- Unix time, the collector's clock
+    tainted INTEGER NOT NULL DEFAULT 0,
+    slot TEXT NOT NULL DEFAULT '',
+    kind TEXT NOT NULL DEFAULT '',
+    client TEXT NOT NULL DEFAULT '',
+    policies TEXT NOT NULL DEFAULT '', -- trained ones with turns, by comma
+    digest BLOB NOT NULL DEFAULT x'',  -- of the end, to know its duplicates
+    calls TEXT NOT NULL DEFAULT '',    -- one a line, to know late turns
+    begin BLOB,
+    end BLOB
+) WITHOUT ROWID;
+CREATE INDEX live ON episodes (state) WHERE state IN ('open', 'waiting', 'published');
+CREATE TABLE turns (seq INTEGER PRIMARY KEY, episode TEXT NOT NULL, body BLOB NOT NULL);
+CREATE INDEX turns_of ON turns (episode);
+CREATE TABLE slots (id TEXT PRIMARY KEY, episode TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE groups (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, size INTEGER NOT NULL, state TEXT NOT NULL, since REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX live_groups ON groups (state) WHERE state IN ('open', 'published');
+CREATE TABLE outcomes (
+    episode TEXT NOT NULL, policy TEXT NOT NULL, grp TEXT NOT NULL, state TEXT NOT NULL,
+    version INTEGER NOT NULL, reason TEXT NOT NULL, PRIMARY KEY (episode, policy)
+) WITHOUT ROWID;
+CREATE INDEX outcomes_of ON outcomes (grp);
+CREATE TABLE outbox (
+    seq INTEGER PRIMARY KEY, episode TEXT NOT NULL, policy TEXT NOT NULL, members INTEGER NOT NULL,
+    UNIQUE (episode, policy)
+);
+CREATE TABLE tickets (id TEXT PRIMARY KEY, kind TEXT NOT NULL, sent INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
+CREATE TABLE credit (
+    kind TEXT PRIMARY KEY, allocated INTEGER NOT NULL, trained INTEGER NOT NULL, debt REAL NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
+"""
+
+SQL: dict[type[do.Effect], str] = {
+    do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (?1, 'open', ?2)",
+    do.SaveBegin: "UPDATE episodes SET begin = ?1 WHERE id = ?2",
+    do.Taint: "UPDATE episodes SET tainted = 1 WHERE id = ?1",
+    do.SaveTurn: "INSERT INTO turns (episode, body) VALUES (?1, ?2)",
+    do.SaveEnd: "UPDATE episodes SET end = ?1 WHERE id = ?2",
+    do.Seal: "UPDATE episodes SET slot = ?1, kind = ?2, client = ?3, digest = ?4, calls = ?5 WHERE id = ?6",
+    do.Accept: "UPDATE episodes SET state = 'waiting', policies = ?1 WHERE id = ?2",
+    do.Release: "UPDATE episodes SET state = 'published' WHERE id = ?1",
+    do.Close: "UPDATE episodes SET state = ?1, reason = ?2, begin = NULL, end = NULL WHERE id = ?3",
+    do.ForgetTurns: "DELETE FROM turns WHERE episode = ?1",
+    do.WinSlot: "INSERT INTO slots VALUES (?1, ?2)",
+    do.FreeSlot: "DELETE FROM slots WHERE id = ?1",
+    do.SaveGroup: "INSERT INTO groups VALUES (?1, ?2, ?3, ?4, ?5) "
+    "ON CONFLICT (id) DO UPDATE SET state = excluded.state, since = excluded.since",
+    do.FreeGroup: "DELETE FROM groups WHERE id = ?1",
+    do.Outcome: "INSERT INTO outcomes VALUES (?1, ?2, ?3, ?4, ?5, ?6) ON CONFLICT (episode, policy) "
+    "DO UPDATE SET state = excluded.state, version = excluded.version, reason = excluded.reason",
+    do.Forward: "INSERT INTO outbox (episode, policy, members) VALUES (?1, ?2, ?3)",
+    do.Forwarded: "DELETE FROM outbox WHERE episode = ?1 AND policy = ?2",
+    do.IssueTicket: "INSERT INTO tickets (id, kind) VALUES (?1, ?2)",
+    do.TicketSent: "UPDATE tickets SET sent = 1 WHERE id = ?1",
+    do.TicketUsed: "DELETE FROM tickets WHERE id = ?1",
+    do.SaveCredit: "INSERT OR REPLACE INTO credit VALUES (?1, ?2, ?3, ?4)",
+    do.SaveVersion: "INSERT OR REPLACE INTO versions VALUES (?1, ?2)",
+    do.SaveCount: "INSERT OR REPLACE INTO counts VALUES (?1, ?2)",
+}
+
+_pieces: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+"""For bodies that were checked when they came."""
+
+
+class Store:
+    """An open store. Raises CollectorError wherever SQLite does."""
+
+    def __init__(self, path: Path | None, *, run: str) -> None:
+        """Open or make the file; None keeps everything in memory, for simulations."""
+        self._lock = _lock(path) if path else None
+        self._where = str(path or ":memory:")
+        try:
+            with self._mapped():
+                self._db = sqlite3.connect(self._where, isolation_level=None)
+                for pragma in ("page_size=16384", "journal_mode=WAL", "synchronous=FULL", "wal_autocheckpoint=2000"):
+                    self._db.execute(f"PRAGMA {pragma}")
+                self._check(run)
+        except CollectorError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if hasattr(self, "_db"):
+            self._db.close()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All that is written inside is durable when this returns, or none of it is."""
+        with self._mapped():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def write(self, effect: do.Effect) -> None:
+        """Run an effect that is a row; the others are left to the service."""
+        if statement := SQL.get(type(effect)):
+            self._db.execute(statement, msgspec.structs.astuple(effect))
+
+    # ---------------------------------------------------------------------------------------- the past
+
+    def ended(self, episode_id: str) -> EndedEpisode | None:
+        row = self._one(
+            "SELECT state, reason, digest, calls FROM episodes WHERE id = ? AND state != 'open'", episode_id
+        )
+        return EndedEpisode(row[0], row[1], row[2], frozenset(row[3].split("\n"))) if row else None
+
+    def winner(self, slot_id: str) -> str | None:
+        row = self._one("SELECT episode FROM slots WHERE id = ?", slot_id)
+        return row[0] if row else None
+
+    def group_closed(self, group_id: str) -> bool:
+        return self._one("SELECT 1 FROM groups WHERE id = ? AND state != 'open'", group_id) is not None
+
+    # ----------------------------------------------------------------------------------------- reading
+
+    def snapshot(self) -> Snapshot:
+        """Everything that a core keeps in memory."""
+        with self._mapped():
+            return Snapshot(
+                episodes=self._open_episodes(),
+                groups={
+                    row[0]: row[1:] for row in self._all("SELECT id, kind, size, since FROM groups WHERE state='open'")
+                },
+                waiting=self._waiting(),
+                published=self._published(),
+                tickets=dict(self._all("SELECT id, kind FROM tickets")),
+                credit={
+                    kind: KindCredit(allocated=allocated, trained=trained, debt=debt)
+                    for kind, allocated, trained, debt in self._all("SELECT * FROM credit")
+                },
+                versions=dict(self._all("SELECT * FROM versions")),
+                counts=dict(self._all("SELECT * FROM counts")),
+            )
+
+    def outbox(self) -> list[do.Effect]:
+        """What was decided and not confirmed by the broker: tickets, then episodes in their order."""
+        with self._mapped():
+            tickets = self._all("SELECT id, kind FROM tickets WHERE NOT sent")
+            episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
+        return [*(do.IssueTicket(*row) for row in tickets), *(do.Forward(*row) for row in episodes)]
+
+    def parts(self, episode_id: str) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]] | None:
+        """What a forwarded episode is made of, turns in order of arrival; None once a learner has reported on it."""
+        with self._mapped():
+            row = self._one("SELECT begin, end FROM episodes WHERE id = ? AND state = 'published'", episode_id)
+            if row is None:
+                return None
+            turns = self._all("SELECT body FROM turns WHERE episode = ? ORDER BY seq", episode_id)
+        begin, end = _pieces.decode(row[0]), _pieces.decode(row[1])
+        assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
+        return begin, end, [turn for (body,) in turns if isinstance(turn := _pieces.decode(body), Turn)]
+
+    def _open_episodes(self) -> list[OpenEpisode]:
+        episodes = []
+        for episode_id, began_at, tainted, begin, end in self._all(
+            "SELECT id, began_at, tainted, begin, end FROM episodes WHERE state = 'open' ORDER BY began_at, id"
+        ):
+            episode = OpenEpisode(episode_id=episode_id, began_at=began_at, heard_at=began_at, tainted=bool(tainted))
+            if begin and isinstance(piece := _pieces.decode(begin), EpisodeBegin):
+                episode.begin = piece
+            if end and isinstance(piece := _pieces.decode(end), EpisodeEnd):
+                episode.end, episode.end_body = piece, end
+            for (body,) in self._db.execute("SELECT body FROM turns WHERE episode = ? ORDER BY seq", (episode_id,)):
+                if isinstance(turn := _pieces.decode(body), Turn):
+                    episode.calls[turn.call_id] = Call.of(turn, len(body))
+            episodes.append(episode)
+        return episodes
+
+    def _waiting(self) -> dict[str, list[Waiting]]:
+        waiting: dict[str, list[Waiting]] = {}
+        for episode_id, slot_id, policies, begin in self._all(
+            "SELECT id, slot, policies, begin FROM episodes WHERE state = 'waiting' ORDER BY began_at, id"
+        ):
+            if isinstance(piece := _pieces.decode(begin), EpisodeBegin):
+                member = Waiting(episode_id, slot_id, tuple(policies.split(",")))
+                waiting.setdefault(piece.slot.group_id, []).append(member)
+        return waiting
+
+    def _published(self) -> dict[str, PublishedGroup]:
+        groups = {
+            group_id: PublishedGroup(kind=kind, size=size, pending={})
+            for group_id, kind, size in self._all("SELECT id, kind, size FROM groups WHERE state = 'published'")
+        }
+        for group_id, episode_id, policy, state in self._all(
+            "SELECT grp, episode, policy, o.state FROM outcomes o JOIN groups g ON g.id = o.grp WHERE g.state = 'published'"
+        ):
+            if state == "pending":
+                groups[group_id].pending.setdefault(policy, set()).add(episode_id)
+            elif state == "trained":
+                groups[group_id].trained.add(episode_id)
+        return groups
+
+    # ----------------------------------------------------------------------------------------- helpers
+
+    def _one(self, statement: str, *parameters: object) -> tuple[Any, ...] | None:
+        row: tuple[Any, ...] | None = self._db.execute(statement, parameters).fetchone()
+        return row
+
+    def _all(self, statement: str, *parameters: object) -> list[tuple[Any, ...]]:
+        return self._db.execute(statement, parameters).fetchall()
+
+    def _check(self, run: str) -> None:
+        """Make the tables of a new file; refuse one that is not ours."""
+        if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:
+            self._db.executescript(f"BEGIN; {TABLES} COMMIT;")
+            with self.transaction():
+                self._db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema", STORE_SCHEMA), ("run", run)])
+        try:
+            meta = dict(self._all("SELECT key, value FROM meta"))
+        except sqlite3.OperationalError:
+            meta = {}
+        if "run" not in meta:
+            raise CollectorError(f"{self._where}: not a collector's store; move it away")
+        if meta["schema"] != STORE_SCHEMA:
+            raise CollectorError(
+                f"{self._where}: written with store schema {meta['schema']}, this swarmq reads {STORE_SCHEMA}: "
+                "use the version that wrote it, or another run folder"
+            )
+        if meta["run"] != run:
+            raise CollectorError(f"{self._where}: belongs to run {meta['run']!r}, not {run!r}; use another run folder")
+
+    @contextmanager
+    def _mapped(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise CollectorError(f"{self._where}: {error}; check the disk's space and the file's rights") from error
+
+
+def _lock(path: Path) -> int:
+    """Hold `<path>.lock` for as long as the store is open. Raises CollectorError naming who does."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.read(handle, 32).decode(errors="replace").strip()
+        os.close(handle)
+        raise CollectorError(f"{path}: in use by the collector with pid {holder}; stop that one first") from error
+    os.ftruncate(handle, 0)
+    os.write(handle, str(os.getpid()).encode())
+    return handle

@@ -1,0 +1,307 @@
+"""The settings of a run: one typed object, TOML in and out, `--set a.b=v`, and where things lie in the run folder.
+
+Every default has its home here. Unknown keys and values out of range are errors that name their path.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+import tomli_w
+from msgspec import Meta, field
+
+from swarmq.errors import ConfigError
+from swarmq.messages import NAME
+
+Positive = Annotated[float, Meta(gt=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+Whole = Annotated[int, Meta(ge=0)]
+Share = Annotated[float, Meta(gt=0, le=1)]
+Port = Annotated[int, Meta(ge=0, le=65535)]
+MIX_TOLERANCE = 1e-6
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every section."""
+
+
+class Broker(Settings, frozen=True, kw_only=True):
+    """Which RabbitMQ. Without a url, `$SWARMQ_AMQP_URL`; without that, a private node in the run folder."""
+
+    url: str | None = None
+    port: Port = 0
+    """AMQP port of the private node; 0 picks a free one."""
+
+
+class Proxy(Settings, frozen=True, kw_only=True):
+    host: str = "127.0.0.1"
+    port: Port = 0
+    """0 picks a free one and writes it to the run folder."""
+    count: Count = 1
+    key_lifetime_s: Positive = 7200.0
+    request_timeout_s: Positive = 600.0
+    max_body_bytes: Count = 10 * 1024 * 1024
+    confirm_timeout_s: Positive = 15.0
+    """How long an answer waits for the broker's confirm before the agent gets a 503."""
+    drift_alert: Share = 0.05
+    """Warn when more than this share of turns cannot continue their conversation token by token, though its history was
+    not edited: the template writes it anew, or drift that could not be repaired. 1 never warns."""
+    drift_window: Count = 100
+    """The newest turns of a policy that `drift_alert` looks at."""
+
+
+class Groups(Settings, frozen=True, kw_only=True):
+    """What makes an optimizer batch, and how far rollouts may run ahead of it."""
+
+    group_size: Count = 8
+    groups_per_batch: Count = 8
+    min_group: Count = 2
+    """A group past its deadline goes on with at least this many members."""
+    deadline_s: Positive = 600.0
+    """How long a group waits for its members after the first has ended."""
+    max_staleness: Whole = 4
+    """Optimizer steps between the sampling of an episode's oldest token and its training."""
+    silence_s: Positive = 600.0
+    """An episode without a sign of life for this long expires."""
+
+
+class Engine(Settings, frozen=True, kw_only=True):
+    """The vLLM servers of one policy."""
+
+    urls: tuple[str, ...] = ()
+    """Engines that run elsewhere; empty starts `count` of our own."""
+    count: Count = 1
+    max_model_len: Count = 2048
+    """Tokens of prompt and answer together; a model made for fewer is served with its own limit."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    gpu_memory_utilization: Share = 0.45
+    arguments: tuple[str, ...] = ()
+    """Further arguments of the vLLM server, as on its command line."""
+    start_timeout_s: Positive = 600.0
+
+
+class SamplingDefaults(Settings, frozen=True, kw_only=True):
+    """Training episodes are sampled like this, whatever the agent asks for; evaluation keeps the agent's wishes."""
+
+    temperature: Positive = 1.0
+    max_tokens: Count = 512
+
+
+class Loss(Settings, frozen=True, kw_only=True):
+    """The policy loss and its constants (docs/learning.md)."""
+
+    name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce"] = "tis_mask"
+    ratio_cap: Positive = 20.0
+    mask_delta: Positive = 0.2
+    pull: NonNegative = 1e-3
+    """tau, the weight of (theta - mu)^2 in `tis_mask`."""
+    clip_low: NonNegative | None = None
+    """How far a ratio may fall; without it the loss's own: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
+    clip_high: NonNegative | None = None
+    """How far a ratio may rise; without it the loss's own: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
+    dual_clip: Positive = 3.0
+
+
+class Train(Settings, frozen=True, kw_only=True):
+    """How one policy learns."""
+
+    advantage: Literal["rloo", "centered", "grpo", "batch_norm"] = "rloo"
+    loss: Loss = field(default_factory=Loss)
+    normalisation: Literal["token", "episode", "constant"] = "token"
+    constant_length: Count = 1024
+    """L_max of the `constant` normalisation."""
+    row_k3_max: NonNegative = 0.0
+    """Model calls whose mean k3 mismatch with the engine is larger are left out; 0 keeps all."""
+    ratio_band: tuple[Positive, Positive] | None = None
+    """Tokens whose probability ratio to the engine's is outside are left out, e.g. [0.5, 2.0]."""
+    learning_rate: Positive = 1e-6
+    warmup_steps: Whole = 10
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: NonNegative = 0.0
+    grad_clip: Positive = 1.0
+    max_steps: Whole = 0
+    """0 trains until stopped."""
+    micro_batch_tokens: Count = 16384
+    """Most tokens of one forward and backward pass. An episode with a longer call is dropped and counted."""
+    layout: Literal["auto", "rows", "tree"] = "auto"
+    """Packed rows, or trees that compute shared beginnings once; `auto` takes what is less work. The result is the same."""
+    gradient_checkpointing: bool = True
+    mixed_precision: Literal["no", "bf16"] = "no"
+    checkpoint_every: Count = 20
+    keep_checkpoints: Count = 3
+    keep_batches: bool = True
+    """Keep the whole batch log; false removes what no kept checkpoint needs."""
+    token_log: bool = True
+    """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
+    seed: int = 0
+    deterministic: bool = False
+
+
+class Policy(Settings, frozen=True, kw_only=True):
+    """A model being trained, or served frozen."""
+
+    model: str
+    """A Hugging Face model folder or name."""
+    trained: bool = True
+    engine: Engine = field(default_factory=Engine)
+    sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    train: Train = field(default_factory=Train)
+
+
+class SwarmJob(Settings, frozen=True, kw_only=True):
+    """Everything about a run that can be chosen. `SwarmJob.load("job.toml", sets=["groups.group_size=4"])`."""
+
+    run: str
+    folder: str = "runs"
+    """The run folder is `<folder>/<run>`."""
+    mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
+    """Task kind -> its share of the groups of every batch; the shares sum to 1."""
+    policies: dict[str, Policy]
+    broker: Broker = field(default_factory=Broker)
+    proxy: Proxy = field(default_factory=Proxy)
+    groups: Groups = field(default_factory=Groups)
+
+    def __post_init__(self) -> None:
+        for where, names in (("run", [self.run]), ("policies", self.policies), ("mix", self.mix)):
+            for name in names:
+                if not NAME.fullmatch(name):
+                    raise ValueError(
+                        f"{where}: {name!r} must be 1 to 40 lower-case letters, digits or dashes, because it names queues"
+                    )
+        if not self.policies:
+            raise ValueError("policies: at least one is needed, e.g. [policies.main] with model = '...'")
+        if abs(sum(self.mix.values()) - 1) > MIX_TOLERANCE:
+            raise ValueError(f"mix: the shares sum to {sum(self.mix.values()):g}, not 1")
+        if self.groups.min_group > self.groups.group_size:
+            raise ValueError(
+                f"groups.min_group: {self.groups.min_group} is more than group_size {self.groups.group_size}"
+            )
+
+    @property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(Path(self.folder) / self.run)
+
+    @classmethod
+    def load(cls, path: str | Path, *, sets: Sequence[str] = ()) -> SwarmJob:
+        """Read TOML and apply `a.b=v` overrides. Raises ConfigError naming file and key."""
+        try:
+            tree = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not TOML: {error}") from error
+        return cls.build(tree, sets=sets, origin=str(path))
+
+    @classmethod
+    def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:
+        """A job from plain data and `a.b=v` overrides. Raises ConfigError naming the key."""
+        tree = copy.deepcopy(tree)
+        for assignment in sets:
+            _assign(tree, assignment)
+        try:
+            return msgspec.convert(tree, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{origin}: {_with_names(str(error), tree)}") from error
+
+    def to_toml(self) -> str:
+        """Every resolved value, readable by `load`."""
+        return tomli_w.dumps(_without_none(msgspec.to_builtins(self)))
+
+
+class RunFolder:
+    """Where the parts of a run keep their files; nothing else knows these names."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def job(self) -> Path:
+        return self.path / "job.toml"
+
+    @property
+    def root_secret(self) -> Path:
+        return self.path / "secret"
+
+    @property
+    def invite(self) -> Path:
+        return self.path / "invite"
+
+    @property
+    def endpoints(self) -> Path:
+        """JSON that `swarmq up` writes: urls of broker, management UI, proxies and engines."""
+        return self.path / "endpoints.json"
+
+    @property
+    def broker(self) -> Path:
+        return self.path / "broker"
+
+    @property
+    def inbox(self) -> Path:
+        return self.path / "collector.sqlite"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def events(self) -> Path:
+        """JSON lines of every event of the run, for plots."""
+        return self.path / "events.jsonl"
+
+    def batch_log(self, policy: str) -> Path:
+        return self.path / policy / "batches"
+
+    def token_log(self, policy: str) -> Path:
+        return self.path / policy / "tokens"
+
+    def checkpoints(self, policy: str) -> Path:
+        return self.path / policy / "checkpoints"
+
+
+def amqp_url(broker: Broker) -> str | None:
+    """The RabbitMQ the user chose, if any: the setting first, then `$SWARMQ_AMQP_URL`."""
+    return broker.url or os.environ.get("SWARMQ_AMQP_URL")
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    path, equals, text = assignment.partition("=")
+    if not equals or not path.strip():
+        raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
+    try:
+        value = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    *sections, key = path.strip().split(".")
+    node = tree
+    for depth, section in enumerate(sections):
+        node = node.setdefault(section, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {assignment!r}: {'.'.join(sections[: depth + 1])} is a value, not a section")
+    node[key] = value
+
+
+def _without_none(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _without_none(value) for key, value in tree.items() if value is not None}
+    return tree
+
+
+def _with_names(complaint: str, tree: dict[str, Any]) -> str:
+    """msgspec writes `$.policies[...].train` for any policy; say which ones it may be."""
+    what, dash, path = complaint.rpartition(" - at `$")
+    if not dash:
+        return complaint
+    path = path.rstrip("`").lstrip(".")
+    section = path.partition("[")[0]
+    names = tree.get(section)
+    if "[...]" in path and isinstance(names, dict):
+        path = path.replace("[...]", "." + ("|".join(names) if len(names) > 1 else next(iter(names))), 1)
+    return f"{path or 'top level'}: {re.sub(r'^Object contains', 'contains', what)}"

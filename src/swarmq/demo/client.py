@@ -1,0 +1,102 @@
+"""One of the demo's clients: `python -m swarmq.demo.client --reward honest --ledger FILE`, invited by $SWARMQ_INVITE.
+
+It works on the task queues of all kinds with the demo's agent, and keeps a ledger of its own: a line for each outcome
+that the broker has confirmed. The closing table compares that ledger with what was trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from openai import OpenAI
+
+from swarmq import AsyncSwarmClient, Episode
+from swarmq.client.worker import Worker
+from swarmq.demo.agent import Attempt, Reward, attempt, concise_score
+from swarmq.demo.task import Problem, score
+
+REWARDS: dict[str, Reward] = {"honest": score, "concise": concise_score}
+
+Agent = Callable[[Episode], None]
+
+
+class Entry(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a client's ledger: an attempt began, or (with its reward) its outcome was confirmed."""
+
+    episode_id: str
+    slot: str
+    kind: str
+    reward: float | None = None
+
+
+class Ledger:
+    """Lines that survive a SIGKILL of the process that wrote them."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._lock = threading.Lock()
+
+    def add(self, entry: Entry) -> None:
+        with self._lock:
+            self._file.write(msgspec.json.encode(entry) + b"\n")
+
+
+def read_ledger(path: Path) -> list[Entry]:
+    """The whole lines of a ledger; a last one that was cut is left out."""
+    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+    return [msgspec.json.decode(line, type=Entry) for line in lines if line.endswith(b"\n")]
+
+
+class Solver:
+    """Runs the demo's agent in an episode; all episodes share one connection pool."""
+
+    def __init__(self, base_url: str) -> None:
+        self._openai = OpenAI(base_url=base_url, api_key="set per episode", max_retries=4, timeout=120.0)
+
+    def __call__(self, ep: Episode, reward: Reward = score) -> Attempt:
+        client = self._openai.with_options(base_url=ep.base_url, api_key=ep.api_key)
+        return attempt(client, ep.model, msgspec.convert(ep.payload, Problem), reward=reward)
+
+
+def ledgered(solver: Solver, reward: Reward, ledger: Ledger) -> Agent:
+    """The agent's function for a worker: attempt, end, and only then write the outcome down."""
+
+    def run(ep: Episode) -> None:
+        ledger.add(Entry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind))
+        done = solver(ep, reward)
+        ep.end(done.reward, success=done.success, metrics={"turns": done.turns, "tool_calls": done.tool_calls})
+        ledger.add(Entry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind, reward=done.reward))
+
+    return run
+
+
+async def work(reward: str, ledger_path: Path, concurrency: int) -> None:
+    """Until SIGTERM: what has begun is finished, the rest goes back to the queues."""
+    client = AsyncSwarmClient(code_version=f"reward-{reward}")
+    stop = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
+    agent = ledgered(Solver(client.invite.base_url), REWARDS[reward], Ledger(ledger_path))
+    kinds = client.invite.kinds
+    async with client, asyncio.TaskGroup() as tasks:
+        for kind in kinds:
+            worker = Worker(client, agent, kind=kind, concurrency=max(1, concurrency // len(kinds)))
+            tasks.create_task(worker.run(stop, progress=False))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--reward", choices=sorted(REWARDS), default="honest")
+    parser.add_argument("--ledger", type=Path, required=True)
+    parser.add_argument("--concurrency", type=int, default=16)
+    options = parser.parse_args()
+    asyncio.run(work(options.reward, options.ledger, options.concurrency))
+
+
+if __name__ == "__main__":
+    main()

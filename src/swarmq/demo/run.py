@@ -1,0 +1,185 @@
+"""`swarmq demo`: the main job end to end on one machine, with a client killed in the middle, and the proof at the end.
+
+model (warm-up, cached) ─> deploy (broker, engine, proxy, collector, learner) ─> feed tasks
+  ─> held-out reward ─> two clients work ─┬─ half-way: SIGKILL one, start one with another reward function
+                                          └─ the learner's last step ─> held-out reward ─> closing table, curve
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from swarmq import AsyncSwarmClient
+from swarmq.broker import AmqpBroker
+from swarmq.config import SwarmJob
+from swarmq.demo.closing import Account, account_of_demo, table_of
+from swarmq.demo.make_model import made_model
+from swarmq.demo.play import Play
+from swarmq.demo.settings import DemoSize, demo_job
+from swarmq.errors import SwarmqError
+from swarmq.observe.board import Board
+from swarmq.observe.curves import draw_reward, read_events
+from swarmq.observe.monitor import follow
+from swarmq.observe.screen import draw
+from swarmq.up import Deployment, deploy
+
+FRAME_S = 0.5
+PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
+
+
+class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What `swarmq demo` was asked for."""
+
+    run: str = "demo"
+    folder: str = "runs"
+    seed: int = 0
+    model: str | None = None
+    cache: Path = Path(".cache/demo-models")
+    sets: tuple[str, ...] = ()
+    size: DemoSize = DemoSize()
+
+
+class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
+    """What a demo came to; also written to `result.json` in the run folder."""
+
+    seed: int
+    model_s: float
+    start_s: float
+    train_s: float
+    steps: int
+    held_out: dict[int, float]
+    """Weight version -> mean held-out reward."""
+    account: Account
+    step_medians: dict[str, float]
+    """Seconds of one step by phase, medians over the run."""
+
+
+async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
+    """The whole demo. Raises SwarmqError when a part cannot start, or when an episode is lost or trained twice."""
+    began = time.monotonic()
+    report = _reporter(console, began)
+    if options.model is None:
+        report("model: making it (once; it is kept)")
+    model = options.model or await made_model(options.cache, report)
+    model_s = time.monotonic() - began
+    job = demo_settings(options, model)
+    report(f"run folder {job.run_folder.path}")
+    async with contextlib.AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(deploy(job, report=report))
+        start_s = time.monotonic() - began - model_s
+        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="demo"))
+        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+        client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
+        say = await stack.enter_async_context(_stage(follower.board, console, report))
+        play = Play(deployment, follower, client, broker, options.size, say)
+        await play.run()
+    held_out = {version: measured.mean_reward or 0.0 for version, measured in play.held_out.items()}
+    result = DemoResult(
+        seed=options.seed,
+        model_s=model_s,
+        start_s=start_s,
+        train_s=play.train_seconds,
+        steps=max(held_out),
+        held_out=held_out,
+        account=account_of_demo(job, play.entries),
+        step_medians=_medians(job.run_folder.events),
+    )
+    folder = job.run_folder.path
+    (folder / "result.json").write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=2))
+    draw_reward(
+        read_events(job.run_folder.events),
+        held_out,
+        folder / "reward.png",
+        title=f"swarmq demo, seed {options.seed}",
+        marks=play.marks,
+    )
+    _close(console, job, deployment, result)
+    if result.account.lost or result.account.twice:
+        raise SwarmqError(f"the proof failed: lost {result.account.lost}, trained twice {result.account.twice}")
+    return result
+
+
+def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
+    """The demo's job under a run name that had no folder yet; makes the folder."""
+    tree = msgspec.to_builtins(demo_job(model, run=options.run, seed=options.seed, size=options.size))
+    number = 1
+    while True:
+        name = options.run if number == 1 else f"{options.run}-{number}"
+        job = SwarmJob.build(tree | {"run": name, "folder": options.folder}, sets=options.sets, origin="demo")
+        try:
+            job.run_folder.path.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+        else:
+            return job
+
+
+def _reporter(console: Console, began: float) -> Callable[[str], None]:
+    def report(text: str) -> None:
+        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {text}", highlight=False)
+
+    return report
+
+
+@contextlib.asynccontextmanager
+async def _stage(board: Board, console: Console, report: Callable[[str], None]) -> AsyncIterator[Callable[[str], None]]:
+    """Lines for what happens, above a live picture where the console is a terminal."""
+    if not console.is_terminal:
+        yield report
+        return
+
+    async def paint(live: Live) -> None:
+        while True:
+            live.update(draw(board, now=time.time(), width=console.width), refresh=True)
+            await asyncio.sleep(FRAME_S)
+
+    with Live(console=console, auto_refresh=False) as live:
+        async with asyncio.TaskGroup() as tasks:
+            painting = tasks.create_task(paint(live))
+            try:
+                yield report
+            finally:
+                painting.cancel()
+
+
+def _medians(events: Path) -> dict[str, float]:
+    steps = [event.fields for event in read_events(events) if event.name == "step"]
+    return {phase: statistics.median(float(s.get(phase, 0.0)) for s in steps) for phase in PHASES} if steps else {}
+
+
+def _close(console: Console, job: SwarmJob, deployment: Deployment, result: DemoResult) -> None:
+    folder = job.run_folder
+    console.print(table_of(result.account))
+    rewards = Table(title="held-out reward", title_justify="left")
+    rewards.add_column("weight version", justify="right")
+    rewards.add_column("mean reward", justify="right")
+    for version, reward in result.held_out.items():
+        rewards.add_row(str(version), f"{reward:.3f}")
+    console.print(rewards)
+    phases = "  ".join(f"{phase} {seconds:.2f}" for phase, seconds in result.step_medians.items())
+    console.print(f"{result.steps} steps in {result.train_s:.0f} s; medians of a step: {phases}", highlight=False)
+    for what, where in (
+        ("curve", folder.path / "reward.png"),
+        ("checkpoints", folder.checkpoints("main")),
+        ("batch log", folder.batch_log("main")),
+        ("logs", folder.logs),
+    ):
+        console.print(f"{what:12} {where}", highlight=False, soft_wrap=True)
+    console.print(
+        f"the queues, while a run is up (swarmq up {folder.job}): the management UI's address, user and password "
+        f"are in {folder.endpoints}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if node := deployment.node:
+        console.print(f"this run's were {node.management_url}, user {node.user}, password {node.password}")

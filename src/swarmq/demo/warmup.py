@@ -1,0 +1,171 @@
+"""Supervised warm-up of the demo's model: it learns the format, not which habit pays.
+
+Every demonstration ends in the true answer. On the way to it, at each operation, it either calls the tool or
+answers at once, which a model of this size cannot do correctly. The mix makes the warmed-up model guess early more
+often than not; finding out that it pays to go on to the end is left to reinforcement learning.
+
+The recipe is fixed: it never looks at training or held-out problems, and stops after its last step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from swarmq.demo import agent, task, tokenizer
+from swarmq.demo.model import Architecture, build_model, save
+from swarmq.demo.task import KINDS, problems, solution
+
+IGNORED = -100
+TOKENIZER_DIALOGUES = 2000
+
+
+class Recipe(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the result depends on, besides the code of the demo."""
+
+    seed: int = 0
+    architecture: Architecture = Architecture()
+    steps: int = 600
+    """Steps on demonstrations that mostly call the tool, because copying takes longest to learn, ..."""
+    settling_steps: int = 100
+    """... then steps on the final mix."""
+    batch: int = 32
+    learning_rate: float = 4e-3
+    rise: int = 30
+    copying_share: float = 0.9
+    """Chance that a demonstration calls the tool before its next step, at first ..."""
+    tool_share: float = 0.36
+    """... and in the final mix."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    steps: int
+    loss: float
+    """Mean negative log-probability of the demonstrated assistant tokens."""
+
+
+class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
+    """A dialogue as it is rendered: stretches of text that were given or said by the assistant, in turn."""
+
+    stretches: tuple[str, ...]
+    """Even ones are given, odd ones are the assistant's, up to its end of turn."""
+
+
+def warmed_model(cache: Path, recipe: Recipe, *, report: Callable[[Progress], None]) -> Path:
+    """The folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
+    folder = cache / f"demo-model-{recipe_digest(recipe)}"
+    if not (folder / "config.json").exists():
+        making = folder.with_suffix(".making")
+        shutil.rmtree(making, ignore_errors=True)
+        words, model = warm_up(recipe, report=report)
+        save(model, words, making)
+        making.rename(folder)
+    return folder
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """Changes with the recipe and with the code and problems it uses."""
+    digest = hashlib.sha256(msgspec.json.encode(recipe))
+    for name in ("agent", "model", "task", "tokenizer", "warmup"):
+        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    """Tokenizer and model after all steps; the same on one machine for the same recipe.
+
+    One thread: steps this small gain little from a second, and lose a lot when it has to wait for a shared core.
+    """
+    torch.set_num_threads(1)
+    stream = demonstrations(recipe)
+    first = [next(stream) for _ in range(TOKENIZER_DIALOGUES)]
+    words = tokenizer.build_tokenizer("".join(d.stretches) for d in first)
+    model = build_model(words, recipe.architecture, seed=recipe.seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
+    steps = recipe.steps + recipe.settling_steps
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _pace(step, steps, recipe.rise)
+        ids, labels = _tensors(words, [next(stream) for _ in range(recipe.batch)])
+        loss = model(input_ids=ids, labels=labels).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        report(Progress(step=step + 1, steps=steps, loss=loss.item()))
+    model.eval()
+    return words, model
+
+
+def demonstrations(recipe: Recipe) -> Iterator[Demonstration]:
+    """An endless stream for one recipe: first those the tokenizer is made from, then a batch per step."""
+    dice = random.Random(recipe.seed)
+    start = dice.randrange(task.SPLIT_SIZE // 2)
+    sources = {kind: problems(kind, "warmup", task.SPLIT_SIZE // 2, start=start) for kind in KINDS}
+    copying = TOKENIZER_DIALOGUES + recipe.steps * recipe.batch
+    count = 0
+    while True:
+        problem = next(sources[dice.choice(KINDS)])
+        share = recipe.copying_share if count < copying else recipe.tool_share
+        calls = 0
+        while dice.random() < share:
+            calls += 1
+        yield demonstrate(problem.question, *solution(problem), calls=calls)
+        count += 1
+
+
+def demonstrate(question: str, expression: str, answer: str, *, calls: int) -> Demonstration:
+    """One dialogue with at most so many tool calls, in the words of the chat template (a test holds the two together)."""
+    stretches = [
+        "<|im_start|>system\n" + agent.SYSTEM + "\nTools: simplify(expression)<|im_end|>\n"
+        "<|im_start|>user\n" + question + "<|im_end|>\n<|im_start|>assistant\n"
+    ]
+    for given, result in reductions(expression)[:calls]:
+        arguments = '{"name": "simplify", "arguments": {"expression": "' + given + '"}}'
+        stretches += [
+            f"<tool_call>\n{arguments}\n</tool_call><|im_end|>",
+            f"\n<|im_start|>tool\n{result}<|im_end|>\n<|im_start|>assistant\n",
+        ]
+    return Demonstration(stretches=(*stretches, f"<answer>{answer}</answer><|im_end|>"))
+
+
+def reductions(expression: str) -> list[tuple[str, str]]:
+    """Each call of the tool and its result: `1 + 2 - 4` gives `3 - 4`, and that gives `-1`."""
+    calls = []
+    while " " in expression:
+        result = agent.simplify(expression)
+        calls.append((expression, result))
+        expression = result
+    return calls
+
+
+def _pace(step: int, steps: int, rise: int) -> float:
+    """Linear rise, then half a cosine down to a tenth."""
+    if step < rise:
+        return (step + 1) / rise
+    return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
+
+
+def _tensors(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels [B, T], padded on the right; only the assistant's tokens have labels."""
+    rows = []
+    labels = []
+    for demonstration in batch:
+        pieces = words(list(demonstration.stretches), add_special_tokens=False).input_ids
+        rows.append(torch.tensor([i for piece in pieces for i in piece]))
+        labels.append(torch.tensor([i if n % 2 else IGNORED for n, piece in enumerate(pieces) for i in piece]))
+    pad = torch.nn.utils.rnn.pad_sequence
+    return (
+        pad(rows, batch_first=True, padding_value=words.pad_token_id),
+        pad(labels, batch_first=True, padding_value=IGNORED),
+    )

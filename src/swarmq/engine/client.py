@@ -1,0 +1,266 @@
+"""One vLLM server over HTTP: render, generate, derender, tokenize (vLLM 0.30 to 0.33, started with `--enable-scale-out`)."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.messages import VersionSpan
+
+CONNECT_S = 5.0
+KEEPALIVE_S = 3.0
+"""vLLM closes an idle connection after 5 s; ours must go first, or a request meets a closing one."""
+LOOKUP_S = 30.0
+"""Deadline of everything but sampling."""
+FIRST_VERSION = "default"
+"""What vLLM calls the weights it was started with."""
+CARRIED = ("features", "reasoning_ended", "reasoning_parser_kwargs")
+"""What of a rendering goes back into `generate` as it is."""
+TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
+
+
+class _Entries(msgspec.Struct):
+    content: list[Logprob] | None = None
+
+
+class _Span(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: _Entries | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: Json | None = None
+
+
+_chunk = msgspec.json.Decoder(_Chunk)
+
+
+class VllmEngine:
+    """The real `Engine`. Make one with `VllmEngine.open`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline_s: float) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._deadline = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_S)
+        self._lookup = aiohttp.ClientTimeout(total=LOOKUP_S, sock_connect=CONNECT_S)
+        self._brief = aiohttp.ClientTimeout(total=CONNECT_S)
+        self._info: EngineInfo | None = None
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, url: str, *, deadline_s: float) -> AsyncIterator[VllmEngine]:
+        """A client of the server at `url`; one answer may take `deadline_s` in all."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        async with aiohttp.ClientSession(connector=connector) as session:
+            yield cls(url, session, deadline_s=deadline_s)
+
+    async def info(self) -> EngineInfo:
+        """Asked once. Raises EngineError."""
+        if self._info is None:
+            models = await self._json("GET", "/v1/models", None)
+            model = models["data"][0]
+            self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
+        return self._info
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._session.get(self.url + "/health", timeout=self._brief) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+
+    async def render(self, chat: Json) -> Rendered:
+        model = (await self.info()).model
+        reply = await self._json("POST", "/v1/chat/completions/render", {**chat, "model": model})
+        carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
+        calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
+        return Rendered(
+            token_ids=reply["token_ids"],
+            sampling=reply["sampling_params"],
+            carried=carried,
+            parsed=calls_tools or "reasoning_parser_kwargs" in carried,
+        )
+
+    async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+        body = {
+            **rendered.carried,
+            "token_ids": rendered.token_ids,
+            "sampling_params": rendered.sampling,
+            "output_mode": "text",
+            "stream": stream,
+        }
+        async with self._post("/inference/v1/generate", body, self._deadline) as response:
+            if stream:
+                async for chunks in _events(response):
+                    yield _deltas(chunks)
+            else:
+                yield _deltas([_decode(await response.read())])
+
+    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+        body = {
+            "chat_request": {**chat, "model": (await self.info()).model},
+            "prompt_token_ids": prompt_ids,
+            "generate_response": {
+                "request_id": "derender",
+                "output_mode": "tokens",
+                "prompt_token_ids": prompt_ids,
+                "choices": [
+                    {"index": i, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+                    for i, answer in enumerate(answers)
+                ],
+            },
+        }
+        reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        return [_present(choice["message"]) for choice in reply["choices"]]
+
+    async def derender_delta(
+        self, chat: Json, prompt_ids: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
+    ) -> tuple[Json, Any]:
+        choice = {"index": 0, "token_ids": token_ids, "finish_reason": finish_reason}
+        body = {
+            "stream": True,
+            "chat_request": {**chat, "model": (await self.info()).model},
+            "prompt_token_ids": prompt_ids,
+            "generate_chunk": {"request_id": "derender", "output_mode": "tokens", "choices": [choice]},
+            "stream_state": state,
+        }
+        reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        choices = reply["chunk"]["choices"]
+        return _present(choices[0]["delta"]) if choices else {}, reply["stream_state"]
+
+    async def tokenize(self, text: str) -> list[int]:
+        reply = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        tokens: list[int] = reply["tokens"]
+        return tokens
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        reply = await self._json("POST", "/detokenize", {"tokens": token_ids})
+        return str(reply["prompt"])
+
+    async def _json(self, method: str, path: str, body: Json | None) -> Json:
+        async with self._post(path, body, self._lookup, method=method) as response:
+            raw = await response.read()
+        try:
+            reply: Json = msgspec.json.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}{path} answered something that is not JSON: is it a vLLM server?") from error
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, path: str, body: Json | None, limit: aiohttp.ClientTimeout, *, method: str = "POST"
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._session.request(
+                method, self.url + path, data=data, headers=headers, timeout=limit
+            ) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, await response.read())
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self.url}{path} did not answer within {limit.total:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self._info = None  # whoever listens there next may serve another model
+            raise EngineError(f"the engine at {self.url} cannot be reached ({error!r}): is vLLM running?") from error
+
+    def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
+        try:
+            details = msgspec.json.decode(raw)["error"]
+            message, param = str(details["message"]), details.get("param")
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            message, param = raw[:200].decode(errors="replace"), None
+        if status == 404 and param != "model":
+            return EngineError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
+        if status >= 500 or status == 404:
+            return EngineError(f"the engine at {self.url} failed ({status}): {message}")
+        code = "context_length_exceeded" if TOO_LONG.search(message) else None
+        return EngineRefusedError(message, status=status, code=code)
+
+
+def _decode(raw: bytes) -> _Chunk:
+    try:
+        chunk = _chunk.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise EngineError(f"vLLM's answer is not what this version of swarmq knows: {error}") from error
+    if chunk.error:
+        raise EngineError(f"the engine failed while it sampled: {chunk.error.get('message')}")
+    return chunk
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[list[_Chunk]]:
+    """Server-sent events as they arrive: all that are here at once, so a slow reader gets fewer, larger portions."""
+    rest = b""
+    async for block in response.content.iter_any():
+        *events, rest = (rest + block).split(b"\n\n")
+        chunks = [_decode(event[6:]) for event in events if event.startswith(b"data: {")]
+        if chunks:
+            yield chunks
+
+
+def _deltas(chunks: Sequence[_Chunk]) -> list[Delta]:
+    """The chunks' gains, merged per choice, in order of choice."""
+    pieces: dict[int, list[_Choice]] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            pieces.setdefault(choice.index, []).append(choice)
+    return [_merged(pieces[index]) for index in sorted(pieces)]
+
+
+def _merged(pieces: Sequence[_Choice]) -> Delta:
+    last = pieces[-1]
+    if last.finish_reason not in (None, "stop", "length"):
+        raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
+    token_ids = [token for piece in pieces for token in piece.token_ids or ()]
+    logprobs = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
+    if len(token_ids) != len(logprobs):
+        raise EngineError(f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    return Delta(
+        index=last.index,
+        text="".join(piece.text for piece in pieces),
+        token_ids=token_ids,
+        logprobs=logprobs,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        versions=tuple(
+            VersionSpan(version=_version(span.version), start=span.start, end=span.end)
+            for span in last.weight_versions or ()
+        ),
+    )
+
+
+def _version(name: str) -> int:
+    """Raises EngineError for weights that swarmq did not put there: their tokens could not be told apart."""
+    if name == FIRST_VERSION:
+        return 0
+    try:
+        return int(name)
+    except ValueError as error:
+        raise EngineError(f"the engine's weights are version {name!r}: something but swarmq has updated it") from error
+
+
+def _present(value: Any) -> Any:
+    """A message or delta without its empty fields; vLLM lists every field it knows."""
+    if isinstance(value, dict):
+        return {key: _present(field) for key, field in value.items() if field is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value

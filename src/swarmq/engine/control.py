@@ -1,0 +1,190 @@
+"""One engine's weights, changed in steps that end in an engine that serves, or in an error that says it cannot.
+
+    SERVING --pause--> PAUSED --label, start, update--> UPDATING --finish--> VERSIONED --resume--> SERVING
+
+Requests that run are kept over the pause and go on under the new weights. `clear_cache` makes vLLM drop every cached
+key and value and compute those of the kept requests again, so that a token is always sampled from exactly the
+distribution that its version names. (A `cache_salt` per version would be cheaper, but a request that runs across the
+update would go on with keys of the old weights, and its log-probabilities would belong to no version.)
+
+vLLM never ends a pause by itself and has no verb to abort an update: when the pusher dies, the engine stays as it is.
+So it carries the label `updating-<version>` while its weights change, and whoever comes next can tell:
+
+    paused, label is a version or `default`   nothing was changed: resume it
+    label is `updating-...`                   unknown weights: a whole new update repairs them, else a restart
+
+An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
+so there is nothing half done for it to make permanent.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+import msgspec
+import structlog
+
+from swarmq.engine.weights_plugin import UNTOUCHED
+from swarmq.errors import EngineError, EngineRefusedError
+
+log = structlog.get_logger()
+
+UPDATING = "updating-"
+
+
+class Phase(enum.Enum):
+    SERVING = "serving"
+    PAUSED = "paused"
+    UPDATING = "updating"
+    VERSIONED = "versioned"
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """What an engine says of itself. `label` is vLLM's weight version: ours, or `default` for the model on disk."""
+
+    label: str
+    paused: bool
+
+    @property
+    def version(self) -> int | None:
+        """The weight version served; None when nobody has set one or the weights are in doubt."""
+        return int(self.label) if self.label.isdecimal() else None
+
+    @property
+    def in_doubt(self) -> bool:
+        return self.label.startswith(UPDATING)
+
+
+class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds for each step. A pause waits for the model's current step; an update reads the whole model."""
+
+    ask_s: float = 10.0
+    pause_s: float = 60.0
+    update_s: float = 600.0
+    finish_s: float = 60.0
+    resume_s: float = 30.0
+
+    @property
+    def total_s(self) -> float:
+        """Longer than any update in progress can take: a pause beyond this has no owner any more."""
+        return 4 * self.ask_s + self.pause_s + self.update_s + 3 * self.finish_s + self.resume_s
+
+
+class EngineControl:
+    """`async with EngineControl(url) as engine: await engine.update({"path": ...}, version=3)`."""
+
+    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
+        self.url = url.rstrip("/")
+        self.timeouts = timeouts or Timeouts()
+        self.phase = Phase.SERVING
+        self._session: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        # vLLM closes the connection after each error; a kept one would fail the next call.
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._session is not None
+        await self._session.close()
+
+    async def healthy(self) -> bool:
+        """Whether the server answers and its engine core lives."""
+        try:
+            await self._call("GET", "/health", self.timeouts.ask_s)
+        except EngineError:
+            return False
+        return True
+
+    async def status(self) -> Status:
+        """Raises EngineError when the engine does not answer or was started without its control endpoints."""
+        try:
+            info = await self._call("GET", "/weight_info", self.timeouts.ask_s)
+            pause = await self._call("GET", "/is_paused", self.timeouts.ask_s)
+        except EngineRefusedError as error:
+            raise EngineError(
+                f"engine {self.url} has no weight control ({error}): "
+                "use vLLM 0.30 to 0.33, started on a loopback address with VLLM_SERVER_DEV_MODE=1"
+            ) from error
+        return Status(label=str(info["weight_version"]), paused=bool(pause["is_paused"]))
+
+    async def update(self, update_info: Mapping[str, Any], version: int) -> float:
+        """Load the weights that `update_info` describes and serve them as `version`; returns the pause in seconds.
+
+        Also repairs an engine that another pusher left paused or half done. Raises EngineError; the engine then
+        serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
+        """
+        before = await self.status()
+        began = time.perf_counter()
+        try:
+            await self._pause()
+            await self._load(update_info, version, before)
+        finally:
+            if self.phase is not Phase.UPDATING:
+                await self._resume()
+        pause_s = time.perf_counter() - began
+        after = await self.status()
+        if after.version != version or after.paused:
+            raise EngineError(f"engine {self.url} should serve version {version} but says {after}: restart it")
+        log.info("weights pushed", engine=self.url, version=version, pause_s=round(pause_s, 4))
+        return pause_s
+
+    async def release(self) -> None:
+        """End a pause that nobody owns any more. Raises EngineError when the weights are in doubt."""
+        status = await self.status()
+        if status.in_doubt:
+            raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
+        await self._resume()
+
+    async def _pause(self) -> None:
+        self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
+        await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
+
+    async def _load(self, update_info: Mapping[str, Any], version: int, before: Status) -> None:
+        await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=f"{UPDATING}{version}")
+        self.phase = Phase.UPDATING
+        await self._start()
+        try:
+            await self._call("POST", "/update_weights", self.timeouts.update_s, update_info=update_info)
+        except EngineRefusedError as error:
+            if UNTOUCHED in str(error) and not before.in_doubt:
+                await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=before.label)
+                self.phase = Phase.PAUSED
+            raise
+        await self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
+        self.phase = Phase.VERSIONED
+
+    async def _start(self) -> None:
+        try:
+            await self._call("POST", "/start_weight_update", self.timeouts.finish_s)
+        except EngineRefusedError as error:
+            if "already active" not in str(error):
+                raise
+            log.warning("closing an update that was left open", engine=self.url)
+            await self._call("POST", "/finish_weight_update", self.timeouts.finish_s)
+            await self._call("POST", "/start_weight_update", self.timeouts.finish_s)
+
+    async def _resume(self) -> None:
+        await self._call("POST", "/resume", self.timeouts.resume_s)
+        self.phase = Phase.SERVING
+
+    async def _call(self, method: str, path: str, timeout_s: float, **body: Any) -> dict[str, Any]:
+        assert self._session is not None
+        limit = aiohttp.ClientTimeout(total=timeout_s)
+        try:
+            async with self._session.request(method, self.url + path, json=body, timeout=limit) as response:
+                if response.status >= 400:
+                    reason = f"{path} failed: {(await response.text())[:500]}"
+                    raise EngineRefusedError(f"engine {self.url}: {reason}", status=response.status)
+                return await response.json() if response.content_type == "application/json" else {}
+        except TimeoutError as error:
+            raise EngineError(f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"engine {self.url} cannot be reached: {error}") from error

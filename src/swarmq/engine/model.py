@@ -1,0 +1,100 @@
+"""Looks at a model's files before anything slow is started on them, and says what is wrong with them.
+
+Nothing heavy is imported: a folder is read as JSON; for a hub name only the small files are fetched.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq.errors import EngineError, MissingExtraError
+
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
+TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
+"""What a chat template writes around a tool call -> vLLM's parser of it."""
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What a launch needs to know of a model."""
+
+    name: str
+    architecture: str
+    hidden_size: int
+    is_folder: bool
+    max_length: int | None = None
+    """Tokens the model was made for; None where its config does not say."""
+    tool_call_parser: str | None
+    """None where we do not know it: `engine.arguments` can name it."""
+
+
+def check_model(name: str) -> Model:
+    """Facts of a model folder or hub name. Raises EngineError when no agent can be served or trained with it."""
+    is_folder = Path(name).is_dir()
+    folder = Path(name) if is_folder else _fetch(name)
+    config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
+    architectures = config.get("architectures") or ["none named"]
+    if config.get("is_encoder_decoder") or not str(architectures[0]).endswith(CAUSAL):
+        raise EngineError(
+            f"{name} is no causal language model (config.json: architectures {architectures}): "
+            "choose one whose architecture ends in ForCausalLM"
+        )
+    if is_folder and not any(folder.glob("*.safetensors")):
+        raise EngineError(f"{folder} has no weights (*.safetensors): save the model with save_pretrained()")
+    template = _chat_template(folder, name)
+    return Model(
+        name=name,
+        architecture=str(architectures[0]),
+        hidden_size=int(config.get("hidden_size") or 0),
+        is_folder=is_folder,
+        max_length=config.get("max_position_embeddings"),
+        tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
+    )
+
+
+def _chat_template(folder: Path, name: str) -> str:
+    """The template's text, from wherever transformers looks for it."""
+    tokenizer = _read_json(folder / "tokenizer_config.json", f"{name} has no tokenizer")
+    for path in (folder / "chat_template.jinja", folder / "chat_template.json"):
+        if path.is_file():
+            return path.read_text()
+    if template := tokenizer.get("chat_template"):
+        return json.dumps(template) if isinstance(template, list) else str(template)
+    raise EngineError(
+        f"the tokenizer of {name} has no chat template, so it cannot answer chat completions: use an instruction-tuned "
+        "model, or put a chat_template.jinja beside its tokenizer_config.json"
+    )
+
+
+def _read_json(path: Path, problem: str) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise EngineError(f"{problem}: {path} cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise EngineError(f"{problem}: {path} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise EngineError(f"{problem}: {path} holds no JSON object")
+    return content
+
+
+def _fetch(name: str) -> Path:
+    """The cached folder of a hub model's small files."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).exists():
+        raise EngineError(f"model folder {name} does not exist or is no folder: check policies.*.model")
+    try:
+        import huggingface_hub  # noqa: PLC0415 - an extra, and slow to import
+    except ImportError as error:
+        raise MissingExtraError(
+            f"model {name!r} is no folder here; to fetch it from the hub: pip install 'swarmq[learner]'"
+        ) from error
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=SMALL_FILES))
+    except Exception as error:  # the hub's errors are many, and each means that there is no model
+        raise EngineError(
+            f"model {name!r} is neither a folder here nor to be had from the hub ({type(error).__name__}: {error})"
+        ) from error

@@ -1,0 +1,108 @@
+"""What swarmq needs of an inference engine. `VllmEngine` is the real one, `swarmq.testing.ScriptedEngine` the scripted one.
+
+A completion is three calls: `render` turns a chat request into token ids and sampling parameters, `generate` samples
+from exactly the ids it is given, and `derender` turns sampled ids back into a message where text alone does not do
+(tool calls, reasoning). Between the first and the second the caller may put other, equally spelled ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from swarmq.messages import VersionSpan
+
+Json = dict[str, Any]
+
+
+class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    """The name the engine serves its model under."""
+    max_model_len: int
+    """Prompt and answer together, in tokens."""
+
+
+class Rendered(msgspec.Struct, frozen=True, kw_only=True):
+    """A chat request as the engine would run it."""
+
+    token_ids: list[int]
+    sampling: Json
+    """vLLM's SamplingParams; defaults may be left out."""
+    carried: Json = {}
+    """What `generate` wants back unchanged (image features, the state of a reasoning parser)."""
+    parsed: bool = False
+    """An answer may hold tool calls or reasoning, so that it must go through `derender`."""
+
+
+class Logprob(msgspec.Struct, frozen=True, kw_only=True):
+    """One sampled token as an agent who asks for log-probabilities sees it."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None = None
+    top_logprobs: list[Json] = []
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one choice gained; without streaming, the whole of it."""
+
+    index: int
+    text: str
+    """Decoded, without the end-of-turn token and without a stop string that was met."""
+    token_ids: list[int]
+    """Every sampled token, the end-of-turn token included."""
+    logprobs: list[Logprob]
+    """One per token, natural log, of the distribution that was sampled."""
+    finish_reason: str | None = None
+    """`stop` or `length`, in the last delta of a choice."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that was met; None for the end-of-turn token."""
+    versions: tuple[VersionSpan, ...] = ()
+    """Over all tokens of the choice; in its last delta."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete choice to derender. No token may be left of the end-of-turn kind."""
+
+    token_ids: Sequence[int]
+    finish_reason: str
+
+
+class Engine(Protocol):
+    """Every method raises EngineRefusedError (the request is at fault) or EngineError (the engine is)."""
+
+    url: str
+
+    async def info(self) -> EngineInfo: ...
+
+    async def healthy(self) -> bool:
+        """Whether it answers at all; never raises."""
+
+    async def render(self, chat: Json) -> Rendered:
+        """Token ids and sampling parameters of a chat request; its `model` is filled in."""
+
+    def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+        """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels."""
+
+    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer], /) -> list[Json]:
+        """The assistant messages that complete answers spell, parsed."""
+
+    async def derender_delta(
+        self,
+        chat: Json,
+        prompt_ids: Sequence[int],
+        token_ids: Sequence[int],
+        /,
+        *,
+        finish_reason: str | None,
+        state: Any,
+    ) -> tuple[Json, Any]:
+        """The message delta of one choice's next tokens, and the state to pass with the ones after; None to begin."""
+
+    async def tokenize(self, text: str) -> list[int]:
+        """Ids of text, special tokens recognised, none added."""
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """Text of ids, special tokens spelled out."""

@@ -1,0 +1,40 @@
+"""Which tokens of a pass are left out because engine and learner disagree about them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarmq.config import Train
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, Tokens
+
+
+class Kept(NamedTuple):
+    tokens: Tensor  # [S] bool, True where trained
+    calls_out: Tensor  # scalar, model calls left out whole
+    tokens_out: Tensor  # scalar, tokens left out of calls that stay
+
+
+def keep(tokens: Tokens, train: Train) -> Kept | None:
+    """Model calls by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long
+    ones; then tokens by the band of rho. None when no filter is set.
+
+    A call is whole in every layout, as a row or an episode is not, so the layout cannot change what is left out.
+    """
+    if not train.row_k3_max and train.ratio_band is None:
+        return None
+    gap = (tokens.theta.detach() - tokens.mu).clamp(max=MAX_LOG_RATIO)
+    kept = torch.ones_like(gap, dtype=torch.bool)
+    bad_calls = torch.zeros(tokens.num_calls, dtype=torch.bool, device=gap.device)
+    if train.row_k3_max:
+        size = torch.zeros(tokens.num_calls, device=gap.device).index_add_(0, tokens.calls, torch.ones_like(gap))
+        k3 = torch.zeros_like(size).index_add_(0, tokens.calls, gap.exp() - gap - 1) / size.clamp(min=1)
+        bad_calls = k3 > train.row_k3_max
+        kept &= ~bad_calls[tokens.calls]
+    in_band = kept
+    if train.ratio_band is not None:
+        low, high = train.ratio_band
+        in_band = kept & (gap.exp() >= low) & (gap.exp() <= high)
+    return Kept(in_band, bad_calls.sum(), (kept & ~in_band).sum())

@@ -1,0 +1,108 @@
+"""Policy losses per token. `theta` carries the gradient; everything else is constant.
+
+theta, mu: log-probability under the learner's and the engine's weights; rho = exp(theta - mu); A: advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swarmq.config import Loss
+
+CISPO_HIGH = 4.0
+PPO_LOW, PPO_HIGH = 0.2, 0.28
+GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
+MAX_LOG_RATIO = 20.0
+"""exp() of more overflows what follows; such a token is broken whatever its ratio."""
+
+
+class Tokens(NamedTuple):
+    """The S trained tokens of a pass."""
+
+    theta: Tensor  # [S] float32, with gradient
+    mu: Tensor  # [S] float32
+    advantages: Tensor  # [S] float32
+    calls: Tensor  # [S] int64, which model call of the pass
+    num_calls: int
+
+
+class TokenLoss(NamedTuple):
+    per_token: Tensor  # [S]
+    clipped: Tensor  # [S] bool, where the loss cut the policy gradient
+
+
+def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """Truncated importance weight, masked where the probability already moved far enough (2602.04879)."""
+    theta = tokens.theta.detach()
+    moved = theta.exp() - tokens.mu.exp()
+    masked = ((tokens.advantages > 0) & (moved > loss.mask_delta)) | (
+        (tokens.advantages < 0) & (moved < -loss.mask_delta)
+    )
+    weight = _ratio(theta, tokens.mu).clamp(max=loss.ratio_cap) * ~masked
+    pull = loss.pull * (tokens.theta - tokens.mu).square()
+    return TokenLoss(-weight * tokens.advantages * tokens.theta + pull, masked)
+
+
+def ppo_clip(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """Clipped ratio, wider upwards, with a second clip for A < 0 (1707.06347, 2503.14476)."""
+    ratio = _ratio(tokens.theta, tokens.mu)
+    limited = ratio.clamp(1 - _or(loss.clip_low, PPO_LOW), 1 + _or(loss.clip_high, PPO_HIGH))
+    a = tokens.advantages
+    objective = torch.minimum(ratio * a, limited * a)
+    objective = torch.where(a < 0, torch.maximum(objective, loss.dual_clip * a), objective)
+    clipped = (limited * a < ratio * a) | ((a < 0) & (ratio > loss.dual_clip))
+    return TokenLoss(-objective, clipped.detach())
+
+
+def cispo(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """Every token keeps a gradient, with its weight clipped from above (2506.13585)."""
+    ratio = _ratio(tokens.theta.detach(), tokens.mu)
+    high = 1 + _or(loss.clip_high, CISPO_HIGH)
+    return TokenLoss(-ratio.clamp(max=high) * tokens.advantages * tokens.theta, ratio > high)
+
+
+def gspo(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """One ratio per sequence, the mean over its tokens in the exponent (2507.18071). A sequence is what one model call
+    sampled: that is whole however turns are laid out."""
+    size = torch.zeros(tokens.num_calls, device=tokens.theta.device).index_add_(
+        0, tokens.calls, torch.ones_like(tokens.mu)
+    )
+    total = torch.zeros_like(size).index_add_(0, tokens.calls, tokens.theta.detach() - tokens.mu)
+    sequence = (total / size.clamp(min=1)).clamp(max=MAX_LOG_RATIO).exp()[tokens.calls]
+    ratio = sequence * (tokens.theta - tokens.theta.detach()).exp()
+    limited = ratio.clamp(1 - _or(loss.clip_low, GSPO_LOW), 1 + _or(loss.clip_high, GSPO_HIGH))
+    a = tokens.advantages
+    return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a).detach())
+
+
+def reinforce(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """The policy gradient with a truncated importance weight."""
+    ratio = _ratio(tokens.theta.detach(), tokens.mu)
+    return TokenLoss(-ratio.clamp(max=loss.ratio_cap) * tokens.advantages * tokens.theta, ratio > loss.ratio_cap)
+
+
+def sft(tokens: Tokens, _: Loss) -> TokenLoss:
+    """Cross-entropy on demonstrations."""
+    return TokenLoss(-tokens.theta, torch.zeros_like(tokens.theta, dtype=torch.bool))
+
+
+LOSSES: dict[str, Callable[[Tokens, Loss], TokenLoss]] = {
+    "tis_mask": tis_mask,
+    "ppo_clip": ppo_clip,
+    "cispo": cispo,
+    "gspo": gspo,
+    "reinforce": reinforce,
+    "sft": sft,
+}
+
+
+def _ratio(theta: Tensor, mu: Tensor) -> Tensor:
+    return (theta - mu).clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _or(setting: float | None, default: float) -> float:
+    return default if setting is None else setting

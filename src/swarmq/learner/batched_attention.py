@@ -1,0 +1,181 @@
+"""Attention over a layout without a compiler: nodes of similar size in one batch of plain scaled-dot-product attention.
+
+Each node attends over the path from its root. Only here is anything padded: queries and keys are gathered into
+[B, L] and the answers gathered back, so everything outside the attention computes real tokens alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
+
+Run = tuple[int, int]
+
+PIECE = 512
+"""A node that needs a mask is computed in pieces of so many queries, so that no mask grows with length x length."""
+TOLERATED_WASTE = 1.5
+"""Padded pairs over real ones in a batch; ..."""
+WORTHWHILE_PAIRS = 1 << 16
+"""... a batch with fewer pairs costs little more than its call."""
+
+
+class Form(NamedTuple):
+    """What a layer's attention does besides looking at its ancestors."""
+
+    scale: float
+    window: int | None
+    """Sees tokens less than this far back."""
+    softcap: float | None
+    sinks: Tensor | None  # [heads]
+
+
+class Batch(NamedTuple):
+    """B nodes, or pieces of them; indices are into the T tokens."""
+
+    queries: Tensor  # [B, Q]
+    keys: Tensor  # [B, K]
+    mask: Tensor | None  # [B, 1, Q, K] True where seen; None: Q is K, and each sees itself and what is before it
+
+
+class Batches(NamedTuple):
+    """All of a layout."""
+
+    batches: list[Batch]
+    answers: Tensor  # [T] where each token's answer is among all queries of all batches
+
+
+class Piece(NamedTuple):
+    """A run of queries and the tokens that they may see."""
+
+    start: int
+    end: int
+    keys: list[Run]
+    num_keys: int
+    """How many these are; the last of them are the queries themselves."""
+
+    @property
+    def num_queries(self) -> int:
+        return self.end - self.start
+
+
+def attend_in_batches(query: Tensor, key: Tensor, value: Tensor, layout: Batches, form: Form) -> Tensor:
+    """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D]."""
+    repeat = query.shape[1] // key.shape[1]
+    answers = []
+    for batch in layout.batches:
+        q = _gather(query[0], batch.queries)
+        k, v = (_gather(x[0], batch.keys) for x in (key, value))
+        if repeat > 1:
+            k, v = (x.repeat_interleave(repeat, dim=1) for x in (k, v))
+        if form.softcap is None and form.sinks is None:
+            answer = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=batch.mask, is_causal=batch.mask is None, scale=form.scale
+            )
+        else:
+            answer = _attend_explicitly(q, k, v, batch.mask, form)
+        answers.append(answer.transpose(1, 2).flatten(0, 1))
+    return _gather(torch.cat(answers).transpose(0, 1), layout.answers[None])
+
+
+def batches_of(
+    nodes: Sequence[Run], paths: Sequence[Sequence[Run]], window: int | None, device: torch.device
+) -> Batches:
+    """`paths` are the runs of tokens from the root to the end of each node."""
+    pieces = [piece for node, path in zip(nodes, paths, strict=True) for piece in _cut(node, path, window)]
+    pieces.sort(key=lambda piece: (piece.num_keys, piece.num_queries), reverse=True)
+    batches = []
+    answers = np.empty(max(end for _, end in nodes), np.int64)
+    done = 0
+    for members in _grouped(pieces):
+        batches.append(_batch(members, window, device))
+        width = batches[-1].queries.shape[1]
+        for piece in members:
+            answers[piece.start : piece.end] = done + np.arange(piece.num_queries)
+            done += width
+    return Batches(batches, torch.from_numpy(answers).to(device))
+
+
+def _gather(tokens: Tensor, index: Tensor) -> Tensor:
+    """[heads, T, D] by [B, L] to [B, heads, L, D]. As an embedding, because its gradient is quick and always the same."""
+    heads, _, size = tokens.shape
+    found = F.embedding(index, tokens.transpose(0, 1).flatten(1))
+    return found.view(*index.shape, heads, size).transpose(1, 2)
+
+
+def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Form) -> Tensor:
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = (q @ k.transpose(-1, -2)).float() * form.scale
+    if form.softcap is not None:
+        scores = form.softcap * torch.tanh(scores / form.softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if form.sinks is not None:
+        sink = form.sinks.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sink], dim=-1)
+    weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
+    return weights.to(v.dtype) @ v
+
+
+def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Piece]:
+    start, end = node
+    length = sum(b - a for a, b in path)
+    depth = length - (end - start)
+    step = end - start if depth == 0 and window is None else PIECE
+    for first in range(start, end, step):
+        last = min(first + step, end)
+        unseen = 0 if window is None else max(0, depth + first - start - window + 1)
+        keys = _middle(path, unseen, depth + last - start)
+        yield Piece(first, last, keys, depth + last - start - unseen)
+
+
+def _middle(path: Sequence[Run], first: int, last: int) -> list[Run]:
+    """Tokens number `first` up to `last` of a path."""
+    kept, at = [], 0
+    for start, end in path:
+        low, high = max(first - at, 0), min(last - at, end - start)
+        if low < high:
+            kept.append((start + low, start + high))
+        at += end - start
+    return kept
+
+
+def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
+    """Neighbours in the order of size, as many as can be padded to one size without much waste."""
+    members: list[Piece] = []
+    real = widest = 0
+    for piece in pieces:
+        pairs = piece.num_queries * piece.num_keys
+        width = max(widest, piece.num_queries)
+        padded = (len(members) + 1) * width * (members[0] if members else piece).num_keys
+        if members and padded > max(WORTHWHILE_PAIRS, TOLERATED_WASTE * (real + pairs)):
+            yield members
+            members, real, width = [], 0, piece.num_queries
+        members.append(piece)
+        real, widest = real + pairs, width
+    yield members
+
+
+def _batch(pieces: Sequence[Piece], window: int | None, device: torch.device) -> Batch:
+    """Missing queries repeat the first one and see the first key, missing keys are seen by none of the others."""
+    num_queries, num_keys = (max(sizes) for sizes in zip(*((p.num_queries, p.num_keys) for p in pieces), strict=True))
+    queries, keys = (np.empty((len(pieces), size), np.int64) for size in (num_queries, num_keys))
+    for i, piece in enumerate(pieces):
+        queries[i] = piece.start
+        queries[i, : piece.num_queries] = np.arange(piece.start, piece.end)
+        keys[i] = piece.start
+        keys[i, : piece.num_keys] = np.concatenate([np.arange(a, b) for a, b in piece.keys])
+    if window is None and all(piece.num_queries == piece.num_keys for piece in pieces):
+        mask = None
+    else:
+        own = np.array([[piece.num_keys - piece.num_queries] for piece in pieces])
+        behind = (own + np.arange(num_queries))[:, :, None] - np.arange(num_keys)[None, None, :]
+        seen = (behind >= 0) & (behind < (window or num_keys))
+        real = np.arange(num_queries)[None, :] < [[piece.num_queries] for piece in pieces]
+        seen = np.where(real[:, :, None], seen, np.arange(num_keys) == 0)
+        mask = torch.from_numpy(seen[:, None]).to(device)
+    return Batch(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask)

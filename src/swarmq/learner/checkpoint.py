@@ -1,0 +1,204 @@
+"""Checkpoints: a folder that `from_pretrained` loads, and beside the weights all that continues the run exactly.
+
+    <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
+                              state/   accelerate's: optimizer, random numbers
+                              manifest.json   schema, identity, version, size and SHA-256 of every file
+
+Written under another name, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
+hold is used; one that is damaged is passed over, aloud.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from accelerate import Accelerator
+
+from swarmq.errors import LearnerError
+from swarmq.learner.files import fsync_folder, fsync_tree, mapped, sha256
+from swarmq.learner.records import SCHEMA, Identity
+from swarmq.learner.trainer import Trainer
+
+log = structlog.get_logger()
+
+MANIFEST = "manifest.json"
+STATE = "state"
+DRAFT = ".draft-"
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.jinja",
+    "*.model",
+)
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int
+    identity: Identity
+    version: int
+    """Weight version; the batch log goes on after it."""
+    files: dict[str, File]
+    written_at: float
+    swarmq: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was found and checked."""
+
+    path: Path
+    version: int
+
+
+def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep: int) -> int:
+    """Write the trainer's state, remove all but the `keep` newest; the version of the oldest one kept.
+
+    Every rank calls it. Raises LearnerError when it cannot be written; then the ones before are as they were.
+    """
+    accelerator = trainer.accelerator
+    name = f"step-{trainer.version:08d}"
+    draft, target = folder / f"{DRAFT}{name}", folder / name
+    with mapped(folder):
+        if accelerator.is_main_process:
+            clean(folder)
+            draft.mkdir(parents=True)
+        accelerator.wait_for_everyone()
+        _without_weights(accelerator)
+        accelerator.save_state(str(draft / STATE))
+        if accelerator.is_main_process:
+            trainer.lm.save_pretrained(draft)
+            copy_tokenizer(model, draft)
+            _seal(draft, identity, trainer.version)
+            _publish(draft, target)
+            oldest = _prune(folder, keep)
+        else:
+            oldest = 0
+        accelerator.wait_for_everyone()
+    return oldest
+
+
+def newest(folder: Path, identity: Identity) -> Checkpoint | None:
+    """The newest sound checkpoint, if any.
+
+    Raises LearnerError when one is of another run, policy or model, or from a newer swarmq: that is no damage.
+    """
+    for path in reversed(_all(folder)):
+        try:
+            manifest = check(path)
+        except DamagedError as error:
+            log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
+            continue
+        if difference := identity.difference(manifest.identity):
+            raise LearnerError(
+                f"{path}: the checkpoint belongs to something else: {difference}; nothing was changed. "
+                "Use another run name or folder"
+            )
+        return Checkpoint(path=path, version=manifest.version)
+    return None
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+    """Optimizer and random numbers; the weights are the trainer's already, loaded from `checkpoint.path`."""
+    _without_weights(trainer.accelerator)
+    trainer.accelerator.load_state(str(checkpoint.path / STATE))
+    trainer.version = checkpoint.version
+
+
+class DamagedError(Exception):
+    """A checkpoint folder is incomplete or was changed; the message says where."""
+
+
+def check(path: Path) -> Manifest:
+    """The manifest, when every file is as it was written. Raises DamagedError; LearnerError for a newer schema."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        if manifest.schema > SCHEMA:
+            raise LearnerError(f"{path}: written by a newer swarmq (schema {manifest.schema}): upgrade swarmq")
+        for name, file in manifest.files.items():
+            if (path / name).stat().st_size != file.size or sha256(path / name) != file.sha256:
+                raise DamagedError(f"{name} is not as it was written")
+    except OSError as error:
+        raise DamagedError(f"{error.filename}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise DamagedError(f"{MANIFEST}: {error}") from error
+    return manifest
+
+
+def clean(folder: Path) -> None:
+    """Remove drafts that a crash left. Only for the holder of the policy's lock."""
+    for draft in folder.glob(f"{DRAFT}*"):
+        shutil.rmtree(draft)
+
+
+def copy_tokenizer(model: str, folder: Path) -> None:
+    """Put the tokenizer's files beside the weights, unchanged where the model is a folder."""
+    if Path(model).is_dir():
+        for pattern in TOKENIZER_FILES:
+            for file in Path(model).glob(pattern):
+                shutil.copyfile(file, folder / file.name)
+        return
+    from transformers import AutoTokenizer  # noqa: PLC0415  (seldom needed and slow to import)
+
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+
+
+def _without_weights(accelerator: Accelerator) -> None:
+    """Keep accelerate from writing and reading the weights: they are there once, in Hugging Face's format."""
+    if getattr(accelerator, "_swarmq_hooks", None):
+        return
+
+    def forget_models(models: list[Any], *_: Any) -> None:
+        models.clear()
+
+    def forget_weights(_: list[Any], weights: list[Any], __: str) -> None:
+        weights.clear()
+
+    accelerator._swarmq_hooks = (  # noqa: SLF001
+        accelerator.register_save_state_pre_hook(forget_weights),
+        accelerator.register_load_state_pre_hook(forget_models),
+    )
+
+
+def _seal(draft: Path, identity: Identity, version: int) -> None:
+    names = sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+    manifest = Manifest(
+        schema=SCHEMA,
+        identity=identity,
+        version=version,
+        files={name: File(size=(draft / name).stat().st_size, sha256=sha256(draft / name)) for name in names},
+        written_at=time.time(),
+        swarmq=metadata.version("swarmq"),
+    )
+    (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+    fsync_tree(draft)
+
+
+def _publish(draft: Path, target: Path) -> None:
+    if target.exists():  # damaged, else we would not be making it again
+        shutil.rmtree(target.rename(target.with_name(f"{DRAFT}damaged-{target.name}")))
+    draft.rename(target)
+    fsync_folder(target.parent)
+
+
+def _prune(folder: Path, keep: int) -> int:
+    paths = _all(folder)
+    for path in paths[:-keep]:
+        shutil.rmtree(path.rename(path.with_name(f"{DRAFT}old-{path.name}")))
+    return int(paths[-keep:][0].name.removeprefix("step-"))
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if path.is_dir())

@@ -1,0 +1,131 @@
+"""The learner's child processes: the collector beside it, and its ranks when there are several.
+
+They read the job from a file only the user can read, run in sessions of their own, and end with their parent. A rank
+that dies takes the others with it; the next start resumes from checkpoint and batch log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError
+from swarmq.process import die_with_parent, free_port
+
+log = structlog.get_logger()
+
+STOP_S = 30.0
+BACKOFF_S = 1.0
+"""A collector that died is started again after this, twice as long each time, up to 32 s."""
+MAX_BACKOFF_S = 32.0
+STEADY_S = 120.0
+"""One that has lived this long begins with the short wait again."""
+
+
+def own_rank() -> int | None:
+    """This process's rank when a launcher made it one."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+@contextlib.contextmanager
+def collector_beside(job: SwarmJob, policy: str) -> Iterator[None]:
+    """Keep `swarmq collector` running while the context is open, and stop it in order at the end."""
+    keeper = Keeper([sys.executable, "-m", "swarmq", "collector", str(job_file(job, policy))])
+    try:
+        yield
+    finally:
+        keeper.stop()
+
+
+def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> None:
+    """Start every rank and wait for all. Raises LearnerError when one fails; the others are stopped then.
+
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all of them stop.
+    """
+    argv = [sys.executable, "-m", "swarmq.learner.rank", str(job_file(job, policy)), policy, str(int(no_push))]
+    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
+    ranks = [_start(argv, world | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(num_ranks)]
+
+    def forward(*_: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    for number, rank in enumerate(ranks):
+        threading.Thread(target=lambda n=number, r=rank: ended.put((n, r.wait())), daemon=True).start()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for _ in ranks:
+            number, status = ended.get()
+            if status:
+                raise LearnerError(f"rank {number} of {num_ranks} ended with status {status}: see its log lines above")
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+
+
+def job_file(job: SwarmJob, policy: str) -> Path:
+    """The job as the children read it; it may hold the broker's password."""
+    path = job.run_folder.path / policy / "job.toml"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(job.to_toml())
+    return path
+
+
+class Keeper:
+    """Runs a command until told to stop, and starts it again when it dies."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._stopping = threading.Event()
+        self._child = _start(argv, {})
+        self._thread = threading.Thread(target=self._watch, name=f"keeper of {argv[-2]}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._child.terminate()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            self._child.kill()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        delay_s = BACKOFF_S
+        while True:
+            began = time.monotonic()
+            status = self._child.wait()
+            if time.monotonic() - began > STEADY_S:
+                delay_s = BACKOFF_S
+            if self._stopping.is_set():
+                return
+            log.warning("child_died", command=" ".join(self._argv[2:]), status=status, again_in_s=delay_s)
+            if self._stopping.wait(delay_s):
+                return
+            delay_s = min(2 * delay_s, MAX_BACKOFF_S)
+            self._child = _start(self._argv, {})
+            if self._stopping.is_set():
+                self._child.terminate()
+
+
+def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+    )

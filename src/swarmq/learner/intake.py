@@ -1,0 +1,197 @@
+"""Which episodes make the next batch, and which are dropped and why. No clock, no I/O: episodes in, records out.
+
+    accept --> group incomplete --> group complete --> queue of its kind --take--> batch record
+                                        |                    |
+                                        +---- drops ---------+-------------------> next record, batch or not
+
+A batch holds whole groups in the shares of the task mix, exactly: what rounding owes a kind is carried over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from swarmq.config import Train
+from swarmq.errors import TimelineError
+from swarmq.learner.algorithms.advantages import has_signal
+from swarmq.learner.records import BatchRecord, Index, Tally
+from swarmq.learner.summary import add_tallies, oldest_version, tally
+from swarmq.messages import Episode
+from swarmq.timeline import resolve
+
+SMALLEST_GROUP = 2
+"""Fewer have no baseline."""
+
+ROUNDING = 1e-9
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch is made of."""
+
+    groups_per_batch: int
+    mix: dict[str, float]
+    max_staleness: int
+    vocab_size: int | None = None
+    max_length: int | None = None
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete group. Its drops are recorded with it, never before: redelivered, it must be complete again."""
+
+    usable: list[Episode]
+    dropped: dict[str, str]
+
+
+class Intake:
+    """Episodes that are in memory and in no record yet."""
+
+    def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
+        """`logged` are the indices of the batch log: what is in it is never taken again."""
+        self.limits = limits
+        self.record, self.carry = 0, dict[str, float]()
+        self.known: set[str] = set()
+        for index in logged:
+            self.note(index)
+        self._incomplete: dict[str, dict[str, Episode]] = {}
+        self._queues: dict[str, deque[Group]] = {kind: deque() for kind in limits.mix}
+        self._waiting: set[str] = set()
+        self._dropped: dict[str, str] = {}
+        self._tally: dict[str, Tally] = {}
+        self._groups_equal = 0
+
+    def note(self, index: Index) -> None:
+        """A record is in the log."""
+        self.record, self.carry = index.record, dict(index.carry)
+        self.known.update(index.trained)
+        self.known.update(index.dropped)
+
+    def accept(self, episode: Episode) -> bool:
+        """Take an episode in. False when it is in the log already; one that is waiting here changes nothing."""
+        if episode.episode_id in self.known:
+            return False
+        if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
+            return True
+        self._waiting.add(episode.episode_id)
+        members = self._incomplete.setdefault(episode.group_id, {})
+        members[episode.episode_id] = episode
+        if len(members) >= episode.group_members:
+            self._complete(list(self._incomplete.pop(episode.group_id).values()))
+        return True
+
+    def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
+        """The batch that turns the weights of `version` into the next, with all drops so far; None until it is full."""
+        self._drop_stale(version)
+        wanted = quotas(self.limits.mix, self.carry, self.limits.groups_per_batch)
+        if any(len(self._queues[kind]) < count for kind, count in wanted.items()):
+            return None
+        groups = [self._queues[kind].popleft() for kind, count in wanted.items() for _ in range(count)]
+        for group in groups:
+            self._drop(group.dropped)
+        episodes = tuple(episode for group in groups for episode in group.usable)
+        self._waiting.difference_update(episode.episode_id for episode in episodes)
+        share = self.limits.groups_per_batch
+        carry = {k: self.carry.get(k, 0.0) + s * share - wanted[k] for k, s in self.limits.mix.items()}
+        return self._record(version + 1, at, carry, episodes, settings)
+
+    def drops(self, *, version: int, at: float) -> BatchRecord | None:
+        """A record of what was dropped since the last one; None when nothing was."""
+        return self._record(version, at, self.carry) if self._dropped else None
+
+    @property
+    def groups_ready(self) -> dict[str, int]:
+        return {kind: len(queue) for kind, queue in self._queues.items()}
+
+    @property
+    def groups_incomplete(self) -> int:
+        return len(self._incomplete)
+
+    def _complete(self, members: list[Episode]) -> None:
+        """Drop what cannot be trained, queue the rest."""
+        kind = members[0].kind
+        if kind not in self._queues:
+            self._drop(_all(members, "kind_not_in_mix"))
+            return
+        members.sort(key=lambda episode: (episode.slot, episode.episode_id))
+        dropped = {e.episode_id: reason for e in members if (reason := self._unusable(e))}
+        self._queue(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
+
+    def _queue(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
+        if len(usable) < SMALLEST_GROUP:
+            self._drop(dropped | _all(usable, "group_too_small"))
+        elif not has_signal(usable):
+            self._groups_equal += 1
+            self._tally = add_tallies([self._tally, tally(usable)])
+            self._drop(dropped | _all(usable, "equal_rewards"))
+        else:
+            self._queues[kind].append(Group(usable=usable, dropped=dropped))
+
+    def _unusable(self, episode: Episode) -> str:
+        """Why an episode cannot be trained; empty when it can."""
+        try:
+            resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
+        except TimelineError as error:
+            return error.reason
+        for turn in episode.turns:
+            sampling = turn.sampling
+            if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
+                return "truncated_sampling"
+        return "" if episode.turns else "no_turns"
+
+    def _drop_stale(self, version: int) -> None:
+        """Drop episodes with a token that is too old for the next step, and what is then left without a baseline."""
+        oldest = version - self.limits.max_staleness
+        for kind, queue in self._queues.items():
+            for _ in range(len(queue)):
+                group = queue.popleft()
+                stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
+                if stale:
+                    fresh = [episode for episode in group.usable if episode not in stale]
+                    self._queue(kind, fresh, group.dropped | _all(stale, "stale"))
+                else:
+                    queue.append(group)
+
+    def _drop(self, dropped: Mapping[str, str]) -> None:
+        self._waiting.difference_update(dropped)
+        self._dropped.update(dropped)
+
+    def _record(
+        self,
+        version: int,
+        at: float,
+        carry: Mapping[str, float],
+        episodes: tuple[Episode, ...] = (),
+        settings: Train | None = None,
+    ) -> BatchRecord:
+        index = Index(
+            record=self.record + 1,
+            version=version,
+            trained=tuple(episode.episode_id for episode in episodes),
+            dropped=self._dropped,
+            carry=dict(carry),
+            tally=add_tallies([self._tally, tally(episodes)]),
+            groups_equal=self._groups_equal,
+            at=at,
+        )
+        self.note(index)
+        self._dropped, self._tally, self._groups_equal = {}, {}, 0
+        return BatchRecord(index=index, episodes=episodes, settings=settings)
+
+
+def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:
+    return {episode.episode_id: reason for episode in episodes}
+
+
+def quotas(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> dict[str, int]:
+    """How many groups of each kind the next batch takes: largest remainder, with what earlier batches owe."""
+    wanted = {kind: share * groups + carry.get(kind, 0.0) for kind, share in mix.items()}
+    counts = {kind: max(0, math.floor(value + ROUNDING)) for kind, value in wanted.items()}
+    while (total := sum(counts.values())) != groups:
+        if total < groups:
+            counts[max(wanted, key=lambda kind: wanted[kind] - counts[kind])] += 1
+        else:
+            counts[min((k for k in wanted if counts[k]), key=lambda kind: wanted[kind] - counts[kind])] -= 1
+    return counts

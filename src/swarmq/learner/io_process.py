@@ -1,0 +1,282 @@
+"""The learner's broker side, a process of its own without torch: heartbeats never wait for a step.
+
+    ready ──> consume ──> intake ──┐                          ┌──> trainer (socket)
+                                   ├─ log.append ─ ack ─ send ┘
+    trainer: Next ─────────────────┘
+    trainer: Stepped ──> report ──> Consumed on `in`, step event          tick ──> state event, watchdog
+
+Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
+A record is reported on `in` once its step is done; the number in `reported` says how far that is confirmed, so a
+restart repeats at most a few reports and forgets none. When the trainer is gone this process ends; what is not in
+the log was not acknowledged and comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from swarmq import logs
+from swarmq.broker import AmqpBroker, Broker, Delivery, topology
+from swarmq.config import SwarmJob, amqp_url
+from swarmq.errors import BrokerLostError, LearnerError, SwarmqError
+from swarmq.learner import records, wire
+from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.files import mapped
+from swarmq.learner.intake import Intake, Limits, quotas
+from swarmq.learner.lock import exclusive
+from swarmq.learner.records import BatchRecord, Hello, Identity
+from swarmq.learner.reports import Reports
+from swarmq.learner.summary import describe
+from swarmq.messages import Consumed, Episode, Event, EventName
+
+log = structlog.get_logger()
+
+STATE_EVERY_S = 2.0
+STUCK_S = 60.0
+"""Waiting this long for a batch is worth a line that says for what."""
+DRAIN_S = 10.0
+"""How long a stop waits for reports to be confirmed; the next start sends the rest."""
+PREDECESSOR_S = 15.0
+"""How long to wait for an I/O process of ours whose trainer was killed to notice it."""
+MAX_PREFETCH = 65535
+CHUNK = 256
+
+OpenBroker = Callable[[SwarmJob, str], AbstractAsyncContextManager[Broker]]
+
+
+def open_amqp(job: SwarmJob, policy: str) -> AbstractAsyncContextManager[Broker]:
+    url = amqp_url(job.broker)
+    if url is None:
+        raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
+    return AmqpBroker.open(url, name=f"learner {job.run}.{policy}")
+
+
+def main(open_broker: OpenBroker = open_amqp, *, desk: type[Desk] | None = None) -> None:
+    """Entry of the process; its last argument is the number of the socket to the trainer."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
+    with contextlib.suppress(EOFError):
+        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, desk or Desk))
+
+
+async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    hello = await wire.read(reader)
+    assert isinstance(hello, Hello)
+    logs.configure(role=f"learner-io.{hello.policy}", run=hello.job.run)
+    folder = hello.job.run_folder.batch_log(hello.policy)
+    try:
+        with mapped(folder), exclusive(folder / "lock", wait_s=PREDECESSOR_S):
+            async with open_broker(hello.job, hello.policy) as broker:
+                await desk(hello, folder, broker, writer).run(reader)
+    except* EOFError:
+        log.info("trainer_gone")
+    except* SwarmqError as group:
+        text = "; ".join(str(error) for error in _leaves(group))
+        with contextlib.suppress(ConnectionError):
+            await wire.write(writer, records.Failed(text=text))
+
+
+class StoppedError(Exception):
+    """The trainer asked to stop and everything owed is sent; ends the task group."""
+
+
+class Desk:
+    """Everything that happens between the queue, the log and the trainer."""
+
+    def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
+        job, policy = hello.job, hello.policy
+        self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
+        self.train = job.policies[policy].train
+        self.log = BatchLog(folder, Identity.of(job, policy))
+        self.reports = Reports(folder / "reported", self.log)
+        self.version = hello.version
+        self.replay = self.log.after(hello.version)
+        self.intake = Intake(
+            Limits(
+                groups_per_batch=job.groups.groups_per_batch,
+                mix=job.mix,
+                max_staleness=job.groups.max_staleness,
+                vocab_size=hello.vocab_size,
+                max_length=hello.max_length,
+            ),
+            self.log.indices,
+        )
+        self.unacked: dict[str, Delivery] = {}
+        self.phase = "waiting"
+        self.wanted_since: float | None = None
+        """When the trainer asked for a batch; None while it has one."""
+        self.serving = asyncio.Lock()
+        self.telling = asyncio.Lock()
+        self.owed = asyncio.Event()
+        self.owed.set()
+
+    async def run(self, reader: asyncio.StreamReader) -> None:
+        """Until the trainer stops or is gone (EOFError)."""
+        await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.mix)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._obey(reader))
+                tasks.create_task(self._consume())
+                tasks.create_task(self._report())
+                tasks.create_task(self._tick())
+        except* StoppedError:
+            await wire.write(self.writer, records.Stopped())
+        finally:
+            self.log.close()
+
+    async def _obey(self, reader: asyncio.StreamReader) -> None:
+        while True:
+            match await wire.read(reader):
+                case records.Next():
+                    self.wanted_since = time.monotonic()
+                    await self._serve()
+                    if self.wanted_since is not None:
+                        await wire.write(self.writer, records.Waiting())
+                case records.Stepped() as stepped:
+                    await self._stepped(stepped)
+                case records.Phase(phase=phase):
+                    self.phase = phase
+                    await self._state()
+                case records.Warn(text=text):
+                    await self._emit("warning", {"text": text})
+                case records.Kept(oldest=oldest):
+                    if not self.train.keep_batches:
+                        self.log.prune(oldest)
+                case records.Stop():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(DRAIN_S):
+                            await self._publish_due()
+                    raise StoppedError
+                case Hello():
+                    raise AssertionError("a second hello")
+
+    async def _consume(self) -> None:
+        groups = self.job.groups
+        ahead = (groups.max_staleness + 2) * groups.groups_per_batch * groups.group_size
+        queue = topology.ready(self.job.run, self.policy)
+        async with self.broker.consume(queue, prefetch=min(max(ahead, CHUNK), MAX_PREFETCH)) as deliveries:
+            while chunk := await deliveries.batch(CHUNK):
+                for delivery in chunk:
+                    await self._accept(delivery)
+                await self._serve()
+
+    async def _accept(self, delivery: Delivery) -> None:
+        episode = delivery.message
+        if not isinstance(episode, Episode) or (episode.run, episode.policy) != (self.job.run, self.policy):
+            await self.broker.dead_letter(delivery, f"not an episode of {self.job.run}.{self.policy}")
+        elif self.intake.accept(episode):
+            self.unacked[episode.episode_id] = delivery
+        else:
+            await _ack([delivery])
+
+    async def _serve(self) -> None:
+        """Record what was dropped, and hand over a batch if the trainer is free and one is full."""
+        async with self.serving:
+            if self.wanted_since is not None and (replayed := next(self.replay, None)):
+                await self._hand_over(replayed, replayed=True)
+            elif self.wanted_since is not None and (
+                record := self.intake.take(version=self.version, at=time.time(), settings=self.train)
+            ):
+                await self._commit(record)
+                await self._hand_over(record, replayed=False)
+            elif drops := self.intake.drops(version=self.version, at=time.time()):
+                await self._commit(drops)
+                self.owed.set()
+
+    async def _commit(self, record: BatchRecord) -> None:
+        self.log.append(record)  # durable,
+        ids = (*record.index.trained, *record.index.dropped)
+        await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
+
+    async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
+        self.wanted_since = None
+        await wire.write(self.writer, records.Batch(record=records.encode_record(record), replayed=replayed))
+
+    async def _stepped(self, stepped: records.Stepped) -> None:
+        self.version = stepped.version
+        self.owed.set()
+        figures = describe(*self.log.step(stepped.version))
+        folding = figures["tokens_unfolded"] / max(stepped.fields.get("tokens_computed", 0), 1)
+        await self._emit("step", {**stepped.fields, **figures, "version": stepped.version, "folding": folding})
+
+    async def _report(self) -> None:
+        while True:
+            await self.owed.wait()
+            self.owed.clear()
+            await self._publish_due()
+
+    async def _publish_due(self) -> None:
+        async with self.telling:
+            for index in self.reports.due(self.version):
+                message = Consumed(
+                    run=self.job.run,
+                    policy=self.policy,
+                    record=index.record,
+                    version=index.version,
+                    trained=index.trained,
+                    dropped=index.dropped,
+                )
+                await self.broker.publish(topology.inbox(self.job.run), message)
+                self.reports.confirm(index.record)
+
+    async def _tick(self) -> None:
+        stuck_said = 0.0
+        while True:
+            await self._state()
+            waited = time.monotonic() - (self.wanted_since or time.monotonic())
+            if waited > STUCK_S and time.monotonic() - stuck_said > STUCK_S:
+                stuck_said = time.monotonic()
+                await self._say_stuck(waited)
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def _state(self) -> None:
+        ready = sum(self.intake.groups_ready.values())
+        await self._emit("state", {"phase": self.phase, "version": self.version, "groups_ready": ready})
+
+    async def _say_stuck(self, waited_s: float) -> None:
+        """Who waits for whom, in one line."""
+        needed = quotas(self.job.mix, self.intake.carry, self.job.groups.groups_per_batch)
+        ready = self.intake.groups_ready
+        lacking = ", ".join(f"{n - ready[k]} of {k}" for k, n in needed.items() if n > ready[k])
+        text = (
+            f"learner {self.policy} has waited {waited_s:.0f} s for whole groups: {lacking} missing, "
+            f"{self.intake.groups_incomplete} groups begun; are workers running and finishing episodes?"
+        )
+        log.warning("waiting_for_groups", needed=needed, ready=ready, incomplete=self.intake.groups_incomplete)
+        await self._emit("warning", {"text": text})
+
+    async def _emit(self, name: EventName, fields: dict[str, Any]) -> None:
+        await self.broker.emit(
+            Event(run=self.job.run, source=f"learner.{self.policy}", name=name, at=time.time(), fields=fields)
+        )
+
+
+async def _ack(deliveries: Sequence[Delivery]) -> None:
+    """Those of a lost session come again and are recognised."""
+    for delivery in deliveries:
+        with contextlib.suppress(BrokerLostError):
+            await delivery.ack()
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for child in error.exceptions:
+            yield from _leaves(child)
+    else:
+        yield error
+
+
+if __name__ == "__main__":
+    main()

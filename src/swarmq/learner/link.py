@@ -1,0 +1,166 @@
+"""Rank 0's end of the I/O process: starts it, asks it for batches, starts it again when it dies.
+
+Nothing is lost with it: what it logged is replayed from the log, what it had not logged comes again from the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, Self
+
+import structlog
+
+from swarmq.errors import LearnerError
+from swarmq.learner import records, wire
+from swarmq.process import die_with_parent
+
+log = structlog.get_logger()
+
+COMMAND = (sys.executable, "-m", "swarmq.learner.io_process")
+MAX_DEATHS = 5
+DEATH_WINDOW_S = 60.0
+STOP_S = 20.0
+
+
+class Idle(Protocol):
+    def __call__(self, *, again: bool) -> None: ...
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT asks to stop; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.wakeup, self._waker = os.pipe()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def ask(self) -> None:
+        self.asked = True
+        os.write(self._waker, b"!")
+
+    def _ask(self, number: int, _: object) -> None:
+        log.info("stopping", signal=signal.Signals(number).name, hint="again to stop at once, without a checkpoint")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        self.ask()
+
+
+class Link:
+    """Use as a context manager. `hello` says, at every start, what the trainer has."""
+
+    def __init__(
+        self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
+    ) -> None:
+        self._hello, self._stop, self._command = hello, stop, command
+        self._deaths: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def next(self, *, idle: Idle, idle_s: float) -> records.Batch | None:
+        """Wait for the next batch; None when asked to stop. `idle` is called when the wait begins (nothing is left to
+        replay, no batch is full) and again every `idle_s` seconds.
+
+        Raises LearnerError when the I/O process cannot go on.
+        """
+        self._send(records.Next())
+        while not self._stop.asked:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                selector.register(self._stop.wakeup, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select(idle_s)]
+            if self._socket in ready:
+                if (message := self._receive()) is None:
+                    self._send(records.Next())
+                elif isinstance(message, records.Batch):
+                    return message
+                else:
+                    idle(again=False)
+            elif not ready:
+                idle(again=True)
+        return None
+
+    def tell(self, message: records.ToIO) -> None:
+        self._send(message)
+
+    def finish(self) -> None:
+        """Wait until everything owed to the broker is sent, or the I/O process gives up for now."""
+        self._send(records.Stop())
+        self._socket.settimeout(STOP_S)
+        with contextlib.suppress(TimeoutError, EOFError, LearnerError):
+            while not isinstance(wire.receive(self._socket), records.Stopped):
+                pass
+
+    def _receive(self) -> records.ToTrainer | None:
+        """A message; None when the process died and a new one was started."""
+        try:
+            message = wire.receive(self._socket)
+        except EOFError:
+            self._restart()
+            return None
+        if isinstance(message, records.Failed):
+            raise LearnerError(message.text)
+        return message
+
+    def _send(self, message: records.ToIO) -> None:
+        try:
+            wire.send(self._socket, message)
+        except OSError:
+            self._raise_last_words()
+            self._restart()
+            wire.send(self._socket, message)
+
+    def _raise_last_words(self) -> None:
+        """What a process that ended on purpose had to say stands in the socket still."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if isinstance(message := wire.receive(self._socket), records.Failed):
+                    raise LearnerError(message.text)
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent,
+            )
+        wire.send(self._socket, self._hello())
+
+    def _restart(self) -> None:
+        self._socket.close()
+        status = self._process.wait()
+        now = time.monotonic()
+        self._deaths = [at for at in self._deaths if at > now - DEATH_WINDOW_S] + [now]
+        if len(self._deaths) >= MAX_DEATHS:
+            raise LearnerError(
+                f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
+            )
+        log.warning("io_process_died", status=status, consequence="started again; nothing is lost")
+        self._start()

@@ -1,0 +1,203 @@
+"""The learner's main loop.
+
+              ┌───────────── I/O process: queue ──> batch log ──> ack ──────────────┐
+              │ Next                                                                │ Batch
+              │                                                                     v
+    rank 0 ───┴─ wait ──> broadcast to all ranks ──> step ──> push weights ──> tell Stepped ──> checkpoint? ──> wait
+                                                                   │                  │
+                                                               engines        Consumed, events
+
+A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
+the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
+weights come out the same. Only rank 0 talks to the I/O process and to engines; the others follow its commands.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import structlog
+import torch.distributed
+from torch import Tensor
+
+from swarmq.config import SwarmJob
+from swarmq.errors import EngineError
+from swarmq.learner import checkpoint, records, token_log
+from swarmq.learner.link import Link, StopSignal
+from swarmq.learner.records import Identity
+from swarmq.learner.trainer import COLLECTIVE_TIMEOUT, Trainer
+
+log = structlog.get_logger()
+
+ENSURE_EVERY_S = 10.0
+"""While waiting for a batch: how often engines are asked whether they serve the current weights."""
+
+
+class PushReport(Protocol):
+    """Seconds of one weight push."""
+
+    @property
+    def pause_s(self) -> float: ...
+    @property
+    def total_s(self) -> float: ...
+
+
+class Pusher(Protocol):
+    """Brings weights to the engines of a policy. Raises EngineError when none took them."""
+
+    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
+    def ensure(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
+
+
+class Command(NamedTuple):
+    """What rank 0 tells the other ranks to do next."""
+
+    name: str
+    body: bytes = b""
+    replayed: bool = False
+
+
+class Learner:
+    """One policy being trained, on this rank."""
+
+    def __init__(self, job: SwarmJob, policy: str, *, pusher: Pusher | None, stop: StopSignal) -> None:
+        """Load the newest sound checkpoint or the initial model. Raises LearnerError."""
+        self.job, self.policy, self.pusher, self.stop = job, policy, pusher, stop
+        self.settings = job.policies[policy]
+        self.identity = Identity.of(job, policy)
+        self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
+        self.trainer = load(self.folder, self.identity, self.settings.model, self.settings.train)
+        self.saved = self.trainer.version
+        self._pushed = False
+        """Whether engines took the current weights, as far as this process knows."""
+        self._control = _control_group()
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.trainer.accelerator.is_main_process)
+
+    def hello(self) -> records.Hello:
+        return records.Hello(
+            job=self.job,
+            policy=self.policy,
+            version=self.trainer.version,
+            vocab_size=self.trainer.vocab_size,
+            max_length=self.trainer.max_length,
+        )
+
+    def run(self, link: Link | None) -> None:
+        """Until stopped or `max_steps`. `link` is rank 0's; the other ranks give None."""
+        while True:
+            began = time.monotonic()
+            command = self._broadcast(self._next(link) if link else None)
+            if command.name == "stop":
+                break
+            self._step(link, command, wait_s=time.monotonic() - began, began=began)
+            if tokens := self.trainer.tokens:
+                token_log.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
+            if self.trainer.version % self.settings.train.checkpoint_every == 0:
+                self._save(link)
+        if self.trainer.version > self.saved:
+            self._save(link)
+        if link:
+            link.finish()
+
+    def _next(self, link: Link) -> Command:
+        limit = self.settings.train.max_steps
+        if self.stop.asked or (limit and self.trainer.version >= limit):
+            return Command("stop")
+        link.tell(records.Phase(phase="waiting"))
+        batch = link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S)
+        return Command("stop") if batch is None else Command("step", batch.record, batch.replayed)
+
+    def _step(self, link: Link | None, command: Command, *, wait_s: float, began: float) -> None:
+        if link:
+            link.tell(records.Phase(phase="training"))
+        fields = self.trainer.step(records.decode_record(command.body))
+        if link is None:
+            return
+        fields |= {"wait_s": wait_s, **self._push(link, replayed=command.replayed)}
+        fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
+        link.tell(records.Stepped(version=self.trainer.version, fields=fields))
+        log.info(
+            "step",
+            version=self.trainer.version,
+            layout=fields["layout"],
+            layout_reason=fields["layout_reason"],
+            **{
+                key: round(fields[key], 6)
+                for key in ("loss", "kl_k3", "grad_norm", "entropy", "wait_s", "train_s", "push_s")
+            },
+        )
+
+    def _push(self, link: Link, *, replayed: bool) -> dict[str, float]:
+        """An engine that cannot be reached does not stop the training: it is brought up to date while waiting.
+
+        Nor are weights of the past pushed: after a restart the engines may be ahead of the replay.
+        """
+        self._pushed = False
+        if self.pusher is None or replayed:
+            return {"push_s": 0.0, "pause_s": 0.0}
+        link.tell(records.Phase(phase="pushing"))
+        began = time.monotonic()
+        try:
+            report = self.pusher.push(self.trainer.named_tensors(), self.trainer.version)
+        except EngineError as error:
+            log.warning("push_failed", version=self.trainer.version, error=str(error))
+            link.tell(records.Warn(text=f"weights {self.trainer.version} of {self.policy} not pushed: {error}"))
+            return {"push_s": time.monotonic() - began, "pause_s": 0.0}
+        self._pushed = True
+        return {"push_s": time.monotonic() - began, "pause_s": report.pause_s}
+
+    def _ensure(self, *, again: bool) -> None:
+        """Engines that were restarted, or that a failed push left behind, get the current weights."""
+        if self.pusher is None or (self._pushed and not again):
+            return
+        try:
+            self.pusher.ensure(self.trainer.named_tensors(), self.trainer.version)
+            self._pushed = True
+        except EngineError as error:
+            log.warning("engines_not_current", version=self.trainer.version, error=str(error))
+
+    def _save(self, link: Link | None) -> None:
+        began = time.monotonic()
+        train = self.settings.train
+        oldest = checkpoint.save(
+            self.folder, self.trainer, self.identity, model=self.settings.model, keep=train.keep_checkpoints
+        )
+        self.saved = self.trainer.version
+        if link:
+            link.tell(records.Kept(oldest=oldest))
+            if not train.keep_batches:
+                token_log.prune(self._tokens, oldest)
+            log.info("checkpoint", version=self.saved, seconds=round(time.monotonic() - began, 3))
+
+    def _broadcast(self, command: Command | None) -> Command:
+        """Rank 0's command, on every rank."""
+        if self._control is None:
+            assert command is not None
+            return command
+        box = [command]
+        torch.distributed.broadcast_object_list(box, src=0, group=self._control)
+        assert box[0] is not None
+        return box[0]
+
+
+def load(folder: Path, identity: Identity, model: str, train: Any) -> Trainer:
+    """A trainer with the newest sound checkpoint of `folder`, or with the initial model."""
+    found = checkpoint.newest(folder, identity)
+    trainer = Trainer(str(found.path) if found else model, train)
+    if found:
+        checkpoint.restore(trainer, found)
+    log.info("loaded", model=model, version=trainer.version, checkpoint=str(found.path) if found else None)
+    return trainer
+
+
+def _control_group() -> Any:
+    """Commands travel by CPU, so ranks that wait for a batch keep their GPUs idle; None for a single rank."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)

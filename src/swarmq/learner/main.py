@@ -1,0 +1,67 @@
+"""Entry of `swarmq-learner`: locks the policy, starts collector, ranks and I/O process, trains, stops in order.
+
+    run ──> one GPU: the loop in this process          ──> I/O process
+        ──> more:    a process per rank (rank.py), rank 0 of them as above
+        ──> collector, unless one runs elsewhere
+
+Under `accelerate launch` every process is a rank already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from swarmq import logs
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.learner.children import collector_beside, own_rank, run_ranks
+from swarmq.learner.lock import exclusive
+
+if TYPE_CHECKING:
+    from swarmq.engine.push import WeightPusher
+
+
+def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool = True, no_push: bool = False) -> None:
+    """Train `policy` until stopped or `max_steps`. Raises LearnerError when it cannot go on.
+
+    `num_gpus` ranks (on a machine without GPU: processes). `no_push` leaves the engines alone.
+    """
+    if policy not in job.policies:
+        raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
+    if not job.policies[policy].trained:
+        raise ConfigError(f"policies.{policy}.trained is false: it is served, not trained")
+    logs.configure(role=f"learner.{policy}", run=job.run)
+    rank = own_rank()
+    with contextlib.ExitStack() as stack:
+        if rank in (None, 0):
+            stack.enter_context(exclusive(job.run_folder.path / policy / "lock"))
+            if with_collector:
+                stack.enter_context(collector_beside(job, policy))
+        if rank is None and num_gpus > 1:
+            run_ranks(job, policy, num_ranks=num_gpus, no_push=no_push)
+        else:
+            train(job, policy, is_main=rank in (None, 0), no_push=no_push)
+
+
+def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
+    """The loop of one rank; lock and collector are held already."""
+    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+    from swarmq.learner.loop import Learner  # noqa: PLC0415
+
+    stop = StopSignal()
+    with stop.installed():
+        learner = Learner(job, policy, pusher=_pusher(job, policy) if is_main and not no_push else None, stop=stop)
+        if not is_main:
+            learner.run(None)
+            return
+        with Link(learner.hello, stop) as link:
+            learner.run(link)
+
+
+def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
+    """None for a policy without engines, which is trained off line."""
+    from swarmq.engine.push import WeightPusher  # noqa: PLC0415
+
+    urls = job.policies[policy].engine.urls
+    return WeightPusher(urls, job.run_folder.path / policy / "weights") if urls else None

@@ -1,0 +1,79 @@
+"""What a step says about itself: sums over tokens on every rank, made into one line of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, Tokens
+
+NAMES = (
+    "tokens", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
+    "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
+)  # fmt: skip
+GAP_BINS = 160
+GAP_LOW, GAP_HIGH = -12.0, 4.0
+"""log10 of |theta - mu|: ten bins a decade, so the quantile is right to 26 %."""
+
+
+class Sums:
+    """Running sums of one optimizer step on one rank."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = dict.fromkeys(NAMES, torch.zeros((), dtype=torch.float64, device=device))
+        self.gaps = torch.zeros(GAP_BINS, dtype=torch.float64, device=device)
+
+    def add(self, **values: Tensor | float) -> None:
+        for name, value in values.items():
+            self.values[name] = self.values[name] + value
+
+    def add_tokens(self, tokens: Tokens, entropy: Tensor, clipped: Tensor, kept: Tensor) -> None:
+        """`kept` [S] bool: the tokens that are trained and that weigh something."""
+        theta = tokens.theta.detach()
+        gap, sign = theta - tokens.mu, tokens.advantages.sign()
+        ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
+        self.add(
+            tokens=kept.sum(),
+            k3=((ratio - gap - 1) * kept).sum(dtype=torch.float64),
+            ratio=(ratio * kept).sum(dtype=torch.float64),
+            ratio_squared=(ratio.double().square() * kept).sum(),
+            entropy=(entropy * kept).sum(dtype=torch.float64),
+            theta=(theta * kept).sum(dtype=torch.float64),
+            positive=((sign > 0) & kept).sum(),
+            negative=((sign < 0) & kept).sum(),
+            clipped_positive=(clipped & (sign > 0) & kept).sum(),
+            clipped_negative=(clipped & (sign < 0) & kept).sum(),
+        )
+        place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
+        self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), kept.double())
+
+    def reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The figures over all ranks; every rank gets the same."""
+        flat = torch.cat([torch.stack([torch.as_tensor(self.values[n]) for n in NAMES]), self.gaps])
+        flat = all_reduce(flat).cpu()
+        total = dict(zip(NAMES, flat[: len(NAMES)].tolist(), strict=True))
+        count = max(total["tokens"], 1.0)
+        return {
+            "tokens_trained": int(total["tokens"]),
+            "loss": total["loss"],
+            "kl_k3": total["k3"] / count,
+            "gap_p99": _quantile(flat[len(NAMES) :], 0.99),
+            "effective_samples": total["ratio"] ** 2 / (count * max(total["ratio_squared"], 1e-30)),
+            "entropy": total["entropy"] / count,
+            "logprob": total["theta"] / count,
+            "clipped_positive": total["clipped_positive"] / max(total["positive"], 1.0),
+            "clipped_negative": total["clipped_negative"] / max(total["negative"], 1.0),
+            "calls_left_out": int(total["calls_left_out"]),
+            "tokens_left_out": int(total["tokens_left_out"]),
+        }
+
+
+def _quantile(counts: Tensor, share: float) -> float:
+    """Upper edge of the bin that holds the quantile; 0 without any."""
+    if not counts.sum():
+        return 0.0
+    index = int(torch.searchsorted(counts.cumsum(0), counts.sum() * share))
+    return float(10 ** (GAP_LOW + (index + 1) * (GAP_HIGH - GAP_LOW) / GAP_BINS))

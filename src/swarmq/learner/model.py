@@ -1,0 +1,50 @@
+"""Loads the policy: any causal LM of transformers, ready to be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar
+
+from swarmq.errors import LearnerError
+
+
+def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
+    """The causal LM in a folder or of a name, as FP32 master weights. Raises LearnerError: not there, not one."""
+    config = load_config(source)
+    disable_progress_bar()
+    try:
+        lm = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise LearnerError(f"model {source}: its weights cannot be loaded: {error}") from error
+    lm.train()
+    for module in lm.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    if gradient_checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return lm
+
+
+def load_config(source: str) -> Any:
+    folder = Path(source)
+    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
+        raise LearnerError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise LearnerError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
+    try:
+        config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise LearnerError(f"model {source}: cannot be read: {error}") from error
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise LearnerError(f"model {source}: {config.model_type!r} is not a causal language model")
+    return config
+
+
+def vocab_size(lm: Any) -> int:
+    return int(lm.get_input_embeddings().weight.shape[0])

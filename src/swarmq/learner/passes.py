@@ -1,0 +1,170 @@
+"""From the episodes of a batch to the passes that train them, and which rank computes which. Pure; numpy only.
+
+Weights and advantages are set per episode first; only then are turns laid out, as packed rows or as trees, whichever
+is less work (swarmq.timeline.plan), over all episodes at once, so that ranks share out a batch whose shared beginnings
+are already found. Every rank makes the same plan and takes its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import groupby
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.config import Train
+from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.normalisation import token_weight, units
+from swarmq.messages import Episode
+from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone
+
+FloatArray = NDArray[np.float32]
+
+UNEVEN = 1.05
+"""Ranks get passes of their even share and a little more, because cuts repeat tokens and packing leaves gaps."""
+
+
+class Engine(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model that computes the passes is like."""
+
+    cost: Cost
+    rows_only: str | None = None
+    """Why it cannot compute trees; None when it can."""
+    row_pass: int | None = None
+    """Tokens that keep it busy, where larger passes of packed rows are slower for it; None where they are not."""
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward and backward, and what its S sampled tokens weigh."""
+
+    layout: Layout
+    advantages: FloatArray  # [S]
+    weights: FloatArray  # [S] before the division by the batch's units
+    temperatures: FloatArray  # [S]
+    calls: NDArray[np.int64]  # [S] which model call of this pass sampled the token
+    num_calls: int
+
+    @property
+    def idle(self) -> bool:
+        return int(self.layout.episodes[0]) < 0
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch laid out, and one rank's part of it."""
+
+    passes: list[Pass]
+    """As many as every other rank has."""
+    plan: Plan
+    """Of all ranks."""
+    num_episodes: int
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Over the whole batch and all ranks, before any filter."""
+
+    tokens: int
+    episodes: int
+
+    def of(self, normalisation: str) -> int:
+        return max(self.tokens if units(normalisation) == "tokens" else self.episodes, 1)
+
+
+def totals(episodes: Sequence[Episode]) -> Totals:
+    sampled = [sampled_tokens(episode) for episode in episodes]
+    return Totals(tokens=sum(sampled), episodes=sum(1 for count in sampled if count))
+
+
+def sampled_tokens(episode: Episode) -> int:
+    return sum(len(turn.sampled_ids) for turn in episode.turns) // 4
+
+
+def work_of(episodes: Sequence[Episode], train: Train, engine: Engine, *, rank: int = 0, world: int = 1) -> Work:
+    """What `rank` of `world` computes. Raises TimelineError for a turn longer than `train.micro_batch_tokens`."""
+    resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
+    whole = _planned(resolved, train, engine, train.micro_batch_tokens)
+    if world > 1:
+        whole = _planned(resolved, train, engine, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+    mine = _dealt(whole.layouts, world)
+    weigh = Weigher(episodes, train)
+    passes = [weigh(layout) for layout in mine[rank]]
+    return Work(passes=passes + [idle()] * (max(map(len, mine)) - len(passes)), plan=whole, num_episodes=len(episodes))
+
+
+def idle() -> Pass:
+    """A pass that trains nothing, for a rank that has fewer than another."""
+    (layout,) = row_layouts([[standalone([0], [0], [0.0])]], budget=2)
+    nothing = np.zeros(1, np.float32)
+    return Pass(
+        layout=msgspec.structs.replace(layout, episodes=np.full(1, -1, np.int32)),
+        advantages=nothing,
+        weights=nothing,
+        temperatures=np.ones(1, np.float32),
+        calls=np.zeros(1, np.int64),
+        num_calls=1,
+    )
+
+
+class Weigher:
+    """Knows what every turn of a batch weighs."""
+
+    def __init__(self, episodes: Sequence[Episode], train: Train) -> None:
+        by_id = advantages([list(group) for _, group in groupby(episodes, key=lambda e: e.group_id)], train.advantage)
+        turns = [len(episode.turns) for episode in episodes]
+        self.first = np.cumsum([0, *turns])[:-1]
+        """Episode -> its first turn among the turns of all."""
+        weights = [
+            token_weight(train.normalisation, episode_tokens=sampled_tokens(e), constant_length=train.constant_length)
+            for e in episodes
+        ]
+        self.weights = np.repeat(weights, turns).astype(np.float32)
+        self.advantages = np.array([a for e in episodes for a in by_id[e.episode_id]], np.float32)
+        self.temperatures = np.array([t.sampling.temperature for e in episodes for t in e.turns], np.float32)
+
+    def __call__(self, layout: Layout) -> Pass:
+        turn = self.first[layout.episodes] + layout.turns
+        which, calls = np.unique(turn, return_inverse=True)
+        return Pass(
+            layout=layout,
+            advantages=self.advantages[turn],
+            weights=self.weights[turn],
+            temperatures=self.temperatures[turn],
+            calls=calls.astype(np.int64),
+            num_calls=len(which),
+        )
+
+
+def _planned(episodes: Sequence[Sequence[ResolvedTurn]], train: Train, engine: Engine, budget: int) -> Plan:
+    if train.layout != "auto":
+        return plan(
+            episodes,
+            budget,
+            cost=engine.cost,
+            only=train.layout,
+            because="train.layout asks for it",
+            row_pass=engine.row_pass,
+        )
+    if engine.rows_only:
+        why = f"trees are not available: {engine.rows_only}"
+        return plan(episodes, budget, cost=engine.cost, only="rows", because=why, row_pass=engine.row_pass)
+    return plan(episodes, budget, cost=engine.cost, row_pass=engine.row_pass)
+
+
+def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
+    """The budget with which every rank gets the same number of passes of the same size, or nearly."""
+    rounds = math.ceil(tokens / (world * budget))
+    longest = max(len(turn) for turns in episodes for turn in turns)
+    return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
+
+
+def _dealt(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
+    """The largest first, each to the rank with the fewest tokens so far."""
+    loads = [0] * world
+    parts: list[list[Layout]] = [[] for _ in range(world)]
+    for layout in sorted(layouts, key=lambda each: -each.num_tokens):
+        lightest = loads.index(min(loads))
+        loads[lightest] += layout.num_tokens
+        parts[lightest].append(layout)
+    return parts

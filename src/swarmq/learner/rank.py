@@ -1,0 +1,24 @@
+"""Entry of one rank that `swarmq-learner --num-gpus N` started: `python -m swarmq.learner.rank JOB POLICY NO_PUSH`."""
+
+from __future__ import annotations
+
+import sys
+
+from swarmq import logs
+from swarmq.config import SwarmJob
+from swarmq.errors import SwarmqError
+from swarmq.learner.children import own_rank
+from swarmq.learner.main import train
+
+
+def main(job_file: str, policy: str, no_push: str) -> None:
+    job, rank = SwarmJob.load(job_file), own_rank()
+    logs.configure(role=f"learner.{policy}.{rank}", run=job.run)
+    try:
+        train(job, policy, is_main=rank == 0, no_push=bool(int(no_push)))
+    except SwarmqError as error:
+        sys.exit(f"swarmq: rank {rank}: {error}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

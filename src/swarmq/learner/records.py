@@ -1,0 +1,162 @@
+"""What the learner's two processes say to each other, and what they write into the batch log. No torch in here.
+
+trainer --Hello, Next, Stepped, Phase, Kept, Stop-->  I/O process
+trainer <--Batch, Waiting, Stopped, Failed--          I/O process
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq.config import SwarmJob, Train
+from swarmq.messages import Episode
+
+SCHEMA = 1
+"""Version of the formats of batch log and checkpoint. A reader accepts its own and older ones."""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose batch log or checkpoint this is."""
+
+    run: str
+    policy: str
+    model: str
+
+    @classmethod
+    def of(cls, job: SwarmJob, policy: str) -> Identity:
+        model = job.policies[policy].model
+        return cls(run=job.run, policy=policy, model=str(Path(model).resolve()) if Path(model).is_dir() else model)
+
+    def difference(self, other: Identity) -> str:
+        """What differs, in words; empty when both are the same."""
+        pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
+        return ", ".join(
+            f"{name} is {theirs!r} there and {ours!r} here" for name, ours, theirs in pairs if ours != theirs
+        )
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Sums over the scored episodes of one kind that the learner consumed, those dropped for equal rewards included."""
+
+    episodes: int = 0
+    reward: float = 0.0
+    judged: int = 0
+    """Episodes with a success flag."""
+    successes: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            episodes=self.episodes + other.episodes,
+            reward=self.reward + other.reward,
+            judged=self.judged + other.judged,
+            successes=self.successes + other.successes,
+        )
+
+
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a log record that is read at every start: small, not compressed."""
+
+    record: int
+    """1, 2, 3, ... without a gap."""
+    version: int
+    """Weight version after the step; a record of drops alone repeats the version before it."""
+    trained: tuple[str, ...] = ()
+    dropped: dict[str, str] = {}
+    """episode_id -> reason."""
+    carry: dict[str, float] = {}
+    """Kind -> groups the task mix still owes it."""
+    tally: dict[str, Tally] = {}
+    groups_equal: int = 0
+    """Groups dropped because their rewards were equal."""
+    at: float = 0.0
+    """Unix time, for people."""
+
+
+class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the batch log. `episodes` and `settings` are empty in a record of drops alone."""
+
+    index: Index
+    episodes: tuple[Episode, ...] = ()
+    """The members of a group stand together."""
+    settings: Train | None = None
+    """In effect for this step, so that a replay repeats it."""
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
+    """First frame: the trainer has the weights of `version` and wants the batches after it."""
+
+    job: SwarmJob
+    policy: str
+    version: int
+    vocab_size: int
+    max_length: int | None = None
+
+
+class Next(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
+    """The trainer is free."""
+
+
+class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+    """The batch of `version` is trained and its weights are pushed."""
+
+    version: int
+    fields: dict[str, Any] = {}
+
+
+class Phase(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
+    phase: str
+
+
+class Warn(msgspec.Struct, frozen=True, kw_only=True, tag="warn"):
+    """Something people should know."""
+
+    text: str
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+    """A checkpoint was written; the oldest one kept is `oldest`."""
+
+    oldest: int
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """Publish what is owed, then end."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+    record: bytes
+    """A `BatchRecord`, encoded."""
+    replayed: bool
+    """Read from the log after a restart, not from the queue."""
+
+
+class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+    """Everything logged is replayed, and the next batch is not full yet."""
+
+
+class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
+    pass
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+    """The I/O process cannot go on, for a reason a person must see."""
+
+    text: str
+
+
+ToIO = Hello | Next | Stepped | Phase | Warn | Kept | Stop
+ToTrainer = Batch | Waiting | Stopped | Failed
+
+_encoder = msgspec.msgpack.Encoder()
+_record = msgspec.msgpack.Decoder(BatchRecord)
+
+
+def encode_record(record: BatchRecord) -> bytes:
+    return _encoder.encode(record)
+
+
+def decode_record(body: bytes) -> BatchRecord:
+    return _record.decode(body)

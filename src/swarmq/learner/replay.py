@@ -1,0 +1,65 @@
+"""Train again from a checkpoint and the batch log alone: no broker, no engine, nothing in the run folder is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError
+from swarmq.learner import batch_log, checkpoint
+from swarmq.learner.records import Identity
+from swarmq.learner.trainer import Trainer
+
+log = structlog.get_logger()
+
+
+def replay(
+    job: SwarmJob,
+    policy: str,
+    *,
+    to_folder: Path,
+    from_checkpoint: Path | None = None,
+    until: int | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda _: None,
+) -> int:
+    """Write the checkpoint that training to version `until` (the log's end by default) gives; that version.
+
+    Starts from the initial model without `from_checkpoint`. `report` gets the figures of every step. Raises
+    LearnerError when the checkpoint is not sound, or the log does not go on after it.
+    """
+    identity, settings = Identity.of(job, policy), job.policies[policy]
+    if to_folder.exists() and any(to_folder.iterdir()):
+        raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
+    start = _sound(from_checkpoint, identity) if from_checkpoint else None
+    trainer = Trainer(str(start.path) if start else settings.model, settings.train)
+    if start:
+        checkpoint.restore(trainer, start)
+    places = batch_log.scan(job.run_folder.batch_log(policy), identity)
+    wanted = [p for p in places if p.index.trained and p.index.version > trainer.version]
+    if wanted and wanted[0].index.version != trainer.version + 1:
+        raise LearnerError(
+            f"the batch log goes on with version {wanted[0].index.version}, not {trainer.version + 1}: "
+            f"name a checkpoint of version {wanted[0].index.version - 1} or later"
+        )
+    for place in wanted:
+        if until is not None and place.index.version > until:
+            break
+        fields = trainer.step(batch_log.read(place))
+        report({"version": trainer.version, **fields})
+        log.info("replayed", version=trainer.version, loss=fields["loss"])
+    checkpoint.save(to_folder, trainer, identity, model=settings.model, keep=1)
+    return trainer.version
+
+
+def _sound(path: Path, identity: Identity) -> checkpoint.Checkpoint:
+    try:
+        manifest = checkpoint.check(path)
+    except checkpoint.DamagedError as error:
+        raise LearnerError(f"{path}: not a sound checkpoint: {error}") from error
+    if difference := identity.difference(manifest.identity):
+        raise LearnerError(f"{path}: the checkpoint belongs to something else: {difference}")
+    return checkpoint.Checkpoint(path=path, version=manifest.version)

@@ -1,0 +1,51 @@
+"""Which log records the collector has been told about: a number on disk, so a restart forgets none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.files import mapped
+from swarmq.learner.records import Index
+
+
+class Reports:
+    """All records up to `through` are confirmed; some after it may be, and are told again after a restart."""
+
+    def __init__(self, path: Path, log: BatchLog) -> None:
+        self.path, self.log = path, log
+        self.through = max(_number(path), log.places[0].index.record - 1 if log.places else 0)
+        self._confirmed: set[int] = set()
+
+    def due(self, version: int) -> list[Index]:
+        """Records to tell about now that the weights are of `version`, in order."""
+        if not self.log.last or self.log.last.record == self.through:
+            return []
+        first = self.log.places[0].index.record
+        places = self.log.places[max(0, self.through + 1 - first) :]
+        return [
+            place.index
+            for place in places
+            if place.index.version <= version and place.index.record not in self._confirmed
+        ]
+
+    def confirm(self, record: int) -> None:
+        """The broker has it. Losing this file repeats reports, which the collector recognises; so no fsync.
+
+        Raises LearnerError when the disk refuses.
+        """
+        self._confirmed.add(record)
+        while self.through + 1 in self._confirmed:
+            self.through += 1
+            self._confirmed.discard(self.through)
+        draft = self.path.with_suffix(".new")
+        with mapped(self.path):
+            draft.write_text(str(self.through))
+            draft.replace(self.path)
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

@@ -1,0 +1,67 @@
+"""Figures of a batch that need no model: rewards, staleness, truncation, branches. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from swarmq.learner.records import BatchRecord, Index, Tally
+from swarmq.messages import Episode
+
+SCORED = frozenset({"equal_rewards"})
+"""Dropped for this reason, an episode still counts in the reward that people watch."""
+
+
+def tally(episodes: Iterable[Episode]) -> dict[str, Tally]:
+    """Kind -> sums."""
+    sums: dict[str, Tally] = {}
+    for episode in episodes:
+        one = Tally(
+            episodes=1,
+            reward=episode.reward,
+            judged=int(episode.success is not None),
+            successes=int(bool(episode.success)),
+        )
+        sums[episode.kind] = sums.get(episode.kind, Tally()) + one
+    return sums
+
+
+def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
+    sums: dict[str, Tally] = {}
+    for each in tallies:
+        for kind, value in each.items():
+            sums[kind] = sums.get(kind, Tally()) + value
+    return sums
+
+
+def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]:
+    """Of one trained batch; `since_last` are the records of drops since the batch before, which count for the reward."""
+    episodes, indices = record.episodes, [record.index, *since_last]
+    sums = add_tallies(index.tally for index in indices)
+    scored = sum(t.episodes for t in sums.values())
+    groups = len({episode.group_id for episode in episodes})
+    equal = sum(index.groups_equal for index in indices)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return {
+        "reward": sum(t.reward for t in sums.values()) / max(scored, 1),
+        "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
+        "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
+        "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
+        "episodes": len(episodes),
+        "groups": groups,
+        "equal_groups": equal / max(groups + equal, 1),
+        "turns": len(turns),
+        "tokens_sampled": sum(len(turn.sampled_ids) for turn in turns) // 4,
+        "tokens_unfolded": sum(turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns),
+        "staleness": dict(sorted(Counter(str(record.index.version - 1 - oldest_version(e)) for e in episodes).items())),
+        "truncated": sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1),
+        "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
+        "repaired": sum(turn.repaired for turn in turns) / max(len(turns), 1),
+        "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
+    }
+
+
+def oldest_version(episode: Episode) -> int:
+    """The weight version of the oldest sampled token. An engine that was never given weights reports none: 0."""
+    return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)

@@ -1,0 +1,187 @@
+"""One optimizer step from one batch record, on as many ranks as accelerate brings.
+
+    episodes --work_of--> passes --LayoutModel--> theta --loss--> backward ... clip, AdamW
+
+Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The
+gradient does not depend on ranks, passes, packing, folding or trees. A step whose gradient is not finite, or in
+which a filter left nothing, changes nothing but counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs, set_seed
+from torch import Tensor
+
+from swarmq.config import Train
+from swarmq.errors import LearnerError
+from swarmq.learner.algorithms.filters import keep
+from swarmq.learner.algorithms.losses import LOSSES, Tokens
+from swarmq.learner.algorithms.normalisation import units
+from swarmq.learner.metrics import Sums
+from swarmq.learner.model import load_lm, vocab_size
+from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
+from swarmq.learner.records import BatchRecord
+from swarmq.learner.seen import Seen
+from swarmq.learner.token_log import EpisodeTokens
+from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree_attention import placed
+
+CPU_ROW_PASS = 2048
+"""Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
+
+COLLECTIVE_TIMEOUT = timedelta(days=7)
+"""Ranks wait for rank 0, which waits for episodes: no time is too long, and a dead rank ends all of them."""
+
+
+class Trainer:
+    """Model and optimizer of one policy. `version` counts the steps taken since the initial model."""
+
+    def __init__(self, source: str, train: Train, *, version: int = 0, accelerator: Accelerator | None = None) -> None:
+        """Load the weights in `source`. Raises LearnerError when they cannot be."""
+        set_seed(train.seed)
+        torch.use_deterministic_algorithms(train.deterministic)
+        self.accelerator = accelerator or make_accelerator(train)
+        self.train, self.version = train, version
+        policy = LayoutModel(load_lm(source, gradient_checkpointing=train.gradient_checkpointing))
+        if train.layout == "tree" and policy.rows_only:
+            raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
+        optimizer = torch.optim.AdamW(policy.parameters(), lr=train.learning_rate, fused=True)
+        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.num_parameters = sum(p.numel() for p in policy.parameters())
+        self.engine = Engine(
+            cost=policy.cost,
+            rows_only=policy.rows_only,
+            row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
+        )
+        self.tokens: list[EpisodeTokens] = []
+        """What the last step saw of this rank's episodes, where `train.token_log`."""
+        self._seen: Seen | None = None
+
+    @property
+    def lm(self) -> Any:
+        """The transformers model inside all wrappers."""
+        return self.accelerator.unwrap_model(self.model).model
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.lm)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest call that can be trained."""
+        made_for = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them."""
+        return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
+
+    def step(self, record: BatchRecord) -> dict[str, Any]:
+        """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank."""
+        assert record.settings is not None
+        assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
+        train, rank, world = record.settings, self.accelerator.process_index, self.accelerator.num_processes
+        began = time.perf_counter()
+        work = work_of(record.episodes, train, self.engine, rank=rank, world=world)
+        self._seen = Seen() if train.token_log else None
+        fields = self.optimize(
+            work,
+            train,
+            loss=train.loss.name,
+            total=totals(record.episodes).of(train.normalisation),
+            step=record.index.version,
+        )
+        self.version = record.index.version
+        self.tokens = self._seen.by_episode(record.episodes) if self._seen else []
+        train_s = time.perf_counter() - began
+        return fields | {"train_s": train_s, "tokens_per_s": fields["tokens_computed"] / train_s}
+
+    def optimize(self, work: Work, train: Train, *, loss: str, total: int, step: int) -> dict[str, Any]:
+        """One optimizer step on this rank's part of the work; `total` units over all ranks."""
+        fields, left = self.accumulate(work, train, loss=loss, total=total)
+        return fields | self._update(train, step, anything=left > 0)
+
+    def accumulate(self, work: Work, train: Train, *, loss: str, total: int) -> tuple[dict[str, Any], int]:
+        """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
+        sums = Sums(self.accelerator.device)
+        trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
+        for index, one in enumerate(work.passes):
+            with self._accumulating(last=index == len(work.passes) - 1):
+                self._backward(one, train, loss, total, sums, trained)
+        fields = sums.reduced(self._sum) | {
+            "layout": work.plan.way,
+            "layout_reason": work.plan.reason,
+            "passes": len(work.plan.layouts),
+            "tokens_computed": work.plan.tokens,
+        }
+        if units(train.normalisation) == "tokens":
+            left = fields["tokens_trained"]
+        else:
+            left = int((self._sum(trained) > 0).sum())
+        if 0 < left != total:
+            fields["loss"] *= total / left
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(total / left)
+        return fields, left
+
+    def _backward(self, one: Pass, train: Train, loss: str, total: int, sums: Sums, trained: Tensor) -> None:
+        """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
+        temperatures, mu, advantages, calls, weights = (
+            self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
+        )
+        scored = self.model(Placed.of(one.layout, self.accelerator.device), temperatures)
+        tokens = Tokens(scored.logprobs, mu, advantages, calls, one.num_calls)
+        result = LOSSES[loss](tokens, train.loss)
+        kept = weights > 0
+        if (filtered := keep(tokens, train)) is not None:
+            kept &= filtered.tokens
+            weights = weights * kept
+            sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)
+        objective = (result.per_token * weights).sum() / total
+        self.accelerator.backward(objective * self.accelerator.num_processes)
+        sums.add_tokens(tokens, scored.entropies, result.clipped, kept)
+        if one.idle:
+            return
+        sums.add(loss=objective.detach())
+        trained.index_add_(0, self._placed(one.layout.episodes), kept.float())
+        if self._seen:
+            self._seen.add(one, tokens.theta, kept)
+
+    def _placed(self, values: np.ndarray) -> Tensor:
+        return placed(values, self.accelerator.device)
+
+    def _update(self, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
+        """Clip, and let the optimizer step unless that would do harm."""
+        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
+        rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
+        skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group.update(lr=rate, betas=train.betas, weight_decay=train.weight_decay)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate, **({"skipped": skipped} if skipped else {})}
+
+    def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
+
+
+def make_accelerator(train: Train) -> Accelerator:
+    return Accelerator(
+        mixed_precision=train.mixed_precision,
+        cpu=not torch.cuda.is_available(),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
+    )

@@ -1,0 +1,179 @@
+"""Train any Hugging Face decoder on layouts: packed rows without cross-talk, and trees.
+
+`LayoutModel` owns a model and answers one question: the log-probability of every sampled token of a layout. A model
+whose attention can be replaced computes all of a layout in one pass. One that cannot (its state runs along the
+tokens, it has attention of its own making, or the check on a small tree fails) computes row after row, and says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
+from transformers import AttentionInterface, PreTrainedModel
+
+from swarmq.errors import LearnerError
+from swarmq.learner import tree_attention
+from swarmq.learner.tree_attention import Visibility, placed
+from swarmq.learner.tree_head import Scored, head_of, score, score_logits
+from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
+
+log = structlog.get_logger()
+
+LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers for which who sees whom is all there is to know."""
+
+EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
+"""Prompts and samples that fork, to check a model with."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The part of a layout that the model needs, on its device."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    predictors: Tensor  # [S]
+    targets: Tensor  # [S]
+    visibility: Visibility
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device, *, compiled: bool | None = None) -> Placed:
+        """Copies to `device`. `compiled` chooses FlexAttention, by default where there is CUDA."""
+        ids, positions, predictors, targets = (
+            placed(values.astype(np.int64), device)
+            for values in (layout.token_ids, layout.positions, layout.predictors, layout.targets)
+        )
+        return cls(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            predictors=predictors,
+            targets=targets,
+            visibility=Visibility(layout, device, compiled=device.type == "cuda" if compiled is None else compiled),
+        )
+
+
+class LayoutModel(nn.Module):
+    """A causal language model that scores the sampled tokens of layouts.
+
+    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered
+    where the head reads them. The model's attention is replaced by ours where that gives the model's own results.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model: Any = model
+        self.head_apart = True
+        """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
+        self.rows_only: str | None = "not checked yet"
+        """Why trees cannot be computed; None when they can."""
+        self._check()
+
+    @property
+    def cost(self) -> Cost:
+        """Floating-point operations of a forward pass, for `swarmq.timeline.plan`."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        inner = sum(p.numel() for p in self.model.parameters())
+        inner -= sum({id(end.weight): end.weight.numel() for end in ends}.values())
+        return Cost(token=2.0 * inner, pair=4.0 * width * config.num_hidden_layers)
+
+    def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
+        """Log-probabilities of the layout's S targets at `temperatures`, one for all or [S]."""
+        temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
+        temperatures = temperatures.expand(len(placed.targets))
+        run = _row_by_row if self.rows_only else _together
+        outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
+        # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
+        chosen = F.embedding(placed.predictors, outputs)
+        if self.head_apart:
+            return score(chosen, head_of(self.model), placed.targets, temperatures)
+        return score_logits(chosen, placed.targets, temperatures)
+
+    def _check(self) -> None:
+        """Hold head and attention to what the model itself computes for a small example."""
+        turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
+        rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
+        few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
+        with _evaluating(self.model):
+            expected = _by_the_book(self.model, few)
+            self.head_apart = self._flaw(few, expected) is None
+            self.rows_only = why_not(self.model)
+            if self.rows_only is None:
+                plain = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
+                AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
+                self.model.set_attn_implementation(tree_attention.NAME)
+                self.rows_only = self._flaw(forked, expected)
+                if self.rows_only is not None:
+                    self.model.set_attn_implementation(plain)
+        if self.rows_only or not self.head_apart:
+            log.warning(
+                "slower_than_could_be",
+                model=type(self.model).__name__,
+                rows_only=self.rows_only,
+                head_apart=self.head_apart,
+            )
+
+    def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
+        try:
+            error = float((self(placed).logprobs - expected).abs().max())
+        except (AttributeError, TypeError, LearnerError) as refusal:
+            return f"a small example fails: {refusal}"
+        exact = self.model.dtype in {torch.float32, torch.float64}
+        return None if error < (1e-3 if exact else 0.2) else f"a small example is off by {error:.2g}"
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why a model cannot compute trees, as far as class and configuration tell; None when nothing speaks against it."""
+    config = model.config.get_text_config()
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if strange:
+        return f"it has layers of kind {', '.join(sorted(strange))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    return None
+
+
+def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
+    """What `network` puts out for all T tokens, in one pass."""
+    return network(
+        input_ids=placed.input_ids,
+        position_ids=placed.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        visibility=placed.visibility,
+    )[0][0]
+
+
+def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
+    """The same for packed rows, a pass each, with the model's own attention."""
+    visibility = placed.visibility
+    if any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
+        raise LearnerError("this model computes packed rows only: plan with only='rows'")
+    return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
+
+
+def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
+    """Log-probabilities as the model itself computes them."""
+    logits = _row_by_row(model, placed)[placed.predictors]
+    return score_logits(logits, placed.targets, torch.ones(len(logits), device=logits.device)).logprobs
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

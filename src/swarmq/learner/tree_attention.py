@@ -1,0 +1,182 @@
+"""Attention over a layout: every token sees its own ancestors and nothing else (swarmq.timeline.layout).
+
+On CUDA this is FlexAttention, compiled, with block masks computed from the layout instead of from T x T pairs. Lengths are
+padded to one of a few inside the attention alone, so there is little to compile and nothing else computes the
+padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product attention (batched_attention).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from swarmq.errors import LearnerError
+from swarmq.learner.batched_attention import Batches, Form, Run, attend_in_batches, batches_of
+from swarmq.timeline.layout import Layout, block_map, node_spans
+from swarmq.timeline.turns import IntArray
+
+NAME = "swarmq_layout"
+"""What the attention is called among a transformers model's attention implementations."""
+
+BLOCK = 128
+LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384, 24576))]
+"""What layouts are padded to. A block of padding costs one of the many that a real block costs, and its share of the
+copies; a compilation costs seconds."""
+
+
+class Visibility:
+    """Who sees whom in one layout, on one device."""
+
+    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool) -> None:
+        self.num_tokens = layout.num_tokens
+        self.nodes = node_spans(layout)
+        self.paths = _paths(self.nodes, layout.node_parents.tolist())
+        """Node -> the runs of tokens from its root to its own end, in order."""
+        self.compiled = compiled
+        self._device = device
+        self._exits, self._positions = _padded(layout, compiled)
+        self._block_masks: dict[int | None, BlockMask] = {}
+        self._batches: dict[int | None, Batches] = {}
+
+    def block_mask(self, window: int | None) -> BlockMask:
+        """For queries and keys padded to `padded_length`; made once per window and layout."""
+        if window not in self._block_masks:
+            self._block_masks[window] = _block_mask(self._exits, self._positions, window, self._device)
+        return self._block_masks[window]
+
+    def batches(self, window: int | None) -> Batches:
+        """For attention without a compiler; made once per window and layout."""
+        if window not in self._batches:
+            self._batches[window] = batches_of(self.nodes, self.paths, window, self._device)
+        return self._batches[window]
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens that the attention kernel is given; what it is compiled for."""
+        return len(self._exits)
+
+
+def placed(values: NDArray[Any], device: torch.device) -> Tensor:
+    """On `device`. From pinned memory, because any other copy makes the host wait for what the GPU has still to do."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def attend(
+    _module: torch.nn.Module,
+    query: Tensor,  # [1, heads, T, D]
+    key: Tensor,  # [1, key heads, T, D]
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    visibility: Visibility | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers' interface. Returns [1, T, heads, D]."""
+    if visibility is None or attention_mask is not None or query.shape[0] != 1:
+        raise LearnerError("this model computes layouts only: call it through swarmq.learner.tree.LayoutModel")
+    if dropout:
+        raise LearnerError("attention dropout makes training differ from sampling: set the model's to 0")
+    form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    if visibility.compiled:
+        output = _attend_compiled(query, key, value, visibility, form)
+    else:
+        output = attend_in_batches(query, key, value, visibility.batches(form.window), form)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: Form) -> Tensor:
+    pad = visibility.padded_length - visibility.num_tokens
+    query, key, value = (F.pad(x, (0, 0, 0, pad)).contiguous() for x in (query, key, value))
+    output = _compiled_flex_attention()(
+        query,
+        key,
+        value,
+        score_mod=None if form.softcap is None else _capped(form.softcap),
+        block_mask=visibility.block_mask(form.window),
+        scale=form.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if form.sinks is None else AuxRequest(lse=True),
+    )
+    if form.sinks is not None:
+        # A sink is one more key with a value of 0: exp(lse) of exp(lse) + exp(sink) remains.
+        output, aux = output
+        output = output * torch.sigmoid(aux.lse - form.sinks.float().view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
+    seen: Tensor = output[:, :, : visibility.num_tokens]
+    return seen
+
+
+def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
+    paths: list[list[Run]] = []
+    for (start, end), parent in zip(nodes, parents, strict=True):
+        path = paths[parent] if parent >= 0 else []
+        if path and path[-1][1] == start:
+            paths.append([*path[:-1], (path[-1][0], end)])
+        else:
+            paths.append([*path, (start, end)])
+    return paths
+
+
+def _padded(layout: Layout, compiled: bool) -> tuple[IntArray, IntArray]:
+    """Exits and positions, padded with tokens that see nothing but themselves."""
+    size = layout.num_tokens
+    length = next(length for length in LENGTHS if length >= size) if compiled else size
+    extra = np.arange(size, length, dtype=np.int32)
+    return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
+
+
+def _block_mask(exits: IntArray, positions: IntArray, window: int | None, device: torch.device) -> BlockMask:
+    partly, wholly = block_map(exits, positions, BLOCK, window)
+    sees = _sees(placed(exits, device), placed(positions, device), window)
+    return BlockMask.from_kv_blocks(
+        *_ordered(partly, device), *_ordered(wholly, device), BLOCK_SIZE=BLOCK, mask_mod=sees
+    )
+
+
+def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[Q, K] as FlexAttention wants it: how many key blocks per query block, and which, those first."""
+    which = np.argsort(~blocks, axis=1, kind="stable")
+    return tuple(placed(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]
+
+
+def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[..., Tensor]:
+    def ancestor(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < exits[k])
+
+    if window is None:
+        return ancestor
+
+    def ancestor_within(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (k <= q) & (q < exits[k]) & (positions[q] - positions[k] < window)
+
+    return ancestor_within
+
+
+@functools.cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _k: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+@functools.cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """One compilation per padded length, window and dtype. `fullgraph` makes one too many an error, because
+    uncompiled FlexAttention would quietly fill the memory with T x T scores."""
+    config = torch._dynamo.config  # noqa: SLF001 - the only home of this limit
+    config.recompile_limit = max(config.recompile_limit, 64)
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -1,0 +1,174 @@
+"""Log-probabilities of chosen tokens without ever holding [S, vocabulary] logits.
+
+The head runs over chunks of tokens, forward and again backward. Logits are FP32 (from BF16 factors on CUDA, where the
+matrix product accumulates and returns FP32). Bias, scaling and soft-capping of logits are part of the head.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+CPU_CHUNK = 1 << 22
+"""Most logits at once on a CPU: 16 MiB."""
+GPU_SHARE = 1 / 32
+"""Share of a GPU's memory that FP32 logits may take at once. Few large chunks, because each one costs a pass over the
+gradient of the head's weight."""
+
+
+class Form(NamedTuple):
+    """What some models do to the product W h + b: softcap * tanh(multiplier * product / softcap)."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+class Head(NamedTuple):
+    """What turns a hidden state into logits."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    form: Form = Form()
+
+
+class Scored(NamedTuple):
+    logprobs: Tensor  # [S] float32, natural log, differentiable
+    entropies: Tensor  # [S] float32, nats, without gradient
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The head of a transformers causal language model, with what its configuration does to logits."""
+    linear = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    multiplier = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    return Head(linear.weight, linear.bias, Form(multiplier, getattr(config, "final_logit_softcapping", None)))
+
+
+def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor) -> Scored:
+    """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S])."""
+    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures)  # type: ignore[no-untyped-call]
+    return Scored(logprobs, entropies)
+
+
+def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scored:
+    """The same of logits [S, V] that exist already."""
+    logprobs, entropies, _ = _reduce(logits.float(), targets, temperatures, Form())
+    return Scored(logprobs, entropies.detach())
+
+
+class _Score(torch.autograd.Function):
+    """Logits are made twice, chunk by chunk, and kept never."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: Form,
+        targets: Tensor,
+        temperatures: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        ctx.form = form
+        reduce = _compiled(_reduce) if device == "cuda" else _reduce
+        factor = weight.to(ctx.dtype).t()
+        logprobs, entropies, norms = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        for part in _chunks(hidden, weight):
+            logits = _product(hidden[part].to(ctx.dtype), factor, bias)
+            logprobs[part], entropies[part], norms[part] = reduce(logits, targets[part], temperatures[part], form)
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperatures, norms = ctx.saved_tensors
+        slope = _compiled(_slope) if hidden.device.type == "cuda" else _slope
+        factor = weight.to(ctx.dtype)
+        hidden_grad = torch.empty_like(hidden)
+        weight_grad: Tensor | None = None
+        bias_grad = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        by_scaled = gradients[0] / temperatures
+        for part in _chunks(hidden, weight):
+            inputs = hidden[part].to(ctx.dtype)
+            logits = _product(inputs, factor.t(), bias)
+            chosen = Chosen(targets[part], temperatures[part], norms[part], by_scaled[part])
+            by_logits = slope(logits, chosen, ctx.form, ctx.dtype)
+            hidden_grad[part] = (by_logits @ factor).to(hidden.dtype)
+            by_weight = _product(by_logits.t(), inputs)
+            weight_grad = by_weight if weight_grad is None else weight_grad.add_(by_weight)
+            if bias_grad is not None:
+                bias_grad += by_logits.float().sum(0)
+        return (
+            hidden_grad,
+            torch.zeros_like(weight) if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias is None or bias_grad is None else bias_grad.to(bias.dtype),
+            *[None] * 3,
+        )
+
+
+class Chosen(NamedTuple):
+    """Of the tokens of one chunk."""
+
+    targets: Tensor
+    temperatures: Tensor
+    norms: Tensor
+    """Log of the sum of exponentials."""
+    by_scaled: Tensor
+    """Gradient with respect to the chosen logit, over the temperature."""
+
+
+def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy, and log of the sum of exponentials."""
+    scaled = _formed(logits, form) / temperatures[:, None]
+    norms = torch.logsumexp(scaled, dim=-1)
+    chosen = scaled.gather(1, targets[:, None])[:, 0]
+    expected = (torch.exp(scaled - norms[:, None]) * scaled).sum(-1)
+    return chosen - norms, norms - expected, norms
+
+
+def _slope(logits: Tensor, chosen: Chosen, form: Form, dtype: torch.dtype) -> Tensor:
+    """The gradient with respect to the product W h + b, in the dtype of the matrix products."""
+    formed = _formed(logits, form)
+    is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == chosen.targets[:, None]
+    gap = is_target.to(logits.dtype) - torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
+    by_logits = gap * (chosen.by_scaled[:, None] * form.multiplier)
+    if form.softcap is not None:
+        by_logits = by_logits * (1 - (formed / form.softcap) ** 2)
+    return by_logits.to(dtype)
+
+
+def _formed(logits: Tensor, form: Form) -> Tensor:
+    scaled = logits if form.multiplier == 1.0 else logits * form.multiplier
+    return scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias in FP32, from factors of the compute dtype."""
+    mixed = a.is_cuda and a.dtype != torch.float32
+    product = torch.mm(a, b, out_dtype=torch.float32) if mixed else (a @ b).float()
+    return product if bias is None else product + bias.float()
+
+
+def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
+    size = max(1, _most_logits(hidden.device) // weight.shape[0])
+    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+
+@functools.cache
+def _most_logits(device: torch.device) -> int:
+    if device.type != "cuda":
+        return CPU_CHUNK
+    return int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE) // 4
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function)

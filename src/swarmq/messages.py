@@ -1,0 +1,390 @@
+"""Every record that crosses a process, and the one way to encode it.
+
+Records are frozen msgspec structs, msgpack on the wire, tagged by `type`. Unknown fields are ignored on read so
+that a newer writer does not break an older reader; an unknown tag or a newer `schema` is an error, and its message
+goes to the dead-letter queue. Token ids and log-probabilities travel as packed little-endian int32 and float32.
+
+    client  --EpisodeBegin, EpisodeEnd-->  in
+    proxy   --Turn-->                      in
+    learner --Consumed-->                  in
+    collector --Episode-->  <policy>.ready       collector --Ticket-->  tickets.<kind>
+    feeder    --Task-->     tasks.<kind>         everybody --Event-->   swarmq.events
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import sys
+import time
+import uuid
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from swarmq.errors import MessageError
+
+SCHEMA = 1
+"""Version of the wire format. A reader accepts its own and older ones."""
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""Largest record we publish. RabbitMQ 4 closes the channel above 16 MiB."""
+
+MAX_LOGPROB = 1e-3
+"""Rounding lets an engine report a log-probability a little above 0, not more."""
+
+NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
+"""Runs, policies and kinds name queues: lower case, digits and dashes, at most 40."""
+
+Mode = Literal["train", "eval"]
+Status = Literal["finished", "aborted", "failed"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
+    """Base of what is sent. `run` is in every record so that a stray one is recognised."""
+
+    schema: int = SCHEMA
+    run: str
+
+
+class Slot(msgspec.Struct, frozen=True, kw_only=True, order=True):
+    """The thing that is to be trained once: one repeat of a task in one epoch."""
+
+    task_id: str
+    repeat: int = 0
+    epoch: int = 0
+
+    @property
+    def id(self) -> str:
+        return f"{self.task_id}/{self.repeat}/{self.epoch}"
+
+    @property
+    def group_id(self) -> str:
+        """Slots that share a baseline: all repeats of one task in one epoch."""
+        return f"{self.task_id}/{self.epoch}"
+
+
+class EpisodeBegin(Record, frozen=True, kw_only=True, tag="begin"):
+    """client -> in: one attempt at a slot starts."""
+
+    episode_id: str
+    slot: Slot
+    kind: str
+    group_size: int
+    policies: tuple[str, ...]
+    mode: Mode = "train"
+    client_id: str
+    code_version: str = ""
+    attempt: int = 0
+    ticket_id: str | None = None
+    silence_s: float | None = None
+    """The collector expires the episode after this long without a sign of life; None leaves it to the run."""
+
+
+class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Sampled tokens [start, end) of a turn came from weight version `version`."""
+
+    version: int
+    start: int
+    end: int
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The sampling parameters that were in effect, after overrides."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_tokens: int | None = None
+    seed: int | None = None
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Seconds, measured by the proxy's monotonic clock; `began_at` is Unix time for people."""
+
+    began_at: float = 0.0
+    first_token_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Turn(Record, frozen=True, kw_only=True, tag="turn"):
+    """proxy -> in: one model call and exactly the tokens that were sampled.
+
+    The prompt is the first `shared` tokens of the parent's full sequence (its prompt and its sampled tokens)
+    followed by `prompt_ids`; without a parent `shared` is 0 and `prompt_ids` is the whole prompt.
+    """
+
+    episode_id: str
+    policy: str
+    call_id: str
+    """Unique within the episode, one per sampled choice."""
+    mode: Mode = "train"
+    request_id: str
+    """The same for all choices of one HTTP request."""
+    retry: int = 0
+    """How often the client library had sent this request before."""
+    request_digest: str = ""
+    """Equal for two sendings of the same request: how a retry's orphan is recognised."""
+    parent: str | None = None
+    shared: int = 0
+    prompt_ids: bytes
+    """Packed int32, the tokens after the shared ones."""
+    sampled_ids: bytes
+    """Packed int32."""
+    logprobs: bytes
+    """Packed float32, natural log, one per sampled token, of the distribution that was sampled."""
+    versions: tuple[VersionSpan, ...] = ()
+    sampling: Sampling = Sampling()
+    finish_reason: str = "stop"
+    agent: str | None = None
+    branch: str | None = None
+    """Why no earlier turn could be continued, when one was expected (`history_edited`, `drift`, ...)."""
+    repaired: bool = False
+    """A fresh rendering would have given other tokens; the recorded ones were kept."""
+    timings: Timings = Timings()
+    messages: bytes = b""
+    """JSON list of the chat messages this turn added, its answer last. For people; nothing computes with it."""
+
+
+class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
+    """client -> in: how an attempt ended, for all of its policies at once."""
+
+    episode_id: str
+    status: Status
+    rewards: dict[str, float] = {}
+    """Policy -> reward. Empty unless finished."""
+    agent_rewards: dict[str, dict[str, float]] = {}
+    """Policy -> agent tag -> reward, where agents of one policy are credited apart."""
+    call_rewards: dict[str, float] = {}
+    """call_id -> reward."""
+    success: bool | None = None
+    metrics: dict[str, float] = {}
+    metadata: dict[str, str] = {}
+    calls: tuple[str, ...] | None = None
+    """The call ids whose answers the agent received, where the client knows them."""
+    reason: str = ""
+    client_id: str = ""
+
+
+class Episode(Record, frozen=True, kw_only=True, tag="episode"):
+    """collector -> <policy>.ready: all that a learner needs of one finished episode.
+
+    The members of a group are published one after another; `group_members` says how many there are.
+    """
+
+    policy: str
+    episode_id: str
+    slot: Slot
+    kind: str
+    group_id: str
+    group_members: int
+    group_size: int
+    reward: float
+    agent_rewards: dict[str, float] = {}
+    call_rewards: dict[str, float] = {}
+    success: bool | None = None
+    metrics: dict[str, float] = {}
+    metadata: dict[str, str] = {}
+    client_id: str = ""
+    code_version: str = ""
+    attempt: int = 0
+    turns: tuple[Turn, ...]
+
+
+class Consumed(Record, frozen=True, kw_only=True, tag="consumed"):
+    """learner -> in: one optimizer step was logged, and what became of the episodes it took."""
+
+    policy: str
+    record: int = 0
+    """Number of the batch-log record; episodes may be dropped between two steps, so one version has several."""
+    version: int
+    """Weight version after the step."""
+    trained: tuple[str, ...]
+    dropped: dict[str, str] = {}
+    """episode_id -> reason."""
+
+
+class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
+    """collector -> tickets.<kind>: permission to begin one episode of this kind."""
+
+    ticket_id: str
+    kind: str
+
+
+class Task(Record, frozen=True, kw_only=True, tag="task"):
+    """feeder -> tasks.<kind>: one slot to attempt, held unacknowledged by a worker until it has ended."""
+
+    slot: Slot
+    kind: str
+    group_size: int
+    mode: Mode = "train"
+    attempt: int = 0
+    payload: msgspec.Raw = msgspec.Raw(b"\xc0")
+    """msgpack of what the worker's function gets; nothing of swarmq looks inside."""
+
+
+EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning"]
+
+
+class Event(Record, frozen=True, kw_only=True, tag="event"):
+    """daemon -> swarmq.events: something a person or a monitor may want to know. Best effort, not durable."""
+
+    source: str
+    """Who says so: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>`."""
+    name: EventName
+    at: float
+    """Unix time."""
+    fields: dict[str, Any] = {}
+
+
+Message = EpisodeBegin | Turn | EpisodeEnd | Episode | Consumed | Ticket | Task | Event
+Piece = EpisodeBegin | Turn | EpisodeEnd | Consumed
+"""What the collector reads from `in`."""
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a record. Raises MessageError if it is larger than MAX_MESSAGE_BYTES."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise MessageError(
+            f"{type(message).__name__} of {len(body)} bytes is over the limit of {MAX_MESSAGE_BYTES}: "
+            "shorten the episode's metadata or its turns"
+        )
+    return body
+
+
+def decode(body: bytes) -> Message:
+    """The record in `body`, checked. Raises MessageError with the reason."""
+    try:
+        message = _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise MessageError(f"not a swarmq record: {error}") from error
+    if message.schema > SCHEMA:
+        raise MessageError(f"schema {message.schema} is newer than this reader's {SCHEMA}: upgrade swarmq")
+    check(message)
+    return message
+
+
+def check(message: Message) -> None:
+    """Raise MessageError where fields of a record contradict each other or hold no finite number."""
+    match message:
+        case Turn():
+            _check_turn(message)
+        case EpisodeEnd():
+            _check_end(message)
+        case EpisodeBegin():
+            if (
+                message.group_size < 1
+                or not message.policies
+                or not (message.silence_s is None or message.silence_s > 0)
+            ):
+                raise MessageError(
+                    f"begin of {message.episode_id}: group_size, policies and silence_s must be positive"
+                )
+        case Episode():
+            if not math.isfinite(message.reward):
+                raise MessageError(f"episode {message.episode_id}: reward {message.reward} is not finite")
+            for turn in message.turns:
+                _check_turn(turn)
+        case _:
+            pass
+
+
+def _check_turn(turn: Turn) -> None:
+    where = f"turn {turn.call_id} of {turn.episode_id}"
+    if len(turn.prompt_ids) % 4 or len(turn.sampled_ids) % 4:
+        raise MessageError(f"{where}: token ids are not whole int32 values")
+    if len(turn.logprobs) != len(turn.sampled_ids):
+        raise MessageError(
+            f"{where}: {len(turn.sampled_ids) // 4} sampled tokens but {len(turn.logprobs) / 4} log-probabilities"
+        )
+    if turn.shared < 0 or (turn.parent is None and turn.shared):
+        raise MessageError(f"{where}: {turn.shared} shared tokens with parent {turn.parent}")
+    if min(unpack_ids(turn.prompt_ids), default=0) < 0 or min(unpack_ids(turn.sampled_ids), default=0) < 0:
+        raise MessageError(f"{where}: negative token id")
+    logprobs = unpack_floats(turn.logprobs)
+    if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MAX_LOGPROB:
+        raise MessageError(f"{where}: a log-probability is above 0 or not finite")
+    if turn.versions:
+        num_sampled = len(turn.sampled_ids) // 4
+        edges = [0, *(span.end for span in turn.versions)]
+        if [span.start for span in turn.versions] != edges[:-1] or edges[-1] != num_sampled:
+            raise MessageError(f"{where}: version spans {turn.versions} do not cover {num_sampled} sampled tokens")
+
+
+def _check_end(end: EpisodeEnd) -> None:
+    numbers: Iterable[tuple[str, float]] = [
+        *((f"rewards.{k}", v) for k, v in end.rewards.items()),
+        *((f"agent_rewards.{p}.{a}", v) for p, by in end.agent_rewards.items() for a, v in by.items()),
+        *((f"call_rewards.{k}", v) for k, v in end.call_rewards.items()),
+        *((f"metrics.{k}", v) for k, v in end.metrics.items()),
+    ]
+    for path, value in numbers:
+        if not math.isfinite(value):
+            raise MessageError(f"end of {end.episode_id}: {path} is {value}, not a finite number")
+    if end.status == "finished" and not end.rewards:
+        raise MessageError(f"end of {end.episode_id}: finished, but no policy has a reward")
+
+
+def key_of(message: Message) -> str:
+    """The idempotency key: equal for two sendings of the same fact, different for different facts."""
+    match message:
+        case EpisodeBegin():
+            return f"{message.episode_id}:begin"
+        case Turn():
+            return f"{message.episode_id}:{message.call_id}"
+        case EpisodeEnd():
+            return f"{message.episode_id}:end"
+        case Episode():
+            return f"{message.episode_id}:{message.policy}"
+        case Consumed():
+            return f"consumed:{message.policy}:{message.record or message.version}"
+        case Ticket():
+            return message.ticket_id
+        case Task():
+            return f"{message.slot.id}:{message.attempt}"
+        case Event():
+            return f"{message.source}:{message.name}:{message.at}"
+
+
+def new_id() -> str:
+    """A UUIDv7: sorts by time of making (RFC 9562), so logs and ids agree about order."""
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return str(uuid.UUID(int=value))
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """Packed little-endian int32. Raises MessageError for an id that does not fit."""
+    try:
+        return _little_endian(array("i", ids)).tobytes()
+    except OverflowError as error:
+        raise MessageError(f"a token id does not fit 32 bits: {error}") from error
+
+
+def unpack_ids(packed: bytes) -> array[int]:
+    """The ids in `packed`, an array('i')."""
+    return _little_endian(array("i", packed))
+
+
+def pack_floats(values: Sequence[float]) -> bytes:
+    """Packed little-endian float32."""
+    return _little_endian(array("f", values)).tobytes()
+
+
+def unpack_floats(packed: bytes) -> array[float]:
+    """The numbers in `packed`, an array('f')."""
+    return _little_endian(array("f", packed))
+
+
+def _little_endian(values: array[Any]) -> array[Any]:
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values

@@ -1,0 +1,93 @@
+"""What a run looks like right now, folded from its events. Pure: no clock, no broker, no terminal."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from swarmq.messages import Event
+
+HISTORY = 512
+RECENT_WARNINGS = 5
+RATE_WINDOW_S = 20.0
+
+
+@dataclasses.dataclass
+class Part:
+    """One daemon as it last described itself."""
+
+    fields: dict[str, Any]
+    at: float
+
+
+@dataclasses.dataclass
+class Board:
+    """Folded state of a run; `fold` is the only way it changes."""
+
+    run: str
+    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+    steps: dict[str, deque[dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Policy -> the newest step events' fields."""
+    evals: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
+    """(Unix time, fields) of finished evaluation episodes."""
+    episodes: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
+    stages: dict[str, str] = dataclasses.field(default_factory=dict)
+    warnings: deque[tuple[float, str, str]] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
+    depths: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Queue -> messages that wait in it."""
+    _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)
+
+    def fold(self, event: Event) -> None:
+        """Take one event in."""
+        match event.name:
+            case "state":
+                self.parts[event.source] = Part(event.fields, event.at)
+                if "sampled_tokens" in event.fields:
+                    window = self._sampled.setdefault(event.source, deque())
+                    window.append((event.at, float(event.fields["sampled_tokens"])))
+                    while window[0][0] < event.at - RATE_WINDOW_S:
+                        window.popleft()
+            case "step":
+                policy = event.source.removeprefix("learner.")
+                self.steps.setdefault(policy, deque(maxlen=HISTORY)).append(event.fields)
+            case "eval":
+                self.evals.append((event.at, event.fields))
+            case "episode":
+                self.episodes.append((event.at, event.fields))
+            case "stage":
+                self.stages[event.source] = str(event.fields.get("text", ""))
+            case "warning":
+                self.warnings.append((event.at, event.source, str(event.fields.get("text", event.fields))))
+            case "weights":
+                pass  # the engine's next state says the same
+
+    def tokens_per_s(self) -> float:
+        """Sampled tokens per second over the last RATE_WINDOW_S, all proxies together."""
+        return sum(
+            (window[-1][1] - window[0][1]) / (window[-1][0] - window[0][0])
+            for window in self._sampled.values()
+            if len(window) > 1 and window[-1][1] >= window[0][1]
+        )
+
+    def part(self, prefix: str) -> dict[str, Any]:
+        """The newest fields of the first part whose source starts so; empty when it has not spoken yet."""
+        return next((part.fields for source, part in sorted(self.parts.items()) if source.startswith(prefix)), {})
+
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: list[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
+    """The newest values as `width` or fewer block characters; several values share a block when there are more."""
+    if not values:
+        return ""
+    per_block = -(-len(values) // width)
+    means = [
+        sum(chunk) / len(chunk)
+        for chunk in (values[max(0, end - per_block) : end] for end in range(len(values), 0, -per_block))
+    ][::-1]
+    floor = min(means) if low is None else low
+    span = (max(means) if high is None else high) - floor
+    top = len(BLOCKS) - 1
+    return "".join(BLOCKS[round(top * min(max((v - floor) / span, 0), 1))] if span > 0 else BLOCKS[0] for v in means)

@@ -1,0 +1,209 @@
+"""Reading a batch log: which batches there were, and every token of an episode as it was sampled and trained.
+
+Needs no broker, no engine and no running learner.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from tokenizers import Tokenizer
+
+from swarmq.config import RunFolder
+from swarmq.drift import Drift
+from swarmq.errors import EpisodeError
+from swarmq.learner import token_log
+from swarmq.learner.batch_log import records
+from swarmq.learner.token_log import EpisodeTokens, TurnTokens
+from swarmq.messages import Episode, unpack_floats
+from swarmq.timeline import fold, resolve
+
+Decode = Callable[[Sequence[int]], str]
+
+INCOMPLETE = "\ufffd"
+MOST_BYTES = 4
+"""Of one character, so a character is spread over at most so many tokens."""
+
+
+class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One token of one timeline."""
+
+    timeline: int
+    position: int
+    token_id: int
+    text: str
+    """A character that is spread over several tokens stands at its last one."""
+    trained: bool
+    """Sampled by the policy, and trained in this timeline."""
+    logprob: float | None = None
+    """Natural log under the weights that sampled; None where the policy did not sample the token."""
+    logprob_trained: float | None = None
+    """The same under the weights that the step began with; None where that was not recorded."""
+    advantage: float | None = None
+    left_out: bool = False
+    """A filter took the token out of the loss."""
+    version: int | None = None
+    """Of the weights that sampled."""
+    turn: int | None = None
+
+    @property
+    def contribution(self) -> float | None:
+        """What the token brought to the loss, as far as it is its own: advantage x trained. None if not recorded."""
+        return None if self.advantage is None else self.advantage * (not self.left_out)
+
+
+class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """An episode of the batch log, token by token."""
+
+    episode_id: str
+    step: int
+    """Weight version after the optimizer step that trained it."""
+    slot: str
+    kind: str
+    reward: float
+    client_id: str
+    finish_reasons: tuple[str, ...]
+    drift: Drift
+    drift_rate: float
+    training_recorded: bool
+    """Whether log-probabilities under training and advantages are known; `train.token_log` switches that."""
+    tokens: tuple[TokenRow, ...]
+
+
+class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One record of the log."""
+
+    step: int | None
+    """None in a record of drops alone."""
+    episodes: int
+    groups: int
+    dropped: dict[str, int]
+    reward: float | None
+    drift: Drift
+    at: float
+    first_episode: str
+
+
+def read_batches(batch_log: Path) -> Iterator[BatchRow]:
+    """In order."""
+    for record in records(batch_log):
+        index, episodes = record.index, record.episodes
+        yield BatchRow(
+            step=index.version if index.trained else None,
+            episodes=len(index.trained),
+            groups=len({episode.group_id for episode in episodes}),
+            dropped=dict(Counter(index.dropped.values())),
+            reward=sum(episode.reward for episode in episodes) / len(episodes) if episodes else None,
+            drift=Drift.of(turn for episode in episodes for turn in episode.turns),
+            at=index.at,
+            first_episode=episodes[0].episode_id if episodes else "",
+        )
+
+
+def find_episode(folder: RunFolder, policy: str, beginning: str, decode: Decode) -> EpisodeView:
+    """The trained episode whose id begins so. Raises EpisodeError when there is none, or more than one."""
+    found: list[tuple[int, Episode]] = [
+        (record.index.version, episode)
+        for record in records(folder.batch_log(policy))
+        for episode in record.episodes
+        if episode.episode_id.startswith(beginning)
+    ]
+    ids = sorted({episode.episode_id for _, episode in found})
+    if not ids:
+        raise EpisodeError(f"no trained episode begins with {beginning!r}: `swarmq inspect RUN` lists the batches")
+    if len(ids) > 1:
+        raise EpisodeError(
+            f"{beginning!r} is the beginning of {len(ids)} episodes, e.g. {', '.join(ids[:3])}: give more of it"
+        )
+    step, episode = found[0]
+    return view_of(episode, step, token_log.find(folder.token_log(policy), step, episode.episode_id), decode)
+
+
+def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
+    """`seen` is what training recorded of the episode, if it did."""
+    drift = Drift.of(episode.turns)
+    return EpisodeView(
+        episode_id=episode.episode_id,
+        step=step,
+        slot=episode.slot.id,
+        kind=episode.kind,
+        reward=episode.reward,
+        client_id=episode.client_id,
+        finish_reasons=tuple(turn.finish_reason for turn in episode.turns),
+        drift=drift,
+        drift_rate=drift.rate,
+        training_recorded=seen is not None,
+        tokens=tuple(_tokens(episode, {turn.call_id: turn for turn in seen.turns} if seen else {}, decode)),
+    )
+
+
+def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
+    """The text of each token; of a character that is spread over several, the last one has it."""
+    texts: list[str] = []
+    open_ids: list[int] = []
+    for token in ids:
+        open_ids.append(token)
+        text = decode(open_ids)
+        if text.endswith(INCOMPLETE) and len(open_ids) < MOST_BYTES:
+            texts.append("")
+        else:
+            texts.append(text)
+            open_ids = []
+    if open_ids:
+        texts[-1] = decode(open_ids)
+    return texts
+
+
+def decoder_of(model: str) -> Decode:
+    """Token ids to text by the model's tokenizer. Raises EpisodeError when it cannot be loaded."""
+    try:
+        if Path(model).is_dir():
+            tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
+        else:
+            tokenizer = Tokenizer.from_pretrained(model)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise EpisodeError(f"{model}: no tokenizer.json to show text with ({error})") from error
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+    return decode
+
+
+def _tokens(episode: Episode, seen: dict[str, TurnTokens], decode: Decode) -> Iterator[TokenRow]:
+    turns = resolve(episode.turns)
+    for number, timeline in enumerate(fold(turns)):
+        ids = timeline.token_ids.tolist()
+        for position, (token_id, text) in enumerate(zip(ids, pieces(ids, decode), strict=True)):
+            row = TokenRow(timeline=number, position=position, token_id=token_id, text=text, trained=False)
+            if timeline.trained[position]:
+                turn = int(timeline.turns[position])
+                row = msgspec.structs.replace(
+                    row,
+                    trained=True,
+                    logprob=float(timeline.logprobs[position]),
+                    version=int(timeline.versions[position]),
+                    turn=turn,
+                    **_training(seen.get(episode.turns[turn].call_id), position - turns[turn].prompt_length),
+                )
+            yield row
+
+
+def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool]:
+    """What training recorded of the sampled token at `offset` of a turn."""
+    if seen is None:
+        return {}
+    return {
+        "logprob_trained": float(unpack_floats(seen.logprobs[4 * offset : 4 * offset + 4])[0]),
+        "advantage": seen.advantage,
+        "left_out": bool(seen.left_out and seen.left_out[offset]),
+    }
+
+
+def strongest(view: EpisodeView) -> float:
+    """The largest contribution of a token, without its sign; 1 where there is none."""
+    return float(np.abs([row.contribution or 0.0 for row in view.tokens]).max(initial=0.0)) or 1.0

@@ -1,0 +1,120 @@
+"""Following a run: its events into a board and a file, its queue depths beside them.
+
+broker events ──> listen ──> board.fold ──> screen.draw (every half second)
+                      └────> events.jsonl
+broker depths ──> poll ────> board.depths
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.live import Live
+
+from swarmq.broker import Broker, topology
+from swarmq.config import SwarmJob
+from swarmq.errors import BrokerError
+from swarmq.messages import Event
+from swarmq.observe.board import Board
+from swarmq.observe.screen import draw
+
+POLL_S = 2.0
+FRAMES_PER_S = 2
+GLANCE_S = 3.0
+"""Parts describe themselves every two seconds."""
+
+
+class Follower:
+    """A board that is kept up to date, and a way to wait for what it shows."""
+
+    def __init__(self, run: str) -> None:
+        self.board = Board(run=run)
+        self._changed = asyncio.Event()
+
+    def fold(self, event: Event) -> None:
+        self.board.fold(event)
+        self._changed.set()
+
+    async def until(self, true_of: Callable[[Board], bool]) -> None:
+        """Return when the board is so."""
+        while not true_of(self.board):
+            self._changed.clear()
+            await self._changed.wait()
+
+
+@contextlib.asynccontextmanager
+async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -> AsyncIterator[Follower]:
+    """Follow a run while the context is open; `record` gets every event as a JSON line."""
+    follower = Follower(job.run)
+    async with asyncio.TaskGroup() as tasks:
+        listening = asyncio.Event()
+        followers = [
+            tasks.create_task(_listen(job, broker, follower, record, listening)),
+            tasks.create_task(_poll(job, broker, follower)),
+        ]
+        await listening.wait()
+        try:
+            yield follower
+        finally:
+            for task in followers:
+                task.cancel()
+
+
+async def watch(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
+    """Draw the run until cancelled."""
+    console = console or Console()
+    async with follow(job, broker) as follower:
+        with Live(console=console, refresh_per_second=FRAMES_PER_S) as live:
+            while True:
+                live.update(draw(follower.board, now=time.time(), width=console.width))
+                await asyncio.sleep(1 / FRAMES_PER_S)
+
+
+async def glance(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
+    """Draw the run once, after every part has had time to say how it is."""
+    console = console or Console()
+    async with follow(job, broker) as follower:
+        await asyncio.sleep(GLANCE_S)
+        console.print(draw(follower.board, now=time.time(), width=console.width))
+
+
+def queues_of(job: SwarmJob) -> list[str]:
+    """Every queue of a run, in the order episodes pass them."""
+    return [
+        *(topology.tasks(job.run, kind) for kind in job.mix),
+        *(topology.tickets(job.run, kind) for kind in job.mix),
+        topology.inbox(job.run),
+        *(topology.ready(job.run, name) for name, policy in job.policies.items() if policy.trained),
+    ]
+
+
+async def _listen(
+    job: SwarmJob, broker: Broker, follower: Follower, record: Path | None, listening: asyncio.Event
+) -> None:
+    with contextlib.ExitStack() as files:
+        sink = files.enter_context(record.open("ab", buffering=0)) if record else None
+        async with broker.events(job.run) as events:
+            listening.set()
+            async for event in events:
+                follower.fold(event)
+                if sink:
+                    sink.write(msgspec.json.encode(event) + b"\n")
+
+
+async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:
+    queues = queues_of(job)
+    while True:
+        try:
+            depths = await broker.depths(queues)
+        except BrokerError as error:
+            text = {"text": str(error)}
+            follower.fold(Event(run=job.run, source="broker", name="warning", at=time.time(), fields=text))
+        else:
+            follower.board.depths = {queue: depth.ready for queue, depth in depths.items()}
+        await asyncio.sleep(POLL_S)

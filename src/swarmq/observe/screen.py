@@ -1,0 +1,98 @@
+"""The board as a terminal picture."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from swarmq.observe.board import Board, sparkline
+
+STALE_S = 15.0
+"""A part that has not spoken for this long is shown as silent."""
+
+
+def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
+    """The whole screen: learners, episodes, queues, warnings."""
+    parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board)]
+    if board.warnings:
+        parts.append(_warnings(board))
+    return Panel(Group(*parts), title=f"swarmq · {board.run}", border_style="cyan", width=min(width, 120))
+
+
+def _headline(board: Board, now: float) -> Text:
+    text = Text()
+    for source, part in sorted(board.parts.items()):
+        silent_s = now - part.at
+        style = "green" if silent_s < STALE_S else "red"
+        text.append("● ", style=style)
+        text.append(source if silent_s < STALE_S else f"{source} (silent {silent_s:.0f} s)")
+        text.append("   ")
+    for source, stage in sorted(board.stages.items()):
+        text.append(f"\n{source}: ", style="dim")
+        text.append(stage)
+    return text or Text("waiting for the first sign of life ...", style="dim")
+
+
+def _learners(board: Board, width: int) -> RenderableType:
+    table = Table(box=None, padding=(0, 2), expand=True)
+    for column in ("policy", "phase", "step", "reward", "loss", "k3", "wait/train/push s", "pause ms"):
+        table.add_column(column, justify="left" if column in {"policy", "phase"} else "right")
+    table.add_column("reward by step", ratio=1)
+    policies = sorted({*board.steps, *(s.removeprefix("learner.") for s in board.parts if s.startswith("learner."))})
+    for policy in policies:
+        state = board.part(f"learner.{policy}")
+        steps = list(board.steps.get(policy, ()))
+        last = steps[-1] if steps else {}
+        rewards = [float(step.get("reward", 0.0)) for step in steps]
+        table.add_row(
+            policy,
+            str(state.get("phase", "-")),
+            str(last.get("version", state.get("version", 0))),
+            f"{rewards[-1]:.3f}" if rewards else "-",
+            f"{last.get('loss', 0.0):.4f}" if last else "-",
+            f"{last.get('kl_k3', 0.0):.1e}" if last else "-",
+            "/".join(f"{last.get(k, 0.0):.1f}" for k in ("wait_s", "train_s", "push_s")) if last else "-",
+            f"{1e3 * float(last.get('pause_s', 0.0)):.0f}" if last else "-",
+            Text(sparkline(rewards, max(10, width // 4), low=0.0), style="green"),
+        )
+    return table
+
+
+def _flow(board: Board) -> RenderableType:
+    collector, proxy = board.part("collector"), board.part("proxy")
+    left = Table(box=None, show_header=False, padding=(0, 2))
+    for label in ("begun", "open", "finished", "forwarded", "trained", "eval_finished", "duplicates"):
+        left.add_row(label.replace("_", " "), str(collector.get(label, 0)))
+    for reason, count in sorted((collector.get("dropped") or {}).items()):
+        left.add_row(f"dropped: {reason}", str(count))
+    middle = Table(box=None, show_header=False, padding=(0, 2))
+    middle.add_row("sampled tokens/s", f"{board.tokens_per_s():,.0f}")
+    for label in ("calls", "open_calls", "sampled_tokens", "errors", "repaired"):
+        middle.add_row(label.replace("_", " "), f"{proxy.get(label, 0):,}")
+    middle.add_row("drift", f"{proxy.get('drift_rate', 0.0):.1%}")
+    for reason, count in sorted((proxy.get("branches") or {}).items()):
+        middle.add_row(f"branch: {reason.replace('_', ' ')}", f"{count:,}")
+    if board.evals:
+        rewards = [float(fields.get("reward") or 0.0) for _, fields in board.evals]
+        middle.add_row("held-out reward", f"{sum(rewards) / len(rewards):.3f} (last {len(rewards)})")
+    right = Table(box=None, show_header=False, padding=(0, 2))
+    for queue, ready in sorted(board.depths.items()):
+        right.add_row(queue.removeprefix(f"swarmq.{board.run}."), f"{ready:,}")
+    columns = Table(box=None, expand=True)
+    for title in ("episodes", "proxy", "waiting in queues"):
+        columns.add_column(title, ratio=1)
+    columns.add_row(left, middle, right)
+    return columns
+
+
+def _warnings(board: Board) -> Text:
+    text = Text()
+    for at, source, warning in board.warnings:
+        text.append(time.strftime("%H:%M:%S ", time.localtime(at)), style="dim")
+        text.append(f"{source}: {warning}\n", style="yellow")
+    text.rstrip()
+    return text

@@ -1,0 +1,99 @@
+"""What a dialect hands in and gets back, whatever its form, and what has come of a choice in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.engine.protocol import Delta, Logprob
+from swarmq.keys import Claims
+from swarmq.messages import VersionSpan
+from swarmq.proxy.deltas import StopTrim
+
+Json = dict[str, Any]
+
+OURS = frozenset(
+    {
+        *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user", "metadata", "store"),
+        *("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "use_beam_search"),
+        *("return_token_ids", "prompt_logprobs", "return_token_offsets", "truncate_prompt_tokens", "echo"),
+    }
+)
+"""Fields of a chat request that the proxy answers for itself or keeps from the engine."""
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """One request, whatever its dialect."""
+
+    claims: Claims
+    policy: str
+    request_id: str
+    chat: Json
+    """As in OpenAI's chat completions."""
+    stream: bool
+    retry: int
+    digest: str
+    agent: str | None
+    began_at: float
+    """Unix time."""
+    began: float
+    """Monotonic."""
+
+
+class Gained(msgspec.Struct, frozen=True, kw_only=True):
+    """More of a choice, as a chat message delta."""
+
+    index: int
+    delta: Json
+    logprobs: list[Logprob]
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """A choice is complete and recorded."""
+
+    index: int
+    finish_reason: str
+    stop_reason: str | int | None
+    message: Json
+    logprobs: list[Logprob]
+    num_tokens: int
+
+
+class Choice:
+    """What has come of one choice so far."""
+
+    def __init__(self, index: int, stops: Sequence[str]) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.logprobs: list[Logprob] = []
+        self.versions: tuple[VersionSpan, ...] = ()
+        self.finish_reason: str | None = None
+        self.stop_reason: str | int | None = None
+        self.message: Json = {"role": "assistant", "content": ""}
+        self.state: Any = None
+        """Of the engine's derender."""
+        self.trim = StopTrim(stops)
+        self.first_token_s = 0.0
+
+    def take(self, delta: Delta, elapsed_s: float) -> None:
+        if not self.token_ids:
+            self.first_token_s = elapsed_s
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.versions = delta.versions or (VersionSpan(version=0, start=0, end=len(self.token_ids)),)
+
+
+def spoken(token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
+    """Without the token that ended the turn, which vLLM's parsers would take for text."""
+    ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
+    return token_ids[:-1] if ended_by_token else token_ids
+
+
+def stops_of(chat: Json) -> tuple[str, ...]:
+    """Stop strings that are to be cut off."""
+    stop = chat.get("stop") or ()
+    return () if chat.get("include_stop_str_in_output") else (stop,) if isinstance(stop, str) else tuple(stop)

@@ -1,0 +1,249 @@
+"""The one way of every dialect: messages -> render -> stitch -> generate -> derender -> record -> answer.
+
+    begin()     renders, stitches and waits for the first token; until then a failed engine is replaced by another
+    stream()    yields what each choice gains; the end of a choice only when its turn is confirmed
+    whole()     the complete choices, all confirmed
+
+A dialect translates a request into a `Call` and these answers into its own form.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+import structlog
+
+from swarmq.config import Policy
+from swarmq.engine.protocol import Answer, Delta, Rendered
+from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.keys import Claims
+from swarmq.messages import Timings, pack_ids, unpack_ids
+from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
+from swarmq.proxy.deltas import extend
+from swarmq.proxy.graph import history_of
+from swarmq.proxy.memory import Episodes, Memory
+from swarmq.proxy.meter import Meter
+from swarmq.proxy.pool import Lane, Pool
+from swarmq.proxy.recorder import Asked, Recorder, Sampled
+from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.sampling import effective
+from swarmq.proxy.stitch import stitch
+
+Json = dict[str, Any]
+log = structlog.get_logger()
+
+
+class Begun(msgspec.Struct, kw_only=True):
+    """A call whose first tokens are here. Close `deltas` to cancel it."""
+
+    call: Call
+    lane: Lane
+    chat: Json
+    rendered: Rendered
+    asked: Asked
+    overridden: tuple[str, ...]
+    first: list[Delta]
+    deltas: AsyncGenerator[list[Delta], None]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.rendered.token_ids)
+
+
+class Completions:
+    """Answers calls of one run."""
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        policies: dict[str, Policy],
+        pools: dict[str, Pool],
+        episodes: Episodes,
+        recorder: Recorder,
+        meter: Meter,
+    ) -> None:
+        self._run = run
+        self._policies = policies
+        self._pools = pools
+        self._episodes = episodes
+        self._recorder = recorder
+        self._meter = meter
+
+    async def begin(self, call: Call) -> Begun:
+        """Raises RefusedError, EngineRefusedError, or EngineError when no engine could start it."""
+        memory = self._episodes.of(call.claims.episode_id)
+        _check_budget(call.claims, memory)
+        memory.calls += 1
+        self._meter.calls += 1
+        failure = EngineError(f"policy {call.policy} has no engine")
+        for lane in self._pools[call.policy].order(memory.lanes.get(call.policy)):
+            try:
+                begun = await self._begin_on(lane, call, memory)
+            except EngineRefusedError:
+                raise
+            except EngineError as error:
+                lane.fail()
+                failure = error
+                log.warning("engine_failed", engine=lane.engine.url, policy=call.policy, error=str(error))
+            else:
+                memory.lanes[call.policy] = lane
+                self._meter.prompt_tokens += begun.prompt_tokens
+                return begun
+        raise failure
+
+    async def stream(self, begun: Begun) -> AsyncGenerator[Gained | Ended, None]:
+        """Raises EngineError or BrokerError in the middle, and then nothing more comes of the call."""
+        choices: dict[int, Choice] = {}
+        with begun.lane.occupied():
+            async with aclosing(_taken(begun, choices)) as taken:
+                async for choice, delta in taken:
+                    gain = await _gain(begun, choice, delta)
+                    extend(choice.message, gain)
+                    yield Gained(index=choice.index, delta=gain, logprobs=delta.logprobs)
+                    if delta.finish_reason:
+                        yield await self._end(begun, choice)
+
+    async def whole(self, begun: Begun) -> list[Ended]:
+        """Every choice, in order. Raises EngineError or BrokerError."""
+        choices: dict[int, Choice] = {}
+        with begun.lane.occupied():
+            async with aclosing(_taken(begun, choices)) as taken:
+                async for choice, delta in taken:
+                    choice.message["content"] += delta.text
+            ordered = [choices[index] for index in sorted(choices)]
+            if begun.rendered.parsed:
+                await _derender(begun, ordered)
+            return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
+
+    async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
+        chat = {key: value for key, value in call.chat.items() if key not in OURS}
+        with lane.occupied():
+            rendered = await lane.engine.render(chat)
+            history = history_of(chat)
+            stitched = await stitch(memory.graph(call.policy), history, rendered.token_ids, lane.engine)
+            setting = self._policies[call.policy].sampling
+            prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
+            tuned = effective(
+                call.chat,
+                rendered.sampling,
+                mode=call.claims.mode,
+                setting=setting,
+                prompt_tokens=len(prompt_ids),
+                max_model_len=(await lane.engine.info()).max_model_len,
+            )
+            fresh = pack_ids(rendered.token_ids)
+            rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
+            deltas = lane.engine.generate(rendered, stream=call.stream)
+            first: list[Delta] = await anext(deltas, [])
+        asked = Asked(
+            run=self._run,
+            episode_id=call.claims.episode_id,
+            policy=call.policy,
+            mode=call.claims.mode,
+            request_id=call.request_id,
+            retry=call.retry,
+            request_digest=call.digest,
+            agent=call.agent,
+            messages=chat["messages"],
+            history=history,
+            stitched=stitched,
+            fresh=fresh,
+            sampling=tuned.record,
+        )
+        return Begun(
+            call=call, lane=lane, chat=chat, rendered=rendered, asked=asked,
+            overridden=tuned.overridden, first=first, deltas=deltas,
+        )  # fmt: skip
+
+    async def _end(self, begun: Begun, choice: Choice) -> Ended:
+        assert choice.finish_reason
+        memory = self._episodes.of(begun.call.claims.episode_id)
+        memory.sampled_tokens += len(choice.token_ids)
+        named = isinstance(begun.chat.get("tool_choice"), dict)  # a call that was demanded by name ends with `stop`
+        calls_tools = choice.finish_reason == "stop" and choice.message.get("tool_calls") and not named
+        sampled = Sampled(
+            index=choice.index,
+            token_ids=choice.token_ids,
+            logprobs=[entry.logprob for entry in choice.logprobs],
+            versions=choice.versions,
+            finish_reason="tool_calls" if calls_tools else choice.finish_reason,
+            message=choice.message,
+            cut=isinstance(choice.stop_reason, str),
+            timings=Timings(
+                began_at=begun.call.began_at,
+                first_token_s=choice.first_token_s,
+                total_s=time.monotonic() - begun.call.began,
+            ),
+        )
+        await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))
+        return Ended(
+            index=choice.index,
+            finish_reason=sampled.finish_reason,
+            stop_reason=choice.stop_reason,
+            message=choice.message,
+            logprobs=choice.logprobs,
+            num_tokens=len(choice.token_ids),
+        )
+
+
+async def _taken(begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
+    """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
+    async with aclosing(begun.deltas) as deltas:
+        portion: list[Delta] | None = begun.first
+        while portion is not None:
+            for delta in portion:
+                choice = choices.setdefault(delta.index, Choice(delta.index, stops_of(begun.chat)))
+                choice.take(delta, time.monotonic() - begun.call.began)
+                yield choice, delta
+            portion = await anext(deltas, None)
+    if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
+        raise EngineError("the engine stopped before its answer was complete")
+
+
+async def _gain(begun: Begun, choice: Choice, delta: Delta) -> Json:
+    """What the agent gets of a delta: its text, or what the engine's parsers make of its tokens."""
+    if not begun.rendered.parsed:
+        return {"content": delta.text} if delta.text else {}
+    gain, choice.state = await begun.lane.engine.derender_delta(
+        begun.chat,
+        begun.rendered.token_ids,
+        spoken(delta.token_ids, delta.finish_reason, delta.stop_reason),
+        finish_reason=delta.finish_reason,
+        state=choice.state,
+    )
+    met = delta.stop_reason if isinstance(delta.stop_reason, str) else None
+    return choice.trim(gain, met=met, ended=delta.finish_reason is not None)
+
+
+async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
+    """Put parsed messages in place of plain text. A choice that says nothing has nothing to parse."""
+    words = {c.index: spoken(c.token_ids, c.finish_reason, c.stop_reason) for c in choices}
+    talking = [choice for choice in choices if words[choice.index]]
+    if not talking:
+        return
+    answers = [Answer(token_ids=words[c.index], finish_reason=c.finish_reason or "stop") for c in talking]
+    messages = await begun.lane.engine.derender(begun.chat, begun.rendered.token_ids, answers)
+    for choice, message in zip(talking, messages, strict=True):
+        met = choice.stop_reason if isinstance(choice.stop_reason, str) else None
+        choice.message = {"role": "assistant", "content": ""}
+        message.pop("role", None)
+        extend(choice.message, choice.trim(message, met=met, ended=True))
+        if choice.message.get("tool_calls") and not choice.message["content"].strip():
+            choice.message["content"] = ""  # some templates write a line break more for it than was sampled
+
+
+def _check_budget(claims: Claims, memory: Memory) -> None:
+    if claims.max_calls and memory.calls >= claims.max_calls:
+        raise RefusedError(
+            f"the episode has made its {claims.max_calls} calls", status=403, code="episode_calls_exhausted"
+        )
+    if claims.max_tokens and memory.sampled_tokens >= claims.max_tokens:
+        raise RefusedError(
+            f"the episode has sampled its {claims.max_tokens} tokens", status=403, code="episode_tokens_exhausted"
+        )

@@ -1,0 +1,86 @@
+"""The proxy as a process: broker and engines opened, one uvicorn serving, drained on the first signal."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from contextlib import AsyncExitStack
+from types import FrameType
+
+import structlog
+import uvicorn
+
+from swarmq import keys, logs
+from swarmq.broker import AmqpBroker
+from swarmq.config import SwarmJob, amqp_url
+from swarmq.engine.client import VllmEngine
+from swarmq.errors import ConfigError
+from swarmq.proxy.app import create_app
+
+DRAIN_S = 10
+BACKLOG = 2048
+log = structlog.get_logger()
+
+
+def run(job: SwarmJob, *, number: int = 0) -> None:
+    """Serve until SIGTERM or SIGINT. Raises SwarmqError when the job names no broker, no engine or a taken port."""
+    logs.configure(role=f"proxy.{number}", run=job.run)
+    asyncio.run(serve(job, number=number))
+
+
+async def serve(job: SwarmJob, *, number: int = 0) -> None:
+    url = amqp_url(job.broker)
+    if url is None:
+        raise ConfigError("broker.url: the proxy needs one; `swarmq up` fills it in, or set $SWARMQ_AMQP_URL")
+    for name, policy in job.policies.items():
+        if not policy.engine.urls:
+            raise ConfigError(f"policies.{name}.engine.urls: the proxy needs at least one; `swarmq up` fills them in")
+    async with AsyncExitStack() as stack:
+        listener = stack.enter_context(_listen(job.proxy.host, job.proxy.port))
+        broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"swarmq proxy.{number} {job.run}"))
+        trained = [name for name, policy in job.policies.items() if policy.trained]
+        await broker.declare(job.run, policies=trained, kinds=job.mix)
+        engines = {
+            name: [
+                await stack.enter_async_context(VllmEngine.open(engine, deadline_s=job.proxy.request_timeout_s))
+                for engine in policy.engine.urls
+            ]
+            for name, policy in job.policies.items()
+        }
+        root = keys.load_root(job.run_folder.root_secret)
+        app = create_app(job, root=root, engines=engines, broker=broker, source=f"proxy.{number}")
+        host, port = listener.getsockname()[:2]
+        log.info("listening", url=f"http://{host}:{port}/v1")
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            lifespan="on",
+            timeout_graceful_shutdown=DRAIN_S,
+            timeout_keep_alive=30,
+        )
+        await Server(config).serve(sockets=[listener])
+
+
+class Server(uvicorn.Server):
+    """The first signal drains, the second does not wait; neither is raised again afterwards, so we end with status 0."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # By this protocol number asyncio knows to send small packets at once; without it every answer waits 40 ms.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"proxy.port: {host}:{port} cannot be listened on ({error.strerror}); choose another"
+        ) from error
+    return listener

@@ -1,0 +1,63 @@
+"""What the proxy remembers of running episodes. Forgetting costs a turn its parent, never an error."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+from swarmq.proxy.graph import Graph
+from swarmq.proxy.pool import Lane
+
+LIMIT_BYTES = 512 * 1024 * 1024
+"""Tokens and keys of all remembered episodes together."""
+
+
+class Memory:
+    """Of one episode."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[str, Graph] = {}
+        self.lanes: dict[str, Lane] = {}
+        """Policy -> the engine that answered last."""
+        self.calls = 0
+        self.sampled_tokens = 0
+        self.used_at = 0.0
+
+    def graph(self, policy: str) -> Graph:
+        return self.graphs.setdefault(policy, Graph())
+
+    @property
+    def size_bytes(self) -> int:
+        return 1024 + sum(graph.size_bytes for graph in self.graphs.values())
+
+
+class Episodes:
+    """Memories by episode; the least recently used go first."""
+
+    def __init__(
+        self, *, idle_s: float, limit_bytes: int = LIMIT_BYTES, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._idle_s = idle_s
+        self._limit_bytes = limit_bytes
+        self._clock = clock
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def of(self, episode_id: str) -> Memory:
+        memory = self._memories.setdefault(episode_id, Memory())
+        memory.used_at = self._clock()
+        self._memories.move_to_end(episode_id)
+        return memory
+
+    def sweep(self) -> None:
+        """Forget idle episodes, and the oldest ones while all together are too large."""
+        total = sum(memory.size_bytes for memory in self._memories.values())
+        while self._memories:
+            episode_id, memory = next(iter(self._memories.items()))
+            if memory.used_at + self._idle_s > self._clock() and total <= self._limit_bytes:
+                return
+            total -= memory.size_bytes
+            del self._memories[episode_id]

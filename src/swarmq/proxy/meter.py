@@ -1,0 +1,64 @@
+"""What the proxy counts, for its `state` event, and when what it counts deserves a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from swarmq.drift import Drift
+from swarmq.messages import Turn
+
+
+@dataclasses.dataclass
+class Meter:
+    alert: float = 1.0
+    """Share of lost continuations above which there is a warning."""
+    window: int = 100
+    """Of so many newest turns of a policy that had one to continue."""
+    calls: int = 0
+    open_calls: int = 0
+    prompt_tokens: int = 0
+    sampled_tokens: int = 0
+    errors: int = 0
+    drift: Drift = dataclasses.field(default_factory=Drift)
+    _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
+    _warned: set[str] = dataclasses.field(default_factory=set)
+
+    def take(self, turn: Turn) -> None:
+        """Count a turn that is confirmed."""
+        one = Drift.of_turn(turn)
+        self.sampled_tokens += len(turn.sampled_ids) // 4
+        self.drift += one
+        if one.continued:
+            self._recent.setdefault(turn.policy, deque(maxlen=self.window)).append(one)
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "calls": self.calls,
+            "open_calls": self.open_calls,
+            "prompt_tokens": self.prompt_tokens,
+            "sampled_tokens": self.sampled_tokens,
+            "errors": self.errors,
+            "continued": self.drift.continued,
+            "repaired": self.drift.repaired,
+            "drift_rate": self.drift.rate,
+            "branches": self.drift.branches,
+        }
+
+    def alerts(self) -> list[str]:
+        """A line for each policy that has come above the threshold; the same again only after it was well below."""
+        lines = []
+        for policy, window in self._recent.items():
+            if len(window) < self.window:
+                continue
+            recent = sum(window, Drift())
+            if recent.lost > self.alert and policy not in self._warned:
+                self._warned.add(policy)
+                lines.append(
+                    f"policy {policy}: {recent.lost:.0%} of the last {self.window} turns could not continue their "
+                    f"conversation token by token ({recent}); each of them computes its whole context again"
+                )
+            elif recent.lost <= self.alert / 2:
+                self._warned.discard(policy)
+        return lines

@@ -1,0 +1,75 @@
+"""Errors as OpenAI's clients expect them: an honest status and `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar.exceptions import HTTPException
+
+from swarmq.errors import BrokerError, EngineError, EngineRefusedError, KeyRefusedError, MessageError, SwarmqError
+
+RETRY_AFTER_S = 2
+"""What an agent's client library is told to wait when a part of ours is away."""
+
+
+class RefusedError(SwarmqError):
+    """A request that cannot be answered, by no fault of ours."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, code: str | None = "invalid_value", param: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+class Refusal(msgspec.Struct, frozen=True, kw_only=True):
+    status: int
+    message: str
+    type: str
+    code: str | None = None
+    param: str | None = None
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+
+
+def too_long(message: str) -> RefusedError:
+    return RefusedError(message, code="context_length_exceeded", param="messages")
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """An agent's faults are told as they are; of ours only what to do: their details are for the log."""
+    match error:
+        case RefusedError():
+            return _client_fault(error.status, str(error), error.code, error.param)
+        case KeyRefusedError():
+            return _client_fault(401, str(error), "invalid_api_key")
+        case EngineRefusedError():
+            return _client_fault(error.status, str(error), error.code)
+        case EngineError():
+            return _server_fault(503, "the model's engine is not available; try again", "engine_unavailable")
+        case BrokerError():
+            return _server_fault(503, "the answer could not be recorded; try again", "broker_unavailable")
+        case MessageError():
+            return _client_fault(400, str(error), "turn_too_large")
+        case HTTPException():
+            code = "request_too_large" if error.status_code == 413 else None
+            return _client_fault(error.status_code, error.detail, code)
+        case _:
+            return _server_fault(500, "the proxy failed; its log says why", "internal_error")
+
+
+def _client_fault(status: int, message: str, code: str | None, param: str | None = None) -> Refusal:
+    return Refusal(status=status, message=message, type="invalid_request_error", code=code, param=param)
+
+
+def _server_fault(status: int, message: str, code: str) -> Refusal:
+    return Refusal(status=status, message=message, type="server_error", code=code)

@@ -1,0 +1,46 @@
+"""The prompt of a request: the exact tokens of what was said before, freshly rendered tokens for the rest.
+
+Tokens alone decide nearly always. Where a rendering spells the last answer in other tokens, texts are compared: the
+engine decodes both, the rest of the text is encoded apart, and the result must decode to the rendering's text.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from swarmq.engine.protocol import Engine
+from swarmq.messages import pack_ids, unpack_ids
+from swarmq.proxy.graph import Graph, History, Node, Reason, Stitched, branched, continued, why_not
+
+
+async def stitch(graph: Graph, history: History, fresh_ids: list[int], engine: Engine) -> Stitched:
+    """Raises EngineError when the engine cannot be asked about texts."""
+    fresh = pack_ids(fresh_ids)
+    nodes = graph.known(history)
+    edited: Reason | None = "history_edited" if graph.edited(history) else None
+    if not nodes:
+        return Stitched(prompt=fresh, branch=edited)
+    found: Stitched | Reason | None = continued(nodes[0], fresh)
+    if found is None:
+        found = await _by_text(nodes[0], history, fresh, engine)
+    if isinstance(found, Stitched):
+        return msgspec.structs.replace(found, branch=edited) if edited else found
+    return branched(nodes, fresh, edited or found)
+
+
+async def _by_text(node: Node, history: History, fresh: bytes, engine: Engine) -> Stitched | Reason:
+    recorded = node.tokens()
+    said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
+    if not rendered.startswith(said):
+        return why_not(node, history)
+    rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
+    prompt = recorded + rest
+    if prompt != fresh and await _text(engine, prompt) != rendered:
+        return "drift"
+    return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
+
+
+async def _text(engine: Engine, packed: bytes) -> str:
+    return await engine.detokenize(unpack_ids(packed).tolist())

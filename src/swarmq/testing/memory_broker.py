@@ -1,0 +1,240 @@
+"""The broker in memory: same promises as RabbitMQ within one process, and faults on demand.
+
+Messages are stored encoded, so whatever would not survive the wire does not survive here either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+
+from swarmq.broker import topology
+from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.events import Feed
+from swarmq.broker.protocol import Depth
+from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.messages import Event, Message, encode, key_of
+
+
+class Stored(msgspec.Struct, kw_only=True):
+    """A message in a queue."""
+
+    body: bytes
+    headers: dict[str, Any]
+    delivered: int = 0
+
+
+class MemoryBroker:
+    """Implements `swarmq.broker.Broker`. `interrupt` and `away` are its faults."""
+
+    def __init__(self) -> None:
+        self._queues: dict[str, _Queue] = {}
+        self._feeds: list[tuple[str, Feed]] = []
+        self._present = asyncio.Event()
+        self._present.set()
+        self.emitted: list[Event] = []
+        """Every event, for tests to look at."""
+
+    async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
+        body = encode(message)
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self._present.wait()
+        except TimeoutError:
+            raise BrokerError(f"not confirmed within {deadline_s} s: the broker is away") from None
+        await asyncio.sleep(0)
+        self.put(queue, body, {KEY_HEADER: key_of(message)})
+
+    def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None) -> None:
+        """Put raw bytes into a queue, poison included."""
+        self._queue(queue).put(Stored(body=body, headers=headers or {}))
+
+    @asynccontextmanager
+    async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Deliveries]:
+        await self._present.wait()
+        source = self._queue(queue)
+        deliveries = Deliveries(self._bury)
+        consumer = _Consumer(source, deliveries, prefetch)
+        source.join(consumer)
+        try:
+            yield deliveries
+        finally:
+            deliveries.close()
+            source.leave(consumer)
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        self._park(delivery.arrival, reason)
+        await delivery.ack()
+
+    async def emit(self, event: Event) -> None:
+        self.emitted.append(event)
+        if self._present.is_set():
+            for run, feed in self._feeds:
+                if run == event.run:
+                    feed.put(encode(event))
+
+    @asynccontextmanager
+    async def events(self, run: str) -> AsyncIterator[AsyncIterator[Event]]:
+        feed = Feed()
+        self._feeds.append((run, feed))
+        try:
+            yield feed
+        finally:
+            self._feeds.remove((run, feed))
+            feed.close()
+
+    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=kinds)}
+        for name, arguments in queues.items():
+            self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))
+
+    async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
+        return {name: self._queues[name].depth for name in queues if name in self._queues}
+
+    def interrupt(self) -> None:
+        """Every consumer loses its session: what it holds comes again, and its old deliveries cannot be acknowledged."""
+        for queue in self._queues.values():
+            queue.interrupt()
+
+    def away(self, *, gone: bool) -> None:
+        """The broker goes away, or comes back. Publishers wait; consumers lose their sessions."""
+        if gone:
+            self._present.clear()
+            self.interrupt()
+        else:
+            self._present.set()
+        for queue in self._queues.values():
+            queue.paused = gone
+            queue.push()
+
+    def delete(self, queue: str) -> None:
+        """Delete a queue with all that is in it, under its consumers' feet."""
+        self._queues.pop(queue).drop(UnroutableError(f"no queue {queue}: it was deleted"))
+
+    def stored(self, queue: str) -> list[Stored]:
+        """What waits in a queue, oldest first."""
+        return list(self._queue(queue).waiting)
+
+    def _queue(self, name: str) -> _Queue:
+        try:
+            return self._queues[name]
+        except KeyError:
+            raise UnroutableError(f"no queue {name}: declare the run first") from None
+
+    async def _bury(self, arrival: Arrival, reason: str) -> None:
+        self._park(arrival, reason)
+        await arrival.settler.ack(arrival.tag, through=False)
+
+    def _park(self, arrival: Arrival, reason: str) -> None:
+        self.put(topology.DEAD, arrival.body, {**arrival.headers, REASON_HEADER: reason, QUEUE_HEADER: arrival.queue})
+
+
+class _Queue:
+    def __init__(self, name: str, *, single: bool) -> None:
+        self.name = name
+        self.single = single
+        self.paused = False
+        self.waiting: deque[Stored] = deque()
+        self.consumers: list[_Consumer] = []
+
+    @property
+    def depth(self) -> Depth:
+        return Depth(len(self.waiting), len(self.consumers))
+
+    def put(self, stored: Stored) -> None:
+        self.waiting.append(stored)
+        self.push()
+
+    def join(self, consumer: _Consumer) -> None:
+        self.consumers.append(consumer)
+        self.push()
+
+    def leave(self, consumer: _Consumer) -> None:
+        if consumer in self.consumers:
+            self.consumers.remove(consumer)
+        self._take_back(consumer)
+        self.push()
+
+    def interrupt(self) -> None:
+        for consumer in self.consumers:
+            self._take_back(consumer)
+        self.push()
+
+    def drop(self, error: BrokerError) -> None:
+        for consumer in self.consumers:
+            consumer.forget()
+            consumer.deliveries.fail(error)
+
+    def push(self) -> None:
+        """Give what waits to whoever has room: to the first consumer only, or in turn."""
+        while self.waiting and not self.paused:
+            taker = next((consumer for consumer in self._candidates() if consumer.has_room), None)
+            if taker is None:
+                return
+            if not self.single:
+                self.consumers.append(self.consumers.pop(self.consumers.index(taker)))
+            taker.take(self.waiting.popleft())
+
+    def _candidates(self) -> list[_Consumer]:
+        return self.consumers[:1] if self.single else self.consumers
+
+    def _take_back(self, consumer: _Consumer) -> None:
+        held = consumer.forget()
+        for stored in held:
+            stored.delivered += 1
+        self.waiting.extendleft(reversed(held))
+
+
+class _Consumer:
+    """One consumer and its present session; a lost session gets a successor."""
+
+    def __init__(self, queue: _Queue, deliveries: Deliveries, prefetch: int) -> None:
+        self._queue = queue
+        self._prefetch = prefetch
+        self._session = _Session(queue)
+        self.deliveries = deliveries
+
+    @property
+    def has_room(self) -> bool:
+        return len(self._session.held) < self._prefetch
+
+    def take(self, stored: Stored) -> None:
+        tag = self._session.hold(stored)
+        self.deliveries.arrive(
+            Arrival(self._session, tag, stored.body, stored.headers, bool(stored.delivered), self._queue.name)
+        )
+
+    def forget(self) -> list[Stored]:
+        """Lose the session; returns what it held, oldest first."""
+        held = list(self._session.held.values())
+        self._session.lost = True
+        self._session = _Session(self._queue)
+        self.deliveries.forget()
+        return held
+
+
+class _Session:
+    """What was delivered and not yet acknowledged."""
+
+    def __init__(self, queue: _Queue) -> None:
+        self._queue = queue
+        self._last = 0
+        self.held: dict[int, Stored] = {}
+        self.lost = False
+
+    def hold(self, stored: Stored) -> int:
+        self._last += 1
+        self.held[self._last] = stored
+        return self._last
+
+    async def ack(self, tag: int, *, through: bool) -> None:
+        if self.lost:
+            raise BrokerLostError("the session that brought this message is gone; it will come again")
+        for known in [known for known in self.held if known == tag or (through and known < tag)]:
+            del self.held[known]
+        self._queue.push()

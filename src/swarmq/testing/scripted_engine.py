@@ -1,0 +1,245 @@
+"""An `Engine` whose answers are scripted, with a tokenizer of its own that drifts.
+
+The vocabulary has every character and many pairs of characters. Encoding takes pairs greedily from the left, a
+sampled answer may spell the same text in single characters: encoding it again gives other ids. Special tokens are
+single ids. Nothing is random; weights have a version that tests set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.messages import VersionSpan
+
+SPECIAL = ("<|start|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
+END = 1
+"""Id of `<|end|>`, the end-of-turn token."""
+PARAMETERS = ("temperature", "top_p", "top_k", "presence_penalty", "logit_bias", "seed", "stop", "n")
+_CHARACTERS = 1000
+_PAIRS = 2_000_000
+_PAIR_RANGE = 128
+"""Two neighbouring ASCII characters are one token."""
+_SPLIT = re.compile("(" + "|".join(re.escape(token) for token in SPECIAL) + ")")
+_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_THOUGHT = re.compile(r"\A<think>(.*?)</think>", re.DOTALL)
+
+Template = Callable[[Json], str]
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True):
+    """One scripted answer."""
+
+    token_ids: list[int]
+    finish_reason: str = "stop"
+    gate: asyncio.Event | None = None
+    """Sampling stops after the first token until this is set."""
+    error: str | None = None
+    """Sampling fails after the first token."""
+
+
+def encode(text: str) -> list[int]:
+    """The canonical ids: special tokens, then pairs from the left, then single characters."""
+    ids: list[int] = []
+    for part in _SPLIT.split(text):
+        if part in SPECIAL:
+            ids.append(SPECIAL.index(part))
+            continue
+        at = 0
+        while at < len(part):
+            pair = part[at : at + 2]
+            if len(pair) == 2 and all(ord(c) < _PAIR_RANGE for c in pair):
+                ids.append(_PAIRS + ord(pair[0]) * _PAIR_RANGE + ord(pair[1]))
+            else:
+                ids.append(_CHARACTERS + ord(pair[0]))
+                pair = pair[0]
+            at += len(pair)
+    return ids
+
+
+def decode(ids: Iterable[int]) -> str:
+    return "".join(_spell(token) for token in ids)
+
+
+def spelled(text: str) -> list[int]:
+    """The same text as single characters: decodes equally, encodes differently."""
+    parts = _SPLIT.split(text)
+    return [i for p in parts for i in ([SPECIAL.index(p)] if p in SPECIAL else [_CHARACTERS + ord(c) for c in p])]
+
+
+def chat_template(chat: Json) -> str:
+    """Roles, tools and tool calls, in the manner of ChatML."""
+    head = f"<|start|>system\n{json.dumps(chat['tools'])}<|end|>\n" if chat.get("tools") else ""
+    return head + "".join(map(_turn, chat["messages"])) + "<|start|>assistant\n"
+
+
+class ScriptedEngine:
+    """Answers with the lines it was given, in order. Speaks `<think>` and `<tool_call>` where `parsed`."""
+
+    def __init__(
+        self, *, url: str = "scripted://0", template: Template = chat_template, max_model_len: int = 4096
+    ) -> None:
+        self.url = url
+        self.template = template
+        self.max_model_len = max_model_len
+        self.lines: deque[Line] = deque()
+        self.version = 0
+        self.down = False
+        self.parsed = False
+        self.requests: list[Rendered] = []
+        """What was sampled from, in order."""
+        self.asked = asyncio.Event()
+        """Set when sampling begins."""
+        self.cancelled = asyncio.Event()
+        """Set when sampling is given up by whoever asked."""
+
+    def say(self, text: str, *, tokens: Sequence[int] | None = None, finish_reason: str = "stop", **more: Any) -> None:
+        """Queue an answer: `text` in canonical tokens unless `tokens` gives others, and the end of turn at `stop`."""
+        ids = list(tokens) if tokens is not None else encode(text)
+        ids += [END] if finish_reason == "stop" else []
+        self.lines.append(Line(token_ids=ids, finish_reason=finish_reason, **more))
+
+    async def info(self) -> EngineInfo:
+        self._answer_or_fail()
+        return EngineInfo(model="scripted", max_model_len=self.max_model_len)
+
+    async def healthy(self) -> bool:
+        return not self.down
+
+    async def render(self, chat: Json) -> Rendered:
+        self._answer_or_fail()
+        ids = encode(self.template(chat))
+        if len(ids) >= self.max_model_len:
+            raise EngineRefusedError(
+                f"maximum context length is {self.max_model_len}", status=400, code="context_length_exceeded"
+            )
+        given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
+        return Rendered(token_ids=ids, sampling=given, parsed=self.parsed or bool(chat.get("tools")))
+
+    async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+        self._answer_or_fail()
+        self.requests.append(rendered)
+        self.asked.set()
+        lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]
+        try:
+            if stream:
+                async for deltas in self._stream(lines, rendered.sampling["max_tokens"]):
+                    yield deltas
+            else:
+                for line in lines:
+                    await self._pause(line)
+                yield [self._whole(i, line, rendered.sampling["max_tokens"]) for i, line in enumerate(lines)]
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    async def derender(self, _chat: Json, _prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+        return [_message(decode(answer.token_ids)) for answer in answers]
+
+    async def derender_delta(
+        self, _chat: Json, _prompt: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
+    ) -> tuple[Json, Any]:
+        """Text as it comes; thoughts and tool calls at the end of the answer."""
+        seen = [*(state or ()), *token_ids]
+        text = decode(seen)
+        if "<" not in text:
+            return {"content": decode(token_ids)}, seen
+        if finish_reason is None:
+            return {}, seen
+        message = _message(text)
+        message["content"] = (message["content"] or "").removeprefix(_before_markup(decode(state or ())))
+        calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", []))]
+        return {**message, **({"tool_calls": calls} if calls else {})}, seen
+
+    async def tokenize(self, text: str) -> list[int]:
+        return encode(text)
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return decode(token_ids)
+
+    def _answer_or_fail(self) -> None:
+        if self.down:
+            raise EngineError(f"the engine at {self.url} cannot be reached")
+
+    async def _stream(self, lines: Sequence[Line], max_tokens: int) -> AsyncGenerator[list[Delta], None]:
+        for index, line in enumerate(lines):
+            whole = self._whole(index, line, max_tokens)
+            for at, token in enumerate(whole.token_ids):
+                if at == 1:
+                    await self._pause(line)
+                last = at == len(whole.token_ids) - 1
+                yield [
+                    Delta(
+                        index=index,
+                        text="" if token == END else _spell(token),
+                        token_ids=[token],
+                        logprobs=[whole.logprobs[at]],
+                        finish_reason=whole.finish_reason if last else None,
+                        versions=whole.versions if last else (),
+                    )
+                ]
+
+    async def _pause(self, line: Line) -> None:
+        if line.gate is not None:
+            await line.gate.wait()
+        if line.error is not None:
+            raise EngineError(line.error)
+
+    def _whole(self, index: int, line: Line, max_tokens: int) -> Delta:
+        ids = line.token_ids[:max_tokens]
+        return Delta(
+            index=index,
+            text=decode(token for token in ids if token != END),
+            token_ids=ids,
+            logprobs=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
+            finish_reason=line.finish_reason if len(ids) == len(line.token_ids) else "length",
+            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),),
+        )
+
+
+def _spell(token: int) -> str:
+    if token < len(SPECIAL):
+        return SPECIAL[token]
+    if token < _PAIRS:
+        return chr(token - _CHARACTERS)
+    return chr((token - _PAIRS) // _PAIR_RANGE) + chr((token - _PAIRS) % _PAIR_RANGE)
+
+
+def _turn(message: Json) -> str:
+    calls = "".join(
+        f"<tool_call>{json.dumps({'name': c['function']['name'], 'arguments': json.loads(c['function']['arguments'])})}</tool_call>"
+        for c in message.get("tool_calls") or ()
+    )
+    return f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>\n"
+
+
+def _before_markup(text: str) -> str:
+    return text.partition("<")[0]
+
+
+def _message(text: str) -> Json:
+    """What a reasoning and tool-call parser makes of an answer."""
+    message: Json = {"role": "assistant"}
+    if thought := _THOUGHT.match(text):
+        message["reasoning"] = thought[1]
+        text = text[thought.end() :]
+    calls = [json.loads(call) for call in _CALL.findall(text)]
+    message["content"] = _CALL.sub("", text)
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call-{i}",
+                "type": "function",
+                "function": {"name": call["name"], "arguments": json.dumps(call["arguments"])},
+            }
+            for i, call in enumerate(calls)
+        ]
+    return message

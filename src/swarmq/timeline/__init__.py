@@ -1,0 +1,31 @@
+"""Exact token sequences from turns, each token computed once. Pure: numpy in, numpy out.
+
+    Turn --resolve--> ResolvedTurn --fold--> Timeline --pack, lay_rows--> Layout   (packed rows)
+                                   `--PrefixTree.layouts------------------^        (trees)
+
+`plan` goes from resolved episodes to layouts and chooses between the two.
+"""
+
+from swarmq.timeline.fold import Timeline, fold, unfold
+from swarmq.timeline.layout import Layout, lay_rows
+from swarmq.timeline.pack import pack
+from swarmq.timeline.plan import Cost, Plan, plan, row_layouts
+from swarmq.timeline.tree import PrefixTree
+from swarmq.timeline.turns import ResolvedTurn, resolve, standalone
+
+__all__ = [
+    "Cost",
+    "Layout",
+    "Plan",
+    "PrefixTree",
+    "ResolvedTurn",
+    "Timeline",
+    "fold",
+    "lay_rows",
+    "pack",
+    "plan",
+    "resolve",
+    "row_layouts",
+    "standalone",
+    "unfold",
+]

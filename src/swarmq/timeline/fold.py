@@ -1,0 +1,102 @@
+"""Fold the turns of an episode into the fewest token sequences that train every sampled token exactly once.
+
+A row may train two turns if the later one's prompt begins with all of the earlier one (its prompt and its sampled
+tokens): then both see exactly the context they were sampled in. Rows are chains of that order, and fewest chains
+means most turns that found a successor. The turns that turn j can continue are those that end on the path to j's
+prompt, nested like the path itself, so letting every turn continue the deepest one still free is optimal, in the
+number of rows and in the number of tokens. Two turns that sampled the same tokens after the same prompt overlap,
+cannot share a row, and so are both trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.timeline.trie import ROOT, Trie
+from swarmq.timeline.turns import FloatArray, IntArray, ResolvedTurn
+
+
+class Timeline(msgspec.Struct, frozen=True, kw_only=True):
+    """One token sequence to train on; every array has length T."""
+
+    token_ids: IntArray  # [T]
+    trained: NDArray[np.bool_]  # [T] True where the policy sampled the token and this row trains it
+    logprobs: FloatArray  # [T] natural log under the weights that sampled; 0 where not trained
+    versions: IntArray  # [T] weight version that sampled the token; -1 where not trained
+    turns: IntArray  # [T] index of the turn that sampled the token; -1 where not trained
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
+    """The fewest timelines of one episode, ordered by their first turn."""
+    successors = _successors(turns)
+    continued = set(successors.values())
+    rows = []
+    for first in range(len(turns)):
+        if first in continued:
+            continue
+        chain = [first]
+        while chain[-1] in successors:
+            chain.append(successors[chain[-1]])
+        rows.append(_row(turns, chain))
+    return rows
+
+
+def unfold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
+    """The oracle: every turn its own timeline."""
+    return [_row(turns, [i]) for i in range(len(turns))]
+
+
+def _successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
+    """Turn -> the turn that continues it in its row."""
+    trie = Trie()
+    ends = trie.plant(turns)
+    free: dict[int, list[int]] = {}
+    for i in reversed(range(len(turns))):
+        free.setdefault(ends[i], []).append(i)
+    above = list(trie.parents)
+    successors: dict[int, int] = {}
+    for j, turn in enumerate(turns):
+        node = ends[j]
+        while trie.end(node) > turn.prompt_length:
+            node = trie.parents[node]
+        node = _nearest(node, free, above)
+        if node != ROOT:
+            successors[free[node].pop()] = j
+    return successors
+
+
+def _nearest(node: int, free: dict[int, list[int]], above: list[int]) -> int:
+    """The deepest node at or above `node` with a free turn, else the root; remembers what it skipped."""
+    skipped = []
+    while node != ROOT and not free.get(node):
+        skipped.append(node)
+        node = above[node]
+    for each in skipped:
+        above[each] = node
+    return node
+
+
+def _row(turns: Sequence[ResolvedTurn], chain: Sequence[int]) -> Timeline:
+    tokens = turns[chain[-1]].token_ids
+    size = len(tokens)
+    row = Timeline(
+        token_ids=tokens,
+        trained=np.zeros(size, np.bool_),
+        logprobs=np.zeros(size, np.float32),
+        versions=np.full(size, -1, np.int32),
+        turns=np.full(size, -1, np.int32),
+    )
+    for i in chain:
+        span = slice(turns[i].prompt_length, len(turns[i]))
+        row.trained[span] = True
+        row.logprobs[span] = turns[i].logprobs
+        row.versions[span] = turns[i].versions
+        row.turns[span] = i
+    return row

@@ -1,0 +1,126 @@
+"""What one forward pass computes: tokens in depth-first order, and which sampled tokens it trains.
+
+Packed rows and trees are the same thing here. A node is a run of tokens that continues its parent node; a packed
+row is a node without parent. In depth-first order the tokens that see token k (those after it in its node, and all
+of the nodes below) are one range, so a single array says who sees whom:
+
+    q sees k   if and only if   k <= q < exits[k]
+
+Positions count from the root of the own tree, so every token is where it was when it was sampled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.timeline.fold import Timeline
+from swarmq.timeline.turns import FloatArray, IntArray
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """T tokens in N nodes, and S sampled tokens to train; a token sampled by two turns is there twice."""
+
+    token_ids: IntArray  # [T]
+    positions: IntArray  # [T] how many tokens precede it in its own sequence
+    exits: IntArray  # [T] one past the last token that sees it
+    node_starts: IntArray  # [N] ascending; node n is tokens node_starts[n] up to the next node's start
+    node_parents: IntArray  # [N] index of the node it continues; -1 at a root
+
+    predictors: IntArray  # [S] index into T of the token whose output predicts the sampled token
+    targets: IntArray  # [S] the sampled token id
+    logprobs: FloatArray  # [S] natural log under the weights that sampled it
+    versions: IntArray  # [S] weight version that sampled it
+    episodes: IntArray  # [S] index of its episode
+    turns: IntArray  # [S] index of its turn in the episode
+    offsets: IntArray  # [S] which of the turn's sampled tokens it is
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_trained(self) -> int:
+        return len(self.targets)
+
+
+def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
+    """Packed rows, at least one, given as (index of the episode, timeline): none sees another."""
+    lengths = [len(row) for _, row in rows]
+    starts = np.cumsum([0, *lengths])
+    trained = [np.flatnonzero(row.trained) for _, row in rows]
+    turns = _ints([row.turns[at] for (_, row), at in zip(rows, trained, strict=True)])
+    at = _ints([start + at for start, at in zip(starts, trained, strict=False)])
+    return Layout(
+        token_ids=_ints([row.token_ids for _, row in rows]),
+        positions=_ints([np.arange(length) for length in lengths]),
+        exits=np.repeat(starts[1:], lengths).astype(np.int32),
+        node_starts=starts[:-1].astype(np.int32),
+        node_parents=np.full(len(rows), -1, np.int32),
+        predictors=at - 1,
+        targets=_ints([row.token_ids[at] for (_, row), at in zip(rows, trained, strict=True)]),
+        logprobs=np.concatenate([row.logprobs[at] for (_, row), at in zip(rows, trained, strict=True)]),
+        versions=_ints([row.versions[at] for (_, row), at in zip(rows, trained, strict=True)]),
+        episodes=_ints([np.full(len(at), episode) for (episode, _), at in zip(rows, trained, strict=True)]),
+        turns=turns,
+        offsets=_offsets(at, turns),
+    )
+
+
+def node_spans(layout: Layout) -> list[tuple[int, int]]:
+    """Start and end of every node, as indices into the tokens."""
+    edges = [*layout.node_starts.tolist(), layout.num_tokens]
+    return list(pairwise(edges))
+
+
+def num_pairs(layout: Layout) -> int:
+    """How many (query, key) pairs full attention computes."""
+    return int(layout.positions.sum(dtype=np.int64)) + layout.num_tokens
+
+
+def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
+    """[T, T] True where query (row) sees key (column): the definition, for tests and small cases."""
+    index = np.arange(layout.num_tokens)
+    mask = (index[None, :] <= index[:, None]) & (index[:, None] < layout.exits[None, :])
+    if window is not None:
+        mask &= layout.positions[:, None] - layout.positions[None, :] < window
+    return mask
+
+
+def block_map(
+    exits: IntArray, positions: IntArray, block: int, window: int | None = None
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """Which blocks of `block` queries x `block` keys are partly and which wholly visible: two [T/block, T/block].
+
+    The length must be a multiple of `block`. Never reports a block with a visible pair as empty, nor one with an
+    invisible pair as whole; costs (T / block)^2 instead of T^2.
+    """
+    num = len(exits) // block
+    exits, positions = exits.reshape(num, block), positions.reshape(num, block)
+    first = np.arange(num) * block
+    earlier = first[None, :] < first[:, None]
+    some = np.eye(num, dtype=np.bool_) | (earlier & (exits.max(1)[None, :] > first[:, None]))
+    whole = earlier & (exits.min(1)[None, :] >= first[:, None] + block)
+    if window is not None:
+        low, high = positions.min(1), positions.max(1)
+        some &= low[:, None] - high[None, :] < window
+        whole &= high[:, None] - low[None, :] < window
+    return some & ~whole, whole
+
+
+def _offsets(at: IntArray, turns: IntArray) -> IntArray:
+    """Which of its turn's sampled tokens each is; they are consecutive in a row, and rows are never adjacent."""
+    begins = np.ones(len(at), np.bool_)
+    begins[1:] = (np.diff(at) != 1) | (np.diff(turns) != 0)
+    first = np.flatnonzero(begins)
+    return (np.arange(len(at)) - np.repeat(first, np.diff([*first, len(at)]))).astype(np.int32)
+
+
+def _ints(parts: Sequence[NDArray[Any]]) -> IntArray:
+    joined: IntArray = np.concatenate(parts).astype(np.int32)
+    return joined

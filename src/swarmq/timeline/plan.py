@@ -1,0 +1,91 @@
+"""Choose how to compute a batch: packed rows, or trees where sharing pays for them.
+
+Both give the same log-probabilities and the same gradient, so the choice is about time alone. Time is modelled as a
+price per token (all matrix products whose size does not depend on the context) and one per visible pair of tokens
+(attention). Rows are kept unless the tree is clearly cheaper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from swarmq.timeline.fold import fold
+from swarmq.timeline.layout import Layout, lay_rows, num_pairs
+from swarmq.timeline.pack import pack
+from swarmq.timeline.tree import PrefixTree
+from swarmq.timeline.turns import ResolvedTurn
+
+Way = Literal["rows", "tree"]
+
+TREE_MUST_SAVE = 0.03
+"""Share of the modelled time that a tree must save before it replaces rows."""
+
+
+class Cost(msgspec.Struct, frozen=True, kw_only=True):
+    """Floating-point operations of a forward pass, or anything proportional to them."""
+
+    token: float
+    pair: float
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The passes of one batch and why they are as they are."""
+
+    layouts: list[Layout]
+    way: Way
+    reason: str
+    """One line for the log."""
+    tokens: int
+    """Computed by these passes."""
+    tokens_unfolded: int
+    """What every turn as its own row would have computed."""
+
+
+def plan(
+    episodes: Sequence[Sequence[ResolvedTurn]],
+    budget: int,
+    *,
+    cost: Cost,
+    only: Way | None = None,
+    because: str = "",
+    row_pass: int | None = None,
+) -> Plan:
+    """Passes of at most `budget` tokens that train every sampled token of `episodes` once.
+
+    `only` leaves no choice, for the reason `because`. Packed rows go into passes of about `row_pass` tokens where
+    given: larger ones are no quicker for every processor, while a tree shares more the more it holds. Raises
+    TimelineError (`over_budget`) for a turn longer than `budget`.
+    """
+    unfolded = sum(len(turn) for turns in episodes for turn in turns)
+    if only == "tree":
+        return _plan(PrefixTree(episodes).layouts(budget), "tree", because, unfolded)
+    longest = max((len(turn) for turns in episodes for turn in turns), default=0)
+    rows = row_layouts(episodes, budget if row_pass is None else min(budget, max(row_pass, longest)))
+    if only == "rows":
+        return _plan(rows, "rows", because, unfolded)
+    trees = PrefixTree(episodes).layouts(budget)
+    row_price, tree_price = (_price(layouts, cost) for layouts in (rows, trees))
+    saved = 1 - tree_price / row_price if row_price else 0.0
+    said = f"the tree needs {_tokens(trees)} tokens where rows need {_tokens(rows)}, {saved:.1%} less work"
+    return _plan(trees, "tree", said, unfolded) if saved >= TREE_MUST_SAVE else _plan(rows, "rows", said, unfolded)
+
+
+def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
+    """Folded timelines of all episodes, packed."""
+    rows = [(e, row) for e, turns in enumerate(episodes) for row in fold(turns)]
+    return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
+
+
+def _price(layouts: Sequence[Layout], cost: Cost) -> float:
+    return sum(cost.token * layout.num_tokens + cost.pair * num_pairs(layout) for layout in layouts)
+
+
+def _tokens(layouts: Sequence[Layout]) -> int:
+    return sum(layout.num_tokens for layout in layouts)
+
+
+def _plan(layouts: list[Layout], way: Way, reason: str, unfolded: int) -> Plan:
+    return Plan(layouts=layouts, way=way, reason=reason, tokens=_tokens(layouts), tokens_unfolded=unfolded)

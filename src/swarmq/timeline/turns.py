@@ -1,0 +1,181 @@
+"""From turns as they travelled, each with its new tokens only, to whole token sequences.
+
+A turn carries the tokens its prompt added and how many it shares with its parent. A chat that only grows is one
+buffer here, of which its turns are prefixes, so memory and time grow with the episode's tokens and not with
+turns x tokens; a fork copies what it shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.errors import TimelineError
+from swarmq.messages import Turn
+
+IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
+
+
+class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One model call as a whole token sequence: a prompt of P tokens, then A sampled ones."""
+
+    token_ids: IntArray  # [P + A]
+    prompt_length: int  # P, at least 1
+    logprobs: FloatArray  # [A] natural log under the weights and parameters that sampled
+    versions: IntArray  # [A] weight version that sampled the token
+    parent: int = -1
+    """Index of a turn of the same list with which the first `shared` tokens are known to be equal; -1 for none."""
+    shared: int = 0
+
+    @property
+    def prompt_ids(self) -> IntArray:
+        return self.token_ids[: self.prompt_length]
+
+    @property
+    def sampled_ids(self) -> IntArray:
+        return self.token_ids[self.prompt_length :]
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def resolve(
+    turns: Sequence[Turn], *, vocab_size: int | None = None, max_length: int | None = None
+) -> list[ResolvedTurn]:
+    """The turns of one episode and policy, in the same order, with their full prompts.
+
+    Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`,
+    `shared_beyond_parent`, `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`),
+    `id_outside_vocabulary`, `logprob_missing`, `logprob_not_finite`, `version_missing`.
+    """
+    parents = _parents(turns)
+    lengths = _lengths(turns, parents, max_length)
+    sequences = _sequences(turns, parents, lengths)
+    return [
+        ResolvedTurn(
+            token_ids=_checked_ids(turn, sequence, vocab_size),
+            prompt_length=len(sequence) - len(turn.sampled_ids) // 4,
+            logprobs=_logprobs(turn),
+            versions=_versions(turn),
+            parent=parent,
+            shared=turn.shared,
+        )
+        for turn, parent, sequence in zip(turns, parents, sequences, strict=True)
+    ]
+
+
+def standalone(
+    prompt_ids: Sequence[int] | IntArray,
+    sampled_ids: Sequence[int] | IntArray,
+    logprobs: Sequence[float] | FloatArray,
+    version: int = 0,
+) -> ResolvedTurn:
+    """A turn given whole, for data that never travelled as messages (benchmarks, replays of plain text)."""
+    prompt, sampled = np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)
+    return ResolvedTurn(
+        token_ids=np.concatenate([prompt, sampled]),
+        prompt_length=len(prompt),
+        logprobs=np.asarray(logprobs, np.float32),
+        versions=np.full(len(sampled), version, np.int32),
+    )
+
+
+def _parents(turns: Sequence[Turn]) -> list[int]:
+    index: dict[str, int] = {}
+    for i, turn in enumerate(turns):
+        if turn.call_id in index:
+            raise _error("duplicate_call", turn, "the episode has two turns of this call id")
+        index[turn.call_id] = i
+    for turn in turns:
+        if turn.parent is not None and turn.parent not in index:
+            raise _error("parent_unknown", turn, f"its parent {turn.parent} is not among the episode's turns")
+    return [-1 if turn.parent is None else index[turn.parent] for turn in turns]
+
+
+def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | None) -> list[int]:
+    lengths = [turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns]
+    for turn, parent, length in zip(turns, parents, lengths, strict=True):
+        available = lengths[parent] if parent >= 0 else 0
+        if not 0 <= turn.shared <= available:
+            raise _error("shared_beyond_parent", turn, f"shares {turn.shared} tokens of a parent that has {available}")
+        if not turn.sampled_ids:
+            raise _error("nothing_sampled", turn, "no sampled tokens, so nothing to learn from")
+        if length == len(turn.sampled_ids) // 4:
+            raise _error("empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict")
+        if max_length is not None and length > max_length:
+            raise _error("over_budget", turn, f"{length} tokens are more than the {max_length} that fit one pass")
+    return lengths
+
+
+def _sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
+    """Whole sequences; a turn that extends all of its parent shares the parent's buffer if it is the first to."""
+    heirs: dict[int, int] = {}
+    children: dict[int, list[int]] = {}
+    for i, (turn, parent) in enumerate(zip(turns, parents, strict=True)):
+        if parent >= 0 and parent not in heirs and turn.shared == lengths[parent]:
+            heirs[parent] = i
+        else:
+            children.setdefault(parent, []).append(i)
+    sequences: list[IntArray] = [np.empty(0, np.int32)] * len(turns)
+    heads, resolved = list(reversed(children.get(-1, []))), 0
+    while heads:
+        chain = [heads.pop()]
+        while chain[-1] in heirs:
+            chain.append(heirs[chain[-1]])
+        first = chain[0]
+        buffer = np.empty(lengths[chain[-1]], np.int32)
+        if parents[first] >= 0:
+            buffer[: turns[first].shared] = sequences[parents[first]][: turns[first].shared]
+        for i in chain:
+            own = np.frombuffer(turns[i].prompt_ids + turns[i].sampled_ids, "<i4")
+            buffer[turns[i].shared : lengths[i]] = own
+            sequences[i] = buffer[: lengths[i]]
+            heads.extend(reversed(children.get(i, [])))
+        resolved += len(chain)
+    if resolved < len(turns):
+        raise _error(
+            "parent_cycle", next(t for t, s in zip(turns, sequences, strict=True) if not len(s)), "is its own ancestor"
+        )
+    return sequences
+
+
+def _checked_ids(turn: Turn, sequence: IntArray, vocab_size: int | None) -> IntArray:
+    own = sequence[turn.shared :]
+    top = np.iinfo(np.int32).max if vocab_size is None else vocab_size - 1
+    if own.min() < 0 or own.max() > top:
+        wrong = own[(own < 0) | (own > top)][0]
+        raise _error("id_outside_vocabulary", turn, f"token id {wrong} is not in [0, {top}]")
+    return sequence
+
+
+def _logprobs(turn: Turn) -> FloatArray:
+    if len(turn.logprobs) != len(turn.sampled_ids):
+        raise _error(
+            "logprob_missing",
+            turn,
+            f"{len(turn.sampled_ids) // 4} sampled tokens, {len(turn.logprobs) / 4:g} log-probabilities",
+        )
+    values = np.frombuffer(turn.logprobs, "<f4").astype(np.float32)
+    if not np.isfinite(values).all():
+        where = int(np.flatnonzero(~np.isfinite(values))[0])
+        raise _error("logprob_not_finite", turn, f"log-probability {values[where]} at sampled token {where}")
+    return values
+
+
+def _versions(turn: Turn) -> IntArray:
+    """One version per sampled token. An engine that was never given weights reports none: version 0."""
+    values = np.full(len(turn.sampled_ids) // 4, -1 if turn.versions else 0, np.int32)
+    for span in turn.versions:
+        values[span.start : span.end] = span.version
+    if values.min() < 0:
+        where = int(np.flatnonzero(values < 0)[0])
+        raise _error("version_missing", turn, f"no weight version for sampled token {where}")
+    return values
+
+
+def _error(reason: str, turn: Turn, what: str) -> TimelineError:
+    return TimelineError(reason, f"turn {turn.call_id} of {turn.episode_id}: {what}")

@@ -1,0 +1,375 @@
+"""One host, one command: start every part of a run, keep each running, stop them in order.
+
+    broker (private node, or a url) ─┐
+    engines (vLLM, one per policy) ──┼─> resolved.toml ──> proxy, collector, learners
+                                     └─> endpoints.json, invite
+
+A part that dies is started again on the same port, later each time; one that keeps dying ends the whole run with
+the last lines of its log. Ctrl-C reaches this process alone: it stops the learners first (they write a checkpoint),
+then collector, proxy and engines, the broker last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import fcntl
+import json
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from swarmq import keys
+from swarmq.broker import AmqpBroker
+from swarmq.broker.node import PrivateNode
+from swarmq.config import Policy, SwarmJob, amqp_url
+from swarmq.engine.launch import EngineProcess, check_model
+from swarmq.errors import SwarmqError
+from swarmq.messages import Event
+from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
+
+log = structlog.get_logger()
+
+MAX_DEATHS = 5
+DEATH_WINDOW_S = 120.0
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
+SERVE_S = 60.0
+PROBE_S = 0.1
+HOST_CLIENT = "local"
+"""Name of the client whose invite `up` writes into the run folder."""
+
+
+class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the parts of a running run listen; readable by the user alone, because the broker url has a password."""
+
+    amqp_url: str
+    management_url: str | None
+    management_user: str | None
+    management_password: str | None
+    proxy: str
+    engines: dict[str, tuple[str, ...]]
+    pids: dict[str, int]
+
+
+class DaemonFailedError(SwarmqError):
+    """A part of the run could not be kept running."""
+
+
+@dataclasses.dataclass
+class Daemon:
+    """A process of ours that is to be running, and the history of its deaths."""
+
+    name: str
+    argv: list[str]
+    log_path: Path
+    process: asyncio.subprocess.Process | None = None
+    deaths: list[float] = dataclasses.field(default_factory=list)
+    finished: bool = False
+
+    async def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as sink:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=die_with_parent,
+            )
+
+    async def keep_running(self, warn: Callable[[str], None]) -> None:
+        """Return when the process ends with status 0; start it again when it dies; raise when it keeps dying."""
+        while True:
+            assert self.process is not None
+            status = await self.process.wait()
+            if status == 0:
+                self.finished = True
+                return
+            now = time.monotonic()
+            self.deaths = [at for at in self.deaths if at > now - DEATH_WINDOW_S] + [now]
+            if len(self.deaths) >= MAX_DEATHS:
+                raise DaemonFailedError(
+                    f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
+                    f"the end of {self.log_path}:\n{tail(self.log_path)}"
+                )
+            delay_s = BACKOFF_S[len(self.deaths) - 1]
+            warn(f"{self.name} died with status {status}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            await self.start()
+
+    async def stop(self, grace_s: float) -> None:
+        if self.process is not None:
+            await stop_group(self.process, grace_s=grace_s)
+
+
+class Deployment:
+    """A run whose parts are up."""
+
+    def __init__(self, job: SwarmJob, node: PrivateNode | None, invite: keys.Invite) -> None:
+        self.job = job
+        self.node = node
+        self.invite = invite
+        self.daemons: dict[str, Daemon] = {}
+        self.engines: dict[str, EngineProcess] = {}
+        self.warnings: list[str] = []
+        self.learners_done = asyncio.Event()
+        """Set when every learner has reached its last step."""
+
+    def endpoints(self) -> Endpoints:
+        assert self.job.broker.url
+        pids = {name: d.process.pid for name, d in self.daemons.items() if d.process and d.process.returncode is None}
+        return Endpoints(
+            amqp_url=self.job.broker.url,
+            management_url=self.node.management_url if self.node else None,
+            management_user=self.node.user if self.node else None,
+            management_password=self.node.password if self.node else None,
+            proxy=self.invite.base_url,
+            engines={name: policy.engine.urls for name, policy in self.job.policies.items()},
+            pids=pids,
+        )
+
+
+@contextlib.asynccontextmanager
+async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterator[Deployment]:
+    """Bring a run up, keep it up while the context is open, take it down.
+
+    `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
+    """
+    for policy in job.policies.values():
+        if not policy.engine.urls:
+            check_model(policy.model)
+    folder = job.run_folder
+    folder.path.mkdir(parents=True, exist_ok=True)
+    with _exclusive(folder.path / "up.lock", job.run):
+        async with contextlib.AsyncExitStack() as stack:
+            node, url = await _broker(job, stack, report)
+            engines = await _engines(job, stack, report)
+            resolved = _resolve(job, url, engines)
+            deployment = Deployment(resolved, node, _invite(resolved))
+            deployment.engines = engines
+            folder.job.write_text(job.to_toml())
+            _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
+            broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
+            await broker.declare(job.run, policies=_trained(job), kinds=job.mix)
+
+            def warn(text: str) -> None:
+                deployment.warnings.append(text)
+                log.warning("part died", what=text)
+                warnings.put_nowait(text)
+
+            warnings: asyncio.Queue[str] = asyncio.Queue()
+            await _daemons(deployment, stack, report)
+            _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
+            _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
+            async with asyncio.TaskGroup() as tasks:
+                watchers = [
+                    tasks.create_task(_tell(warnings, broker, job.run)),
+                    tasks.create_task(_learners(deployment, warn)),
+                    *(
+                        tasks.create_task(d.keep_running(warn))
+                        for n, d in deployment.daemons.items()
+                        if not n.startswith("learner")
+                    ),
+                    *(tasks.create_task(_keep_engine(name, e, warn)) for name, e in engines.items()),
+                    *([tasks.create_task(keep_broker(node, warn))] if node else []),
+                ]
+                try:
+                    yield deployment
+                finally:
+                    for watcher in watchers:
+                        watcher.cancel()
+
+
+async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        for name, daemon in deployment.daemons.items():
+            if name.startswith("learner"):
+                tasks.create_task(daemon.keep_running(warn))
+    deployment.learners_done.set()
+
+
+async def _broker(
+    job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
+) -> tuple[PrivateNode | None, str]:
+    if url := amqp_url(job.broker):
+        report("broker: the one you named")
+        return None, url
+    report("broker: starting a private RabbitMQ")
+    node = await stack.enter_async_context(PrivateNode(job.run_folder.broker, port=job.broker.port))
+    report(f"broker: ready, management UI at {node.management_url}")
+    return node, node.amqp_url
+
+
+async def _engines(
+    job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
+) -> dict[str, EngineProcess]:
+    """Start all engines side by side; name -> process."""
+    wanted: dict[str, Policy] = {}
+    for name, policy in job.policies.items():
+        if policy.engine.urls:
+            report(f"engine {name}: the ones you named")
+        else:
+            wanted |= {f"{name}.{index}": policy for index in range(policy.engine.count)}
+    ports = _ports(job.run_folder.path / "ports.json", [*wanted, "proxy"])
+    engines = {
+        name: EngineProcess(
+            policy,
+            port=ports[name],
+            log_path=job.run_folder.logs / f"engine.{name}.log",
+            progress=partial(_report_engine, report, name),
+        )
+        for name, policy in wanted.items()
+    }
+    async with asyncio.TaskGroup() as tasks:
+        for name, engine in engines.items():
+            report(f"engine {name}: loading {wanted[name].model}")
+            tasks.create_task(stack.enter_async_context(engine))
+    for name in engines:
+        report(f"engine {name}: serving")
+    return engines
+
+
+def _report_engine(report: Callable[[str], None], name: str, stage: str) -> None:
+    report(f"engine {name}: {stage}")
+
+
+async def _keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+    deaths: list[float] = []
+    while True:
+        status = await engine.wait()
+        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
+        if len(deaths) >= MAX_DEATHS:
+            raise DaemonFailedError(
+                f"engine {name} died {MAX_DEATHS} times; the end of its log:\n{tail(engine.log_path)}"
+            )
+        warn(f"engine {name} died with status {status}; starting it again")
+        await engine.restart()
+
+
+async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
+    """Start the private RabbitMQ again when it dies: same url, same queues; everybody else waits and connects again."""
+    deaths: list[float] = []
+    while True:
+        status = await node.wait()
+        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
+        if len(deaths) >= MAX_DEATHS:
+            raise DaemonFailedError(f"the broker died {MAX_DEATHS} times; its logs are in {node.folder / 'log'}")
+        warn(f"the broker died with status {status}; starting it again")
+        await node.stop()
+        await node.start()
+
+
+async def _daemons(deployment: Deployment, stack: contextlib.AsyncExitStack, report: Callable[[str], None]) -> None:
+    job, folder = deployment.job, deployment.job.run_folder
+    resolved = str(folder.path / "resolved.toml")
+    learners = [
+        (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector"]) for name in _trained(job)
+    ]
+    plans = [("proxy", ["proxy", resolved]), ("collector", ["collector", resolved]), *learners]
+    for name, arguments in plans:
+        report(f"{name}: starting")
+        daemon = Daemon(name, [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log")
+        await daemon.start()
+        stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])
+        deployment.daemons[name] = daemon
+    await _until_serving(deployment.daemons["proxy"], job.proxy.host, job.proxy.port)
+    report("proxy: serving")
+
+
+async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
+    """Return when somebody listens on the port. Raises DaemonFailedError when the daemon ends first, or takes long."""
+    assert daemon.process is not None
+    try:
+        async with asyncio.timeout(SERVE_S):
+            while daemon.process.returncode is None:
+                with contextlib.suppress(OSError):
+                    _, writer = await asyncio.open_connection(host, port)
+                    writer.close()
+                    return
+                await asyncio.sleep(PROBE_S)
+    except TimeoutError:
+        pass
+    raise DaemonFailedError(f"{daemon.name} does not serve; the end of {daemon.log_path}:\n{tail(daemon.log_path)}")
+
+
+async def _tell(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> None:
+    while True:
+        text = await warnings.get()
+        await broker.emit(Event(run=run, source="up", name="warning", at=time.time(), fields={"text": text}))
+
+
+def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess]) -> SwarmJob:
+    """The job with every address filled in, as the daemons read it."""
+    urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
+    ports = _ports(job.run_folder.path / "ports.json", [*engines, "proxy"])
+    return msgspec.structs.replace(
+        job,
+        folder=str(Path(job.folder).resolve()),
+        broker=msgspec.structs.replace(job.broker, url=url),
+        proxy=msgspec.structs.replace(job.proxy, port=job.proxy.port or ports["proxy"]),
+        policies={
+            name: msgspec.structs.replace(
+                policy, engine=msgspec.structs.replace(policy.engine, urls=urls[name] or policy.engine.urls)
+            )
+            for name, policy in job.policies.items()
+        },
+    )
+
+
+def _invite(job: SwarmJob) -> keys.Invite:
+    assert job.broker.url
+    root = keys.load_root(job.run_folder.root_secret)
+    return keys.Invite(
+        run=job.run,
+        client=HOST_CLIENT,
+        secret=keys.client_secret(root, HOST_CLIENT),
+        amqp_url=job.broker.url,
+        base_url=f"http://{job.proxy.host}:{job.proxy.port}/v1",
+        policies=tuple(job.policies),
+        kinds=tuple(job.mix),
+        group_size=job.groups.group_size,
+    )
+
+
+def _trained(job: SwarmJob) -> list[str]:
+    return [name for name, policy in job.policies.items() if policy.trained]
+
+
+def _ports(path: Path, names: list[str]) -> dict[str, int]:
+    """A port for each name: the one of the last time where it is still free, so that clients find the run again."""
+    known: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else free_port() for name in names}
+    path.write_text(json.dumps(ports))
+    return ports
+
+
+def _write_private(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
+        sink.write(content)
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path, run: str) -> Iterator[None]:
+    """Hold the run folder; a second `up` on it is refused with the holder's pid."""
+    with path.open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            raise SwarmqError(
+                f"run {run!r} is already up, started by process {lock.read().strip()}: stop that one, "
+                "or choose another name with --set run=NAME"
+            ) from error
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield

@@ -1,0 +1,46 @@
+"""Fixtures for all tests: one private RabbitMQ for the session, and names that no other test uses."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from swarmq.broker.node import PrivateNode
+
+
+@pytest.fixture(scope="session")
+def broker_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateNode]:
+    """A private RabbitMQ for the whole session. Tests that break a broker start one of their own."""
+    from swarmq.broker.node import PrivateNode
+
+    node = PrivateNode(tmp_path_factory.mktemp("rabbitmq"))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rabbitmq")  # tests have loops of their own
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(node.start(), loop).result()
+        yield node
+        asyncio.run_coroutine_threadsafe(node.stop(), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+@pytest.fixture(scope="session")
+def amqp_url(request: pytest.FixtureRequest) -> str:
+    """A RabbitMQ to share: $SWARMQ_TEST_AMQP_URL if set, else the private node."""
+    return os.environ.get("SWARMQ_TEST_AMQP_URL") or request.getfixturevalue("broker_node").amqp_url
+
+
+@pytest.fixture
+def run_name() -> str:
+    """A run that no other test uses."""
+    return f"t-{secrets.token_hex(4)}"

@@ -1,0 +1,346 @@
+"""What every broker promises: one suite for the one in memory and for RabbitMQ."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+
+import msgspec
+import pytest
+
+from swarmq.broker import AmqpBroker, Broker, Delivery, Depth, topology
+from swarmq.broker.dead import letters
+from swarmq.errors import BrokerLostError, MessageError, UnroutableError
+from swarmq.messages import EpisodeEnd, Event, Slot, Task, encode, key_of
+from swarmq.testing import MemoryBroker
+
+SOON_S = 30.0
+"""Long enough for a busy machine; a passing test never waits for it."""
+
+
+class Bench(msgspec.Struct):
+    """A broker with a declared run, and what a test needs beyond the protocol."""
+
+    broker: Broker
+    run: str
+    put: Callable[[str, bytes], Awaitable[None]]
+    dead: Callable[[], Awaitable[list[tuple[bytes, str, str, str]]]]
+    """(body, key, queue, reason) of the dead letters of this run."""
+
+    @property
+    def inbox(self) -> str:
+        return topology.inbox(self.run)
+
+    @property
+    def tasks(self) -> str:
+        return topology.tasks(self.run, "math")
+
+
+@pytest.fixture(params=["memory", pytest.param("rabbitmq", marks=pytest.mark.broker)])
+async def bench(request: pytest.FixtureRequest, run_name: str) -> AsyncIterator[Bench]:
+    async with AsyncExitStack() as stack:
+        if request.param == "memory":
+            bench = in_memory(run_name)
+        else:
+            url = request.getfixturevalue("amqp_url")
+            broker = await stack.enter_async_context(AmqpBroker.open(url, name="contract"))
+            bench = on_rabbitmq(broker, url, run_name)
+        await bench.broker.declare(run_name, policies=["main"], kinds=["math"])
+        await stack.enter_async_context(asyncio.timeout(SOON_S))
+        yield bench
+
+
+def in_memory(run: str) -> Bench:
+    broker = MemoryBroker()
+
+    async def put(queue: str, body: bytes) -> None:
+        broker.put(queue, body)
+
+    async def dead() -> list[tuple[bytes, str, str, str]]:
+        return [
+            (
+                stored.body,
+                stored.headers.get("x-sq-id", ""),
+                stored.headers["x-sq-queue"],
+                stored.headers["x-sq-reason"],
+            )
+            for stored in broker.stored(topology.DEAD)
+        ]
+
+    return Bench(broker, run, put, dead)
+
+
+def on_rabbitmq(broker: AmqpBroker, url: str, run: str) -> Bench:
+    async def put(queue: str, body: bytes) -> None:
+        await broker._publisher.publish(queue, body, kind="", headers={}, deadline_s=None)
+
+    async def dead() -> list[tuple[bytes, str, str, str]]:
+        found = await letters(url)
+        return [(x.body, x.key, x.queue, x.reason) for x in found if x.queue.startswith(f"swarmq.{run}.")]
+
+    return Bench(broker, run, put, dead)
+
+
+def end(run: str, number: int) -> EpisodeEnd:
+    return EpisodeEnd(run=run, episode_id=f"e{number}", status="finished", rewards={"main": float(number)})
+
+
+def task(run: str, number: int) -> Task:
+    return Task(run=run, slot=Slot(task_id=f"t{number}"), kind="math", group_size=1)
+
+
+async def publish_ends(bench: Bench, count: int) -> list[EpisodeEnd]:
+    ends = [end(bench.run, number) for number in range(count)]
+    for message in ends:
+        await bench.broker.publish(bench.inbox, message)
+    return ends
+
+
+async def take(bench: Bench, queue: str, count: int, *, ack: bool = True) -> list[Delivery]:
+    """Consume `count` deliveries, then close."""
+    taken: list[Delivery] = []
+    async with bench.broker.consume(queue, prefetch=100) as deliveries:
+        while len(taken) < count:
+            taken.append(await anext(deliveries))
+            if ack:
+                await taken[-1].ack()
+    return taken
+
+
+async def test_what_was_published_arrives_in_order(bench: Bench) -> None:
+    ends = await publish_ends(bench, 20)
+    taken = await take(bench, bench.inbox, 20)
+    assert [delivery.message for delivery in taken] == ends
+    assert [delivery.key for delivery in taken] == [key_of(message) for message in ends]
+    assert taken[0].body == encode(ends[0])
+    assert not taken[0].redelivered
+
+
+async def test_messages_published_together_keep_their_order(bench: Bench) -> None:
+    ends = [end(bench.run, number) for number in range(50)]
+    async with asyncio.TaskGroup() as group:
+        for message in ends:
+            group.create_task(bench.broker.publish(bench.inbox, message))
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 50)] == ends
+
+
+async def test_what_was_not_acknowledged_comes_again(bench: Bench) -> None:
+    ends = await publish_ends(bench, 3)
+    first = await take(bench, bench.inbox, 3, ack=False)
+    again = await take(bench, bench.inbox, 3)
+    assert [delivery.message for delivery in again] == ends
+    assert all(delivery.redelivered for delivery in again)
+    assert [delivery.key for delivery in again] == [delivery.key for delivery in first]
+
+
+async def test_what_was_acknowledged_does_not_come_again(bench: Bench) -> None:
+    ends = await publish_ends(bench, 3)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        await (await anext(deliveries)).ack()
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 2)] == ends[1:]
+
+
+async def test_an_acknowledgement_after_the_consumer_closed_says_that_it_comes_again(bench: Bench) -> None:
+    await publish_ends(bench, 1)
+    [delivery] = await take(bench, bench.inbox, 1, ack=False)
+    with pytest.raises(BrokerLostError):
+        await delivery.ack()
+
+
+async def test_acknowledging_twice_does_nothing(bench: Bench) -> None:
+    await publish_ends(bench, 2)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        first = await anext(deliveries)
+        await first.ack()
+        await first.ack()
+        second = await anext(deliveries)
+        await second.ack()
+        await deliveries.ack_through(second)
+
+
+async def test_acknowledging_one_leaves_those_before_it(bench: Bench) -> None:
+    ends = await publish_ends(bench, 3)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        taken = [await anext(deliveries) for _ in range(3)]
+        await taken[1].ack()
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 2)] == [ends[0], ends[2]]
+
+
+async def test_ack_through_covers_what_came_before_and_nothing_after(bench: Bench) -> None:
+    ends = await publish_ends(bench, 5)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        taken = [await anext(deliveries) for _ in range(5)]
+        await taken[1].ack()
+        await deliveries.ack_through(taken[2])
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 2)] == ends[3:]
+
+
+async def test_a_batch_waits_for_one_and_takes_no_more_than_its_limit(bench: Bench) -> None:
+    async with bench.broker.consume(bench.inbox, prefetch=100) as deliveries, asyncio.TaskGroup() as group:
+        waiting = group.create_task(deliveries.batch(3))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        ends = await publish_ends(bench, 7)
+        taken = await waiting
+        while len(taken) < 7:
+            batch = await deliveries.batch(3)
+            assert 1 <= len(batch) <= 3
+            taken += batch
+        assert [delivery.message for delivery in taken] == ends
+        await deliveries.ack_through(taken[-1])
+
+
+async def test_no_more_than_prefetch_is_held(bench: Bench) -> None:
+    for number in range(3):
+        await bench.broker.publish(bench.tasks, task(bench.run, number))
+    async with (
+        bench.broker.consume(bench.tasks, prefetch=1) as one,
+        bench.broker.consume(bench.tasks, prefetch=2) as other,
+    ):
+        held = [await anext(one), await anext(other), await anext(other)]
+        assert {delivery.message.slot.task_id for delivery in held} == {"t0", "t1", "t2"}
+        for delivery in held:
+            await delivery.ack()
+
+
+async def test_a_dead_workers_task_goes_to_another(bench: Bench) -> None:
+    async with bench.broker.consume(bench.tasks, prefetch=1) as survivor:
+        async with bench.broker.consume(bench.tasks, prefetch=1) as doomed:
+            for number in range(2):
+                await bench.broker.publish(bench.tasks, task(bench.run, number))
+            lost = await anext(doomed)
+            mine = await anext(survivor)
+        await mine.ack()
+        again = await anext(survivor)
+        assert again.message == lost.message
+        assert again.redelivered
+        await again.ack()
+
+
+async def test_the_inbox_has_one_active_consumer_and_the_next_takes_over(bench: Bench) -> None:
+    ends = await publish_ends(bench, 4)
+    async with bench.broker.consume(bench.inbox, prefetch=1) as active:
+        first = await anext(active)
+        async with bench.broker.consume(bench.inbox, prefetch=10) as standby:
+            waiting = asyncio.ensure_future(anext(standby))
+            await first.ack()
+            second = await anext(active)
+            assert second.message == ends[1]
+            assert not waiting.done()
+            waiting.cancel()
+    assert [delivery.message for delivery in await take(bench, bench.inbox, 3)] == ends[1:]
+
+
+async def test_a_message_to_no_queue_is_refused_and_others_still_pass(bench: Bench) -> None:
+    missing = topology.inbox("no-such-run")
+    results = await asyncio.gather(
+        bench.broker.publish(missing, end(bench.run, 1)),
+        bench.broker.publish(bench.inbox, end(bench.run, 2)),
+        bench.broker.publish(missing, end(bench.run, 1)),
+        return_exceptions=True,
+    )
+    assert [type(result) for result in results] == [UnroutableError, type(None), UnroutableError]
+    assert missing in str(results[0])
+    assert [delivery.key for delivery in await take(bench, bench.inbox, 1)] == ["e2:end"]
+
+
+async def test_a_missing_queue_cannot_be_consumed(bench: Bench) -> None:
+    with pytest.raises(UnroutableError, match="no-such-run"):
+        async with bench.broker.consume(topology.inbox("no-such-run"), prefetch=1):
+            pass
+
+
+async def test_two_sendings_of_a_fact_have_one_key(bench: Bench) -> None:
+    for _ in range(2):
+        await bench.broker.publish(bench.inbox, end(bench.run, 7))
+    first, second = await take(bench, bench.inbox, 2)
+    assert first.key == second.key == "e7:end"
+
+
+async def test_a_record_that_is_too_large_is_refused_before_it_leaves(bench: Bench) -> None:
+    huge = EpisodeEnd(run=bench.run, episode_id="e", status="failed", metadata={"x": "y" * 9_000_000})
+    with pytest.raises(MessageError, match="over the limit"):
+        await bench.broker.publish(bench.inbox, huge)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"garbage", b"", encode(end("r", 1))[:-3], b"\x91" * 100_000, msgspec.msgpack.encode({"type": "unheard-of"})],
+    ids=["garbage", "empty", "truncated", "deep", "unknown-type"],
+)
+async def test_poison_is_parked_with_its_reason_and_its_neighbours_arrive(bench: Bench, body: bytes) -> None:
+    await bench.broker.publish(bench.inbox, end(bench.run, 1))
+    await bench.put(bench.inbox, body)
+    await bench.broker.publish(bench.inbox, end(bench.run, 2))
+    assert [delivery.key for delivery in await take(bench, bench.inbox, 2)] == ["e1:end", "e2:end"]
+    [(dead_body, _, queue, reason)] = await bench.dead()
+    assert (dead_body, queue) == (body, bench.inbox)
+    assert "not a swarmq record" in reason
+
+
+async def test_an_infinite_reward_is_poison(bench: Bench) -> None:
+    body = msgspec.msgpack.encode(
+        {"type": "end", "run": bench.run, "episode_id": "e", "status": "finished", "rewards": {"main": float("nan")}}
+    )
+    await bench.put(bench.inbox, body)
+    await bench.broker.publish(bench.inbox, end(bench.run, 2))
+    await take(bench, bench.inbox, 1)
+    [(_, _, _, reason)] = await bench.dead()
+    assert "rewards.main is nan" in reason
+
+
+async def test_a_delivery_can_be_parked_with_a_reason_and_is_gone_from_its_queue(bench: Bench) -> None:
+    await publish_ends(bench, 2)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        unusable = await anext(deliveries)
+        await bench.broker.dead_letter(unusable, "token id 900000 is outside the vocabulary")
+    assert [delivery.key for delivery in await take(bench, bench.inbox, 1)] == ["e1:end"]
+    assert await bench.dead() == [(unusable.body, "e0:end", bench.inbox, "token id 900000 is outside the vocabulary")]
+
+
+async def test_events_reach_every_listener_of_their_run_and_nobody_else(bench: Bench) -> None:
+    mine = Event(run=bench.run, source="learner.main", name="step", at=1.0, fields={"loss": 0.5})
+    other = Event(run="another-run", source="learner.main", name="step", at=2.0)
+    last = Event(run=bench.run, source="collector", name="state", at=3.0)
+    async with bench.broker.events(bench.run) as one, bench.broker.events(bench.run) as two:
+        for event in (mine, other, last):
+            await bench.broker.emit(event)
+        for listener in (one, two):
+            assert [await anext(listener), await anext(listener)] == [mine, last]
+
+
+async def test_an_event_without_listeners_harms_nobody(bench: Bench) -> None:
+    await bench.broker.emit(Event(run=bench.run, source="x", name="warning", at=0.0))
+    await publish_ends(bench, 1)
+    await take(bench, bench.inbox, 1)
+
+
+async def test_declaring_again_changes_nothing(bench: Bench) -> None:
+    await publish_ends(bench, 1)
+    await bench.broker.declare(bench.run, policies=["main", "judge"], kinds=["math", "code"])
+    await take(bench, bench.inbox, 1)
+    await bench.broker.publish(topology.tickets(bench.run, "code"), end(bench.run, 1))
+
+
+async def test_depths_count_what_waits_and_leave_out_what_does_not_exist(bench: Bench) -> None:
+    await publish_ends(bench, 3)
+    missing = topology.ready(bench.run, "nobody")
+    assert await bench.broker.depths([missing, bench.inbox, bench.tasks]) == {
+        bench.inbox: Depth(ready=3, consumers=0),
+        bench.tasks: Depth(ready=0, consumers=0),
+    }
+
+
+async def test_the_loop_ends_when_its_consumer_is_closed(bench: Bench) -> None:
+    async with bench.broker.consume(bench.inbox, prefetch=1) as deliveries:
+        pass
+    assert await deliveries.batch(1) == []
+    with pytest.raises(StopAsyncIteration):
+        await anext(deliveries)
+
+
+async def test_what_a_consumers_body_raises_comes_out_as_it_is(bench: Bench) -> None:
+    with pytest.raises(ZeroDivisionError):
+        async with bench.broker.consume(bench.inbox, prefetch=1):
+            _ = 1 / 0

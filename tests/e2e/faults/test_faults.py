@@ -1,0 +1,45 @@
+"""The short version of `benchmarks/faults`, and the proof that it would notice."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.faults import play, report
+from benchmarks.faults_broken import RULES
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(400)]
+
+REVEALED_BY = {
+    "answer-before-confirm": ("proxy killed",),
+    "acknowledge-before-commit": ("collector killed", "collector killed around a commit"),
+    "no-slot-key": ("tasks sent again", "client killed"),
+    "acknowledge-before-log": ("learner I/O killed",),
+    "no-dedup": ("episodes sent again",),
+}
+"""Rule -> faults that show what it is for."""
+
+
+async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, model):
+    result = await play(tmp_path, injections=25, seed=3, gap_s=0.4, model=model)
+    assert result.passed, report(result)
+    assert result.injections == 25
+    assert result.dead_letters == 0
+    assert result.verdict.account.trained > 50
+    assert result.weights.pushes > 0
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("rule", RULES)
+async def test_a_broken_rule_is_caught(rule, tmp_path, model):
+    """Negative controls: each part that breaks one rule is found out by the same comparison.
+
+    Faults strike at random moments, and not every schedule meets the broken rule; one of three must.
+    """
+    for seed in (5, 6, 7):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        result = await play(
+            folder, injections=14, seed=seed, gap_s=0.5, model=model, broken=rule, only=REVEALED_BY[rule]
+        )
+        if result.verdict.faults:
+            return
+    pytest.fail(f"{rule} was not caught:\n{report(result)}")

@@ -1,0 +1,147 @@
+"""`swarmq up` on a real model: everything starts, trains, stops without a trace, and goes on where it was."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from openai import OpenAI
+
+from support.tiny_model import tiny_model
+from swarmq import SwarmClient
+from swarmq.collector.ledger import fates
+from swarmq.config import RunFolder
+from swarmq.learner.batch_log import records
+from swarmq.up import Endpoints
+
+pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+
+JOB = """
+run = "e2e"
+folder = "{folder}"
+[groups]
+group_size = 4
+groups_per_batch = 2
+[policies.main]
+model = "{model}"
+[policies.main.engine]
+max_model_len = 512
+dtype = "float32"
+[policies.main.sampling]
+max_tokens = 8
+[policies.main.train]
+checkpoint_every = 2
+"""
+
+
+class Up:
+    """A `swarmq up` process of a test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = RunFolder(folder / "runs" / "e2e")
+        self._job = folder / "job.toml"
+        self._log = folder / "up.log"
+        self._job.write_text(JOB.format(folder=folder / "runs", model=tiny_model()))
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "swarmq", "up", str(self._job)]
+        with self._log.open("ab") as sink:
+            self.process = subprocess.Popen(command, stdout=sink, stderr=sink, env=environment())
+        while b"Ctrl-C stops everything" not in self._log.read_bytes():
+            assert self.process.poll() is None, self._log.read_text()
+            time.sleep(0.2)
+
+    def stop(self) -> str:
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(90) == 0, self._log.read_text()
+        text = self._log.read_text()
+        self._log.write_bytes(b"")
+        return text
+
+    def pids(self) -> set[int]:
+        """Every living process whose command line or parent belongs to this run."""
+        mine = str(self.folder.path).encode()
+        found = set()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    if mine in (entry / "cmdline").read_bytes() or mine in (entry / "environ").read_bytes():
+                        found.add(int(entry.name))
+                except OSError:
+                    continue
+        return found
+
+    def swarmq(self, *arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "swarmq", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+
+
+def environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
+
+
+def attempt(ep):
+    client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
+    messages = [{"role": "user", "content": f"task {ep.task.id}"}]
+    for _ in range(2):
+        answer = client.chat.completions.create(model=ep.model, messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": answer or ""}, {"role": "user", "content": "again"}]
+    return random.random()
+
+
+def last_step(folder: RunFolder) -> int:
+    return max((record.index.version for record in records(folder.batch_log("main"))), default=0)
+
+
+def train(up: Up, tasks: int) -> int:
+    with SwarmClient(up.folder.path) as client:
+        names = [{"id": f"{time.time_ns()}-{i}"} for i in range(tasks)]
+        summary = client.run_episodes_until_all_complete(names, attempt, concurrency=8, progress=False)
+    assert summary.given_up == 0
+    return summary.finished
+
+
+def wait_for_step(up: Up, version: int) -> None:
+    while last_step(up.folder) < version:  # the test's own deadline ends this
+        assert up.process.poll() is None
+        time.sleep(0.2)
+
+
+def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tmp_path):
+    up = Up(tmp_path)
+    up.start()
+    try:
+        finished = train(up, tasks=4)
+        wait_for_step(up, 1)
+        second = up.swarmq("up", str(tmp_path / "job.toml"))
+        assert second.returncode == 1
+        assert f"already up, started by process {up.process.pid}" in second.stderr
+        endpoints = msgspec.json.decode(up.folder.endpoints.read_bytes(), type=Endpoints)
+        assert up.folder.endpoints.stat().st_mode & 0o077 == 0
+    finally:
+        up.stop()
+    assert up.pids() == set()
+    first_part = last_step(up.folder)
+    listing = up.swarmq("inspect", str(up.folder.path))
+    assert listing.returncode == 0, listing.stderr
+
+    up.start()
+    try:
+        again = msgspec.json.decode(up.folder.endpoints.read_bytes(), type=Endpoints)
+        assert (again.amqp_url, again.proxy) == (endpoints.amqp_url, endpoints.proxy), "clients must find the run again"
+        finished += train(up, tasks=4)
+        wait_for_step(up, first_part + 1)
+        shown = up.swarmq("status", str(up.folder.path))
+        assert "learner.main" in shown.stdout, shown.stderr
+    finally:
+        up.stop()
+    trained = [episode for record in records(up.folder.batch_log("main")) for episode in record.index.trained]
+    assert len(trained) == len(set(trained))
+    states = [fate.state for fate in fates(up.folder.inbox).values()]
+    assert len(states) == finished
+    assert states.count("trained") + states.count("published") + states.count("waiting") == finished

@@ -1,0 +1,110 @@
+"""The compiled attention and head on a GPU against the untouched model, turn by turn."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config
+
+from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.timeline import PrefixTree, row_layouts, standalone
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore"),  # compilers warn about many things
+]
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "initializer_range": 0.1,
+}
+CONFIGS = {
+    "qwen3": Qwen3Config(**SHAPE),
+    "mistral": MistralConfig(**SHAPE, sliding_window=100),
+    "gemma2": Gemma2Config(**SHAPE, sliding_window=100, query_pre_attn_scalar=32),
+}
+
+
+def build(name, dtype=torch.float32):
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype, attn_implementation="eager").train()
+
+
+def group(branches=3, depth=4, size=40):
+    """An agent that talks for a while, then forks; twice, with the same prompt."""
+    generator = torch.Generator().manual_seed(0)
+
+    def tokens():
+        return torch.randint(512, (size,), generator=generator).tolist()
+
+    def talk(history):
+        turns = []
+        for _ in range(depth):
+            turns.append(standalone(history, tokens(), [-1.0] * size))
+            history = [*turns[-1].token_ids.tolist(), *tokens()]
+        return turns, history
+
+    prompt = tokens()
+    episodes = []
+    for _ in range(2):
+        trunk, history = talk(prompt)
+        episodes.append([*trunk, *itertools.chain(*(talk([*history, *tokens()])[0] for _ in range(branches)))])
+    return episodes
+
+
+def oracle(model, episodes):
+    logprobs = []
+    for turn in itertools.chain(*episodes):
+        ids = torch.tensor(turn.token_ids.tolist(), device="cuda")
+        logits = model(input_ids=ids[None], use_cache=False).logits[0, turn.prompt_length - 1 : -1].float()
+        logprobs.append(logits.log_softmax(-1).gather(1, ids[turn.prompt_length :, None])[:, 0])
+    return in_turn(torch.cat(logprobs), model)
+
+
+def computed(model, layouts):
+    parts = [model(Placed.of(layout, torch.device("cuda"))).logprobs for layout in layouts]
+    keys = [
+        key
+        for layout in layouts
+        for key in zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True)
+    ]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return in_turn(torch.cat(parts)[order], model.model)
+
+
+def in_turn(logprobs, model):
+    (logprobs * torch.arange(len(logprobs), device="cuda").sin()).sum().backward()
+    return logprobs.detach(), torch.cat([p.grad.float().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("way", ["rows", "tree"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_log_probabilities_and_gradient_are_the_oracles(name, way):
+    episodes = group()
+    logprobs, gradient = oracle(build(name), episodes)
+    layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else row_layouts(episodes, 2000)
+    assert len(layouts) > 1
+    model = LayoutModel(build(name))
+    model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    ours, our_gradient = computed(model, layouts)
+    assert (ours - logprobs).abs().max() < 1e-5
+    assert (our_gradient - gradient).norm() / gradient.norm() < 1e-5
+
+
+def test_half_precision_differs_by_rounding_alone():
+    episodes = group()
+    exact, _ = oracle(build("qwen3"), episodes)
+    model = LayoutModel(build("qwen3", torch.bfloat16))
+    logprobs, _ = computed(model, PrefixTree(episodes).layouts(4000))
+    plain, _ = oracle(build("qwen3", torch.bfloat16), episodes)
+    assert (logprobs - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()

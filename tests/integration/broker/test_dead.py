@@ -1,0 +1,110 @@
+"""The dead-letter queue as people use it. One node for this file, so the queue is ours alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.dead import letters, purge, requeue, show
+from swarmq.broker.node import PrivateNode
+from swarmq.errors import UnroutableError
+from swarmq.messages import EpisodeEnd, encode
+
+pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
+
+
+def end(run: str, number: int) -> EpisodeEnd:
+    return EpisodeEnd(run=run, episode_id=f"e{number}", status="finished", rewards={"main": 1.0})
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def broker(node: PrivateNode, run_name: str) -> AsyncIterator[AmqpBroker]:
+    async with AmqpBroker.open(node.amqp_url, name="dead") as broker, asyncio.timeout(60):
+        await broker.declare(run_name, policies=["main"], kinds=["math"])
+        yield broker
+        await purge(node.amqp_url)
+
+
+async def park(broker: AmqpBroker, run: str, count: int) -> None:
+    inbox = topology.inbox(run)
+    for number in range(count):
+        await broker.publish(inbox, end(run, number))
+    async with broker.consume(inbox, prefetch=count) as deliveries:
+        for number in range(count):
+            await broker.dead_letter(await anext(deliveries), f"reason {number}")
+
+
+async def test_looking_loses_nothing(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
+    await park(broker, run_name, 3)
+    for _ in range(30):  # RabbitMQ 4 drops messages after 20 looks unless told otherwise
+        seen = await letters(node.amqp_url)
+        assert [(letter.key, letter.reason) for letter in seen] == [(f"e{n}:end", f"reason {n}") for n in range(3)]
+    assert len(await letters(node.amqp_url, limit=2)) == 2
+
+
+async def test_a_letter_is_shown_as_its_record(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
+    await park(broker, run_name, 1)
+    [letter] = await letters(node.amqp_url)
+    text = show(letter)
+    for words in (f"queue: {topology.inbox(run_name)}", "reason: reason 0", "kind: end", '"episode_id": "e0"'):
+        assert words in text
+
+
+async def test_requeued_letters_arrive_under_their_old_key_and_are_dead_no_more(
+    node: PrivateNode, broker: AmqpBroker, run_name: str
+) -> None:
+    await park(broker, run_name, 3)
+    chosen = [letter.id for letter in await letters(node.amqp_url)][1:]
+    answer = await requeue(node.amqp_url, chosen)
+    assert (answer.sent, answer.left) == (2, {})
+    async with broker.consume(topology.inbox(run_name), prefetch=5) as deliveries:
+        back = [await anext(deliveries), await anext(deliveries)]
+        assert [delivery.key for delivery in back] == ["e1:end", "e2:end"]
+        assert back[0].body == encode(end(run_name, 1))
+        assert "x-sq-reason" not in back[0].arrival.headers
+        await deliveries.ack_through(back[1])
+    assert [letter.key for letter in await letters(node.amqp_url)] == ["e0:end"]
+
+
+async def test_a_letter_whose_queue_is_gone_stays(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
+    await park(broker, run_name, 1)
+    await node.ctl("delete_queue", topology.inbox(run_name))
+    answer = await requeue(node.amqp_url)
+    assert answer.sent == 0
+    assert list(answer.left.values()) == [f"queue {topology.inbox(run_name)} does not exist"]
+    assert len(await letters(node.amqp_url)) == 1
+
+
+async def test_purging_forgets_the_chosen_or_all(node: PrivateNode, broker: AmqpBroker, run_name: str) -> None:
+    await park(broker, run_name, 3)
+    [first, *_] = await letters(node.amqp_url)
+    assert await purge(node.amqp_url, [first.id]) == 1
+    assert [letter.key for letter in await letters(node.amqp_url)] == ["e1:end", "e2:end"]
+    assert await purge(node.amqp_url) == 2
+    assert await letters(node.amqp_url) == []
+
+
+async def test_a_message_that_kills_every_consumer_is_parked_not_dropped(
+    node: PrivateNode, broker: AmqpBroker, run_name: str
+) -> None:
+    tasks = topology.tasks(run_name, "math")
+    await broker.publish(tasks, end(run_name, 1))
+    for _ in range(topology.DELIVERY_LIMIT + 1):
+        async with broker.consume(tasks, prefetch=1) as deliveries:
+            await anext(deliveries)
+    async with broker.consume(topology.DEAD, prefetch=1) as dead:
+        assert (await anext(dead)).key == "e1:end"
+    [letter] = await letters(node.amqp_url)
+    assert letter.queue == tasks
+    assert "more than 100 times" in letter.reason
+    assert (await requeue(node.amqp_url)).sent == 1
+
+
+async def test_a_broker_without_any_run_says_so(tmp_path_factory: pytest.TempPathFactory) -> None:
+    async with PrivateNode(tmp_path_factory.mktemp("fresh")) as fresh:
+        with pytest.raises(UnroutableError, match=r"swarmq\.dead"):
+            await letters(fresh.amqp_url)

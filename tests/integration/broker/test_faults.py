@@ -1,0 +1,307 @@
+"""What happens to publishers and consumers when the broker, the wire or the rights go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.consumer import consuming
+from swarmq.broker.node import PrivateNode
+from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.messages import EpisodeEnd, Event
+from swarmq.testing import TcpRelay
+from swarmq.testing.relay import Way
+
+pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCKED = "publisher blocked by the broker's memory or disk alarm"
+WAITING = "broker unreachable, waiting"
+SHORT_HEARTBEAT = "?heartbeat=1"
+
+
+def end(run: str, number: int) -> EpisodeEnd:
+    return EpisodeEnd(run=run, episode_id=f"e{number}", status="finished", rewards={"main": 1.0})
+
+
+@asynccontextmanager
+async def opened(url: str, run: str) -> AsyncIterator[AmqpBroker]:
+    async with AmqpBroker.open(url, name="faults") as broker:
+        await broker.declare(run, policies=["main"], kinds=["math"])
+        yield broker
+
+
+async def drain(broker: AmqpBroker, run: str, wanted: int) -> set[str]:
+    """Keys of the inbox until `wanted` different ones have come; faults on the way are the point."""
+    keys: set[str] = set()
+    async with broker.consume(topology.inbox(run), prefetch=50) as deliveries:
+        while len(keys) < wanted:
+            batch = await deliveries.batch(50)
+            keys |= {delivery.key for delivery in batch}
+            try:
+                await deliveries.ack_through(batch[-1])
+            except BrokerLostError:
+                continue
+    return keys
+
+
+def relayed(node: PrivateNode, relay: TcpRelay, suffix: str = "") -> str:
+    return node.amqp_url.replace(str(node.identity.amqp_port), str(relay.port)) + suffix
+
+
+async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
+    tmp_path: Path, run_name: str, logs
+) -> None:
+    total, workers = 600, 20
+    inbox = topology.inbox(run_name)
+    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(100):
+        third, confirmed = asyncio.Event(), 0
+
+        async def publish(numbers: range) -> None:
+            nonlocal confirmed
+            for number in numbers:
+                await broker.publish(inbox, end(run_name, number))
+                confirmed += 1
+                if confirmed >= total // 3:
+                    third.set()
+
+        async with asyncio.TaskGroup() as group:
+            draining = group.create_task(drain(broker, run_name, total))
+            for worker in range(workers):
+                group.create_task(publish(range(worker, total, workers)))
+            await third.wait()
+            await node.kill()
+            await logs.seen(WAITING)
+            assert confirmed < total
+            await node.start()
+        assert draining.result() == {f"e{number}:end" for number in range(total)}
+        assert logs.count("broker reachable again") >= 1
+
+
+async def test_a_memory_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
+    node: PrivateNode, run_name: str, logs
+) -> None:
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+        for number in range(5):
+            await broker.publish(topology.inbox(run_name), end(run_name, number))
+        await node.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        try:
+            async with asyncio.TaskGroup() as group:
+                waiting = [
+                    group.create_task(broker.publish(topology.inbox(run_name), end(run_name, number)))
+                    for number in range(5, 10)
+                ]
+                await logs.seen(BLOCKED)
+                assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5)}
+                await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))
+                with pytest.raises(BrokerError, match=r"not confirmed .*alarm"):
+                    await broker.publish(topology.inbox(run_name), end(run_name, 5), deadline_s=0.5)
+                assert not any(task.done() for task in waiting)
+                await node.ctl("set_vm_memory_high_watermark", "absolute", "1500MB")
+        finally:
+            await node.ctl("set_vm_memory_high_watermark", "absolute", "1500MB")
+        assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5, 10)}
+        assert logs.count(BLOCKED) == 1
+        await logs.seen("publisher no longer blocked")
+
+
+async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: PrivateNode, run_name: str, logs) -> None:
+    inbox, total, workers = topology.inbox(run_name), 200, 4  # few at a time: the limit is a soft one
+
+    async def publish(numbers: range) -> None:
+        for number in numbers:
+            await broker.publish(inbox, end(run_name, number))
+
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+        await node.ctl("set_policy", run_name, f"^{inbox}$".replace(".", r"\."), '{"max-length": 5}')
+        try:
+            async with asyncio.TaskGroup() as group:
+                for worker in range(workers):
+                    group.create_task(publish(range(worker, total, workers)))
+                await logs.seen("queue full, waiting")
+                draining = group.create_task(drain(broker, run_name, total))
+        finally:
+            await node.ctl("clear_policy", run_name)
+        assert draining.result() == {f"e{number}:end" for number in range(total)}
+        assert logs.count("queue full, waiting") == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda url: url.replace("swarmq:", "swarmq:x", 1), "refused user or password"),
+        (lambda url: url + "no-such-vhost", "no-such-vhost refused .* virtual host"),
+        (lambda _: "http://127.0.0.1:5672", "needs amqp://"),
+        (lambda _: "amqp://127.0.0.1:notaport", "malformed"),
+        (lambda _: "", "needs amqp://"),
+    ],
+    ids=["password", "vhost", "scheme", "port", "empty"],
+)
+async def test_a_broker_that_can_never_work_is_refused_at_once(node: PrivateNode, change, words: str) -> None:
+    with pytest.raises(BrokerError, match=words) as refusal:
+        async with AmqpBroker.open(change(node.amqp_url), name="x", deadline_s=None):
+            pass
+    assert node.password not in str(refusal.value)
+
+
+async def test_an_unreachable_broker_is_waited_for_and_then_named(node: PrivateNode, logs) -> None:
+    async with TcpRelay.to("127.0.0.1", 1) as relay:
+        with pytest.raises(BrokerError, match=rf"127\.0\.0\.1:{relay.port} cannot be reached .*start it or correct"):
+            async with AmqpBroker.open(relayed(node, relay), name="x", deadline_s=1.0):
+                pass
+    assert logs.count(WAITING) == 1
+
+
+async def test_a_broker_that_comes_up_later_is_found(node: PrivateNode, run_name: str, logs) -> None:
+    async with TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay, asyncio.TaskGroup() as group:
+        relay.cut(refuse=True)
+
+        async def use() -> None:
+            async with opened(relayed(node, relay), run_name) as broker:
+                await broker.publish(topology.inbox(run_name), end(run_name, 0))
+
+        group.create_task(use())
+        await logs.seen(WAITING)
+        relay.release()
+
+
+async def test_a_wire_cut_again_and_again_loses_nothing(node: PrivateNode, run_name: str) -> None:
+    total, cuts = 300, 6
+    async with (
+        TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
+        opened(relayed(node, relay), run_name) as broker,
+        asyncio.timeout(60),
+    ):
+
+        async def publish(number: int) -> None:
+            await broker.publish(topology.inbox(run_name), end(run_name, number))
+
+        async with asyncio.TaskGroup() as group:
+            draining = group.create_task(drain(broker, run_name, total))
+            for number in range(0, total, total // cuts):
+                relay.cut_after(5000 + number)  # in the middle of some frame
+                await asyncio.gather(*(publish(n) for n in range(number, number + total // cuts)))
+        assert draining.result() == {f"e{number}:end" for number in range(total)}
+        assert relay.connections > 2 * cuts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [Way.BOTH, Way.ANSWERS, Way.REQUESTS], ids=["black-hole", "deaf", "mute"])
+async def test_a_silent_wire_is_noticed_and_replaced(node: PrivateNode, run_name: str, way: Way, logs) -> None:
+    async with (
+        TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
+        opened(relayed(node, relay, SHORT_HEARTBEAT), run_name) as broker,
+        broker.consume(topology.inbox(run_name), prefetch=1) as deliveries,
+        asyncio.timeout(60),
+        asyncio.TaskGroup() as group,
+    ):
+        relay.hold(way)
+        group.create_task(broker.publish(topology.inbox(run_name), end(run_name, 1)))
+        await logs.seen("broker session lost, connecting again")
+        relay.release()
+        assert (await anext(deliveries)).key == "e1:end"
+
+
+async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode, run_name: str, logs) -> None:
+    async with (
+        TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
+        opened(relayed(node, relay), run_name) as broker,
+        asyncio.timeout(60),
+    ):
+        await node.ctl("change_password", node.user, "another")
+        try:
+            relay.cut()
+            event = await logs.seen(WAITING)
+            assert "refused user or password" in event["reason"]
+            with pytest.raises(BrokerError, match="refused user or password"):
+                await broker.publish(topology.inbox(run_name), end(run_name, 1), deadline_s=0.2)
+        finally:
+            await node.ctl("change_password", node.user, node.password)
+        await broker.publish(topology.inbox(run_name), end(run_name, 1))
+
+
+async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_path: Path, run_name: str) -> None:
+    impatient = PrivateNode(
+        tmp_path, config="consumer_timeout = 2000\n", advanced="[{rabbit, [{channel_tick_interval, 1000}]}]."
+    )
+    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+        inbox = topology.inbox(run_name)
+        await broker.publish(inbox, end(run_name, 1))
+        async with broker.consume(inbox, prefetch=1) as deliveries:
+            held = await anext(deliveries)
+            again = await anext(deliveries)
+            assert again.key == held.key
+            assert again.redelivered
+            with pytest.raises(BrokerLostError):
+                await held.ack()
+            await again.ack()
+
+
+async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
+    node: PrivateNode, run_name: str, logs
+) -> None:
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+        inbox = topology.inbox(run_name)
+        await broker.publish(inbox, end(run_name, 1))
+        consumer = consuming(node.amqp_url, inbox, prefetch=5, name="x", bury=broker._bury, recycle_s=0.5)
+        async with consumer as deliveries:
+            held = await anext(deliveries)
+            again = await anext(deliveries)
+            assert again.key == held.key
+            await again.ack()
+        assert any("recycled" in event.get("reason", "") for event in logs.events)
+
+
+async def test_a_deleted_queue_ends_its_consumer_with_its_name(node: PrivateNode, run_name: str) -> None:
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+        inbox = topology.inbox(run_name)
+        async with broker.consume(inbox, prefetch=1) as deliveries:
+            await node.ctl("delete_queue", inbox)
+            with pytest.raises(UnroutableError, match=inbox):
+                await anext(deliveries)
+        with pytest.raises(UnroutableError, match=inbox):
+            await broker.publish(inbox, end(run_name, 1))
+
+
+async def test_a_queue_with_other_arguments_is_refused_with_its_name(node: PrivateNode, run_name: str) -> None:
+    async with AmqpBroker.open(node.amqp_url, name="x") as broker, asyncio.timeout(60):
+        await broker.declare(run_name, policies=[], kinds=[])
+        session = await broker._control.session()  # type: ignore[union-attr]
+        await session.call(session.channel.declare_queue(topology.ready(run_name, "main"), durable=True))
+        with pytest.raises(BrokerError, match=f"inequivalent arg.*{run_name}.main.ready"):
+            await broker.declare(run_name, policies=["main"], kinds=[])
+        await broker.declare(run_name, policies=[], kinds=[])
+
+
+async def test_a_client_with_only_the_right_to_write_can_publish(node: PrivateNode, run_name: str, logs) -> None:
+    await node.ctl("add_user", run_name, "secret")
+    await node.ctl("set_permissions", run_name, "^$", r"^amq\.default$", "^$")
+    limited = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
+    async with (
+        opened(node.amqp_url, run_name) as owner,
+        AmqpBroker.open(limited, name="limited") as broker,
+        asyncio.timeout(60),
+    ):
+        inbox = topology.inbox(run_name)
+        await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))  # refused, and nobody notices
+        await broker.publish(inbox, end(run_name, 1))
+        with pytest.raises(UnroutableError):
+            await broker.publish(topology.inbox("nobody"), end(run_name, 1))
+        with pytest.raises(BrokerError, match="lacks this right"):
+            async with broker.consume(inbox, prefetch=1):
+                pass
+        assert await drain(owner, run_name, 1) == {"e1:end"}
+        assert logs.count("broker session lost, connecting again") == 0
+
+
+async def test_a_client_that_may_not_write_is_told_so(node: PrivateNode, run_name: str) -> None:
+    await node.ctl("add_user", run_name, "secret")
+    await node.ctl("set_permissions", run_name, "^$", "^$", "^$")
+    url = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
+    async with AmqpBroker.open(url, name="limited") as broker, asyncio.timeout(60):
+        with pytest.raises(BrokerError, match="lacks this right"):
+            await broker.publish(topology.inbox(run_name), end(run_name, 1))

@@ -1,0 +1,235 @@
+"""The client against the real RabbitMQ."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import os
+import signal
+import threading
+
+import msgspec
+import pytest
+
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.node import PrivateNode
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.sync_client import SwarmClient
+from swarmq.errors import BrokerError
+from swarmq.messages import EpisodeBegin, EpisodeEnd
+from swarmq.process import free_port
+
+pytestmark = pytest.mark.broker
+FAST = {"retry_pause_s": 0.0, "progress": False}
+
+WORKER = """
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.worker import run_worker
+print(run_worker(AsyncSwarmClient(), "agent:attempt", kind="math", concurrency=2, progress=False), flush=True)
+"""
+AGENT = """
+import pathlib, threading
+def attempt(ep):
+    print("attempting", ep.task.id, flush=True)
+    if pathlib.Path("hang").exists():
+        threading.Event().wait()
+    return 1.0
+"""
+
+
+async def test_a_whole_run_of_episodes(run_in):
+    async with run_in() as run:
+        await run.issue(20)
+
+        async def agent(ep):
+            if ep.attempt == 0 and ep.task.id == "t1":
+                raise ConnectionError("once")
+            return 1.0
+
+        async with AsyncSwarmClient(run.invite) as client:
+            tasks = [{"id": f"t{number}"} for number in range(5)]
+            summary = await client.run_episodes_until_all_complete(tasks, agent, **FAST)
+        assert (summary.finished, summary.failed, summary.given_up) == (10, 2, 0)
+        pieces = await run.pieces(lambda got: len(got) == 24)
+        begins = [piece for piece in pieces if isinstance(piece, EpisodeBegin)]
+        ends = {piece.episode_id: piece for piece in pieces if isinstance(piece, EpisodeEnd)}
+        assert len({begin.ticket_id for begin in begins}) == len(begins) == len(ends) == 12
+        assert all(pieces.index(ends[begin.episode_id]) > pieces.index(begin) for begin in begins)
+        depth = await run.broker.depths([topology.tickets(run.invite.run, "math")])
+        assert sum(one.ready for one in depth.values()) == 8
+        assert run.spooled == []
+
+
+async def test_twenty_threads_on_one_client(run_in):
+    async with run_in() as run:
+        await run.issue(100)
+        together = threading.Barrier(20, timeout=60)
+
+        def everything():
+            with SwarmClient(run.invite) as client:
+
+                def work(number):
+                    together.wait()
+                    for _ in range(5):
+                        with client.episode({"id": str(number)}) as ep:
+                            ep.end(number)
+
+                with concurrent.futures.ThreadPoolExecutor(20) as pool:
+                    list(pool.map(work, range(20)))
+
+        await asyncio.to_thread(everything)
+        ends = await run.ends(100)
+        assert len({end.episode_id for end in ends}) == 100
+
+
+async def test_what_can_be_wrong_with_a_broker_is_said_plainly(run_in):
+    async with run_in() as run:
+        wrong = run.invite.amqp_url.replace("://", "://wrong-")
+        with pytest.raises(BrokerError, match=r"(?i)password|refused|login|access"):
+            async with AsyncSwarmClient(msgspec.structs.replace(run.invite, amqp_url=wrong)):
+                pass
+
+
+async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, said):
+    async with run_in() as run:
+        await run.issue(4)
+        await run.feed("a")
+        (run.folder / "agent.py").write_text(AGENT)
+        (run.folder / "hang").touch()
+        first = script(WORKER, run.environment)
+        await said(first, "attempting a")
+        first.send_signal(signal.SIGKILL)
+        (run.folder / "hang").unlink()
+        second = script(WORKER, run.environment)
+        pieces = await run.pieces(lambda got: any(isinstance(one, EpisodeEnd) for one in got))
+        assert [type(piece).__name__ for piece in pieces] == ["EpisodeBegin", "EpisodeBegin", "EpisodeEnd"]
+        assert pieces[0].slot == pieces[1].slot
+        assert pieces[2].episode_id == pieces[1].episode_id
+        await said(second, "attempting a")
+        second.send_signal(signal.SIGTERM)
+        assert "1 episodes finished" in await said(second, "1 ep")
+        assert await asyncio.to_thread(second.wait) == 0
+        depths = await run.broker.depths([topology.tasks(run.invite.run, "math")])
+        assert [(depth.ready, depth.consumers) for depth in depths.values()] == [(0, 0)]
+
+
+async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, script, said):
+    async with run_in() as run:
+        await run.issue(4)
+        await run.feed("a")
+        (run.folder / "agent.py").write_text(AGENT)
+        (run.folder / "hang").touch()
+        worker = script(WORKER, run.environment)
+        await said(worker, "attempting a")
+        worker.send_signal(signal.SIGTERM)
+        await run.feed("b")
+        assert worker.poll() is None
+        worker.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(worker.wait) == -signal.SIGTERM
+
+
+async def test_ctrl_c_in_a_script_aborts_its_episodes(run_in, script, said):
+    async with run_in() as run:
+        await run.issue(4)
+        code = """
+from swarmq import SwarmClient
+import threading
+def attempt(ep):
+    print("attempting", flush=True)
+    threading.Event().wait()
+with SwarmClient() as client:
+    client.run_episodes_until_all_complete([{"id": "a"}], attempt, repeats=1, progress=False)
+"""
+        process = script(code, run.environment)
+        await said(process, "attempting")
+        process.send_signal(signal.SIGINT)
+        [end] = await run.ends(1)
+        assert end.status == "aborted"
+        assert "KeyboardInterrupt" in (await asyncio.to_thread(process.communicate))[0]
+
+
+async def test_a_script_that_just_ends_leaves_nothing_open(run_in, script):
+    async with run_in() as run:
+        await run.issue(1)
+        process = script(
+            "from swarmq import SwarmClient\nclient = SwarmClient()\nclient.begin_episode({'id': 'a'})\n",
+            run.environment,
+        )
+        [end] = await run.ends(1)
+        assert (end.status, end.reason) == ("aborted", "the client was closed")
+        assert await asyncio.to_thread(process.wait) == 0
+        assert process.stdout.read() == ""
+
+
+async def test_a_forked_child_is_told_to_make_its_own_client(run_in, script):
+    async with run_in() as run:
+        code = """
+import os, warnings
+warnings.simplefilter("ignore")
+from swarmq import SwarmClient, SwarmqError
+client = SwarmClient()
+if os.fork() == 0:
+    try:
+        client.begin_episode({"id": "a"})
+    except SwarmqError as error:
+        print("refused:", error, flush=True)
+    raise SystemExit
+os.wait()
+"""
+        process = script(code, run.environment)
+        output, _ = await asyncio.to_thread(process.communicate)
+        assert "make a new one after a fork" in output
+        assert process.returncode == 0
+
+
+async def test_an_end_outlives_broker_and_process_and_is_delivered_by_the_next(opened, tmp_path, script, said):
+    code = """
+from swarmq import SwarmClient
+client = SwarmClient()
+ep = client.begin_episode({"id": "a"})
+print("begun", ep.episode_id, flush=True)
+input_given = open("go").read()
+ep.end(0.25)
+"""
+    node = PrivateNode(tmp_path / "node", port=free_port())
+    async with node:
+        async with opened(node.amqp_url, "r1", tmp_path) as run:
+            await run.issue(1)
+            os.mkfifo(tmp_path / "go")
+            process = script(code, run.environment)
+            episode_id = (await said(process, "begun")).split()[1]
+            [begin] = await run.begins(1)
+            assert begin.episode_id == episode_id
+        await node.kill()
+        await asyncio.to_thread((tmp_path / "go").write_text, "go")
+        while not run.spooled:  # noqa: ASYNC110 - another process writes it
+            await asyncio.sleep(0.01)
+        process.kill()
+        await asyncio.to_thread(process.wait)
+        await node.start()
+        async with opened(node.amqp_url, "r1", tmp_path) as run:
+            following = script("from swarmq import SwarmClient\nSwarmClient()", run.environment)
+            [end] = await run.ends(1)
+            assert (end.episode_id, end.rewards) == (episode_id, {"main": 0.25})
+            await asyncio.to_thread(following.wait)
+        assert run.spooled == []
+
+
+async def test_a_client_works_on_after_the_broker_was_restarted(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path / "spool"))
+    node = PrivateNode(tmp_path / "node", port=free_port())
+    async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(node)
+        run = await stack.enter_async_context(opened(node.amqp_url, "r1", tmp_path))
+        await run.issue(2)
+        client = await stack.enter_async_context(AsyncSwarmClient(run.invite))
+        ep = await client.begin_episode({"id": "a"})
+        await node.kill()
+        ending = asyncio.ensure_future(ep.end(1.0))
+        beginning = asyncio.ensure_future(client.begin_episode({"id": "b"}))
+        await node.start()
+        await ending
+        await (await beginning).end(0.0)
+        async with AmqpBroker.open(node.amqp_url, name="reader") as broker:
+            run.broker = broker
+            ends = await run.ends(2)
+    assert {end.rewards["main"] for end in ends} == {0.0, 1.0}

@@ -1,0 +1,143 @@
+"""Every example runs as it stands, with the real SDK, against a scripted model and a broker in memory."""
+
+import contextlib
+import http.server
+import importlib.util
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+import swarmq
+from swarmq.broker import topology
+from swarmq.client import readers, session, sync_client
+from swarmq.client.worker import check_signature
+from swarmq.keys import Invite
+from swarmq.messages import EpisodeEnd, Ticket, decode
+from swarmq.testing import MemoryBroker
+
+pytest.importorskip("openai")
+EXAMPLES = Path(__file__).parents[3] / "examples"
+KEYS = set()
+
+
+class Model(http.server.BaseHTTPRequestHandler):
+    """Answers every chat completion with the number 42."""
+
+    def do_POST(self):
+        KEYS.add(self.headers["Authorization"])
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        message = {"role": "assistant", "content": "42"}
+        body = json.dumps(
+            {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 0,
+                "model": asked["model"],
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+            }
+        ).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def model():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def run(model, monkeypatch, tmp_path):
+    """A run in memory that clients made without arguments join; `ends()` are the outcomes it got."""
+    broker = MemoryBroker()
+    invite = Invite(
+        run="r1",
+        client="alice",
+        secret=b"s" * 32,
+        amqp_url="amqp://nowhere/",
+        base_url=model,
+        policies=("planner", "executor"),
+        kinds=("default",),
+        group_size=2,
+    )
+
+    @contextlib.asynccontextmanager
+    async def open_memory(invite, _name):
+        await broker.declare("r1", policies=invite.policies, kinds=invite.kinds)
+        for number in range(1000):
+            await broker.publish(
+                topology.tickets("r1", "default"), Ticket(run="r1", ticket_id=f"t{number}", kind="default")
+            )
+        yield broker
+
+    monkeypatch.setenv("SWARMQ_INVITE", invite.encode())
+    monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path))
+    for client in (session.AsyncSwarmClient, sync_client.SwarmClient):
+        monkeypatch.setitem(client.__init__.__kwdefaults__, "open_broker", open_memory)
+
+    def ends():
+        pieces = [decode(stored.body) for stored in broker.stored(topology.inbox("r1"))]
+        return [piece for piece in pieces if isinstance(piece, EpisodeEnd)]
+
+    return ends
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")  # the SDK's pools are closed when they are collected
+def test_the_first_agent_trains(run, capsys, monkeypatch):
+    example = load("first_agent")
+    monkeypatch.setattr(example, "TASKS", [{"id": "a", "question": "6*7", "answer": 42}, *example.TASKS[:2]])
+    example.main()
+    assert "60 episodes finished, 0 failed" in capsys.readouterr().out
+    assert {end.rewards["planner"] for end in run()} == {0.0, 1.0}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_a_loop_by_hand_trains_and_evaluates(run, capsys):
+    await load("by_hand").main()
+    assert "on 4 tasks (4 episodes, 0 failed)" in capsys.readouterr().out
+    assert {end.status for end in run()} == {"finished"}
+    assert len(run()) == 4 * 2 + 4
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_two_policies_are_rewarded_apart(run, monkeypatch):
+    example = load("two_policies")
+    monkeypatch.setattr(example, "TASKS", example.TASKS[:2])
+    example.main()
+    assert {frozenset(end.rewards) for end in run()} == {frozenset({"planner", "executor"})}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_the_workers_agent_understands_its_data_set(run):
+    example = load("queue_worker")
+    check_signature(example.attempt)
+    tasks = list(readers.read_tasks(str(EXAMPLES / "data" / "questions.jsonl"), require=["question", "answer"]))
+    with swarmq.SwarmClient() as client:
+        report = client.evaluate(tasks, example.attempt, policies=["planner"], progress=False)
+    assert (report.n, report.failed, report.mean_reward) == (5, 0, -0.1)
+    assert len(KEYS) >= 5, "every episode has a key of its own"
+
+
+def test_every_example_is_tested():
+    tested = Path(__file__).read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f'load("{path.stem}")' in tested, f"{path.name} has no test here"

@@ -1,0 +1,175 @@
+"""The collector as a process on a real broker, killed again and again while pieces come in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+from array import array
+from collections import defaultdict
+
+import pytest
+
+from swarmq.broker import AmqpBroker, topology
+from swarmq.collector.ledger import fates
+from swarmq.config import SwarmJob
+from swarmq.errors import BrokerLostError
+from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
+
+pytestmark = pytest.mark.broker
+
+NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 30, 4, 5
+KILLS = 6
+START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
+
+
+@pytest.fixture
+def job(tmp_path, run_name, amqp_url):
+    tree = {
+        "run": run_name,
+        "folder": str(tmp_path),
+        "mix": {"math": 1.0},
+        "policies": {"main": {"model": "m"}},
+        "broker": {"url": amqp_url},
+        "groups": {"group_size": GROUP_SIZE, "groups_per_batch": 2, "max_staleness": 4},
+    }
+    job = SwarmJob.build(tree)
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    return job
+
+
+@contextlib.asynccontextmanager
+async def collector(job):
+    """The daemon; killed at the end if it is still there."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml")
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_nothing_is_lost_or_doubled_when_the_collector_is_killed(job):
+    rng = random.Random(1)
+    async with AmqpBroker.open(job.broker.url, name="test") as broker:
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+        trained: list[str] = []
+        async with asyncio.TaskGroup() as tasks:
+            killer = tasks.create_task(keep_killing(job, rng))
+            learner = tasks.create_task(learn(broker, job, trained))
+            await play(broker, job, rng)
+            await learner
+            killer.cancel()
+        async with collector(job) as last:
+            await gone(broker, job)
+            last.send_signal(signal.SIGTERM)
+            assert await last.wait() == 0
+    assert len(trained) == len(set(trained)) == NUM_GROUPS * GROUP_SIZE
+    told = fates(job.run_folder.inbox)
+    assert {(fate.state, fate.reason) for fate in told.values()} == {("trained", "")}
+    assert told.keys() == set(trained)
+
+
+async def keep_killing(job, rng):
+    """Start it, let it work for a moment chosen by the seed, SIGKILL; the last one is left alone."""
+    for _ in range(KILLS):
+        async with collector(job):
+            await asyncio.sleep(rng.uniform(1.0, 2.5))
+    async with collector(job):
+        await asyncio.Event().wait()
+
+
+async def play(broker, job, rng):
+    """Clients and proxy: take a ticket, begin, turns, end; a tenth of everything is sent twice."""
+    slots = [Slot(task_id=f"t{g}", repeat=r) for g in range(NUM_GROUPS) for r in range(GROUP_SIZE)]
+    async with broker.consume(topology.tickets(job.run, "math"), prefetch=4) as tickets:
+        for number, slot in enumerate(slots):
+            delivery = await anext(tickets)
+            assert isinstance(delivery.message, Ticket)
+            pieces = episode(job.run, f"e{number}", slot, delivery.message.ticket_id)
+            for piece in pieces:
+                await broker.publish(topology.inbox(job.run), piece)
+                if rng.random() < 0.1:
+                    await broker.publish(topology.inbox(job.run), piece)
+            with contextlib.suppress(BrokerLostError):
+                await delivery.ack()
+
+
+def episode(run, name, slot, ticket):
+    common = {"run": run, "episode_id": name}
+    yield EpisodeBegin(
+        **common, slot=slot, kind="math", group_size=GROUP_SIZE, policies=("main",), client_id="c", ticket_id=ticket
+    )
+    for number in range(NUM_TURNS):
+        yield Turn(
+            **common,
+            policy="main",
+            call_id=f"c{number}",
+            request_id=f"c{number}",
+            parent=f"c{number - 1}" if number else None,
+            shared=8 * number,
+            prompt_ids=array("i", range(4)).tobytes(),
+            sampled_ids=array("i", range(4)).tobytes(),
+            logprobs=array("f", [-1.0] * 4).tobytes(),
+        )
+    yield EpisodeEnd(**common, status="finished", rewards={"main": 1.0}, calls=tuple(f"c{n}" for n in range(NUM_TURNS)))
+
+
+async def learn(broker, job, trained):
+    """Take whole groups, report them; duplicates must be equal to the byte."""
+    seen: dict[str, bytes] = {}
+    groups: dict[str, set[str]] = defaultdict(set)
+    async with broker.consume(topology.ready(job.run, "main"), prefetch=500) as deliveries:
+        while len(trained) < NUM_GROUPS * GROUP_SIZE:
+            delivery = await anext(deliveries)
+            message = delivery.message
+            assert isinstance(message, Episode)
+            assert [turn.call_id for turn in message.turns] == [f"c{n}" for n in range(NUM_TURNS)]
+            assert seen.setdefault(message.episode_id, encode(message)) == encode(message)
+            members = groups[message.group_id]
+            new = message.episode_id not in members
+            members.add(message.episode_id)
+            if new and len(members) == message.group_members:
+                trained += members
+                report = Consumed(
+                    run=job.run, policy="main", record=len(trained), version=len(trained) // 8, trained=tuple(members)
+                )
+                await broker.publish(topology.inbox(job.run), report)
+            await delivery.ack()
+
+
+async def gone(broker, job):
+    """Returns once the last report is in the ledger."""
+    async with asyncio.timeout(60), broker.events(job.run) as events:
+        async for event in events:
+            if event.name == "state" and event.fields["trained"] == NUM_GROUPS * GROUP_SIZE:
+                return
+
+
+async def test_a_second_collector_ends_with_a_line_that_names_the_first(job):
+    async with AmqpBroker.open(job.broker.url, name="test") as broker:
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+        async with broker.events(job.run) as events, collector(job) as first:
+            await anext(event async for event in events if event.source == "collector")
+            second = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", START, f"{job.folder}/job.toml", stderr=asyncio.subprocess.PIPE
+            )
+            _, errors = await second.communicate()
+            assert second.returncode != 0
+            assert f"in use by the collector with pid {first.pid}" in errors.decode()
+
+
+async def test_a_drained_collector_leaves_nothing_unsent(job):
+    async with AmqpBroker.open(job.broker.url, name="test") as broker:
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+        async with broker.consume(topology.tickets(job.run, "math"), prefetch=100) as tickets:
+            async with collector(job) as process:
+                await anext(tickets)
+                os.kill(process.pid, signal.SIGTERM)
+                assert await process.wait() == 0
+            issued = [await anext(tickets) for _ in range(5 * 2 * GROUP_SIZE - 1)]
+    assert len(issued) == 39

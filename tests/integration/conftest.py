@@ -1,0 +1,24 @@
+"""Fixtures of the tests that need a real engine: a tiny model, and one vLLM server for the whole session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from support.engine import running_engine
+from support.tiny_model import tiny_model as make_tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """Folder of a random Qwen3 of 3 million parameters with tokenizer and chat template."""
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="session")
+def engine_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A vLLM server of `tiny_model` to share. A test that changes its weights puts the first ones back."""
+    with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "engine.log") as engine:
+        yield engine.url

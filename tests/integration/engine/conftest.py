@@ -1,0 +1,91 @@
+"""Calls that the tests of pushes make: log-probabilities by vLLM and by transformers, and other weights to push."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmq.engine.push import WeightPusher
+
+TOLERANCE = 1e-4
+
+
+@dataclass
+class Vllm:
+    """Token ids in, token ids and log-probabilities out."""
+
+    url: str
+    model: Path
+    session: aiohttp.ClientSession
+
+    async def generate(self, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> dict[str, Any]:
+        body = {
+            "model": str(self.model),
+            "token_ids": list(prompt),
+            "sampling_params": {"max_tokens": max_tokens, "logprobs": 0, "ignore_eos": True, **sampling},
+        }
+        async with self.session.post(f"{self.url}/inference/v1/generate", json=body) as response:
+            assert response.status == 200, await response.text()
+            return (await response.json())["choices"][0]
+
+    async def metric(self, name: str) -> float:
+        async with self.session.get(f"{self.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((name + "{", name + " ")))
+
+
+@pytest.fixture
+async def vllm(engine_url: str, tiny_model: Path) -> AsyncIterator[Vllm]:
+    async with aiohttp.ClientSession() as session:
+        yield Vllm(engine_url, tiny_model, session)
+
+
+@pytest.fixture
+def network(tiny_model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def pusher(engine_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[WeightPusher]:
+    """Pushes to the shared engine; afterwards it has its first weights again."""
+    pusher = WeightPusher([engine_url], tmp_path, patience_s=0)
+    yield pusher
+    first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    pusher.push(first.named_parameters(), 0)
+
+
+@pytest.fixture
+def push(pusher: WeightPusher) -> Callable[..., Any]:
+    """`await push(network, version)`."""
+
+    async def send(network: torch.nn.Module, version: int) -> Any:
+        return await asyncio.to_thread(pusher.push, network.named_parameters(), version)
+
+    return send
+
+
+def disturb(network: torch.nn.Module, seed: int) -> None:
+    """Other weights, far enough away that no log-probability stays the same."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.02)
+
+
+@torch.no_grad()
+def logprobs_of(network: torch.nn.Module, prompt: Sequence[int], sampled: Sequence[int]) -> list[float]:
+    logits = network(torch.tensor([[*prompt, *sampled]])).logits[0].float()
+    table = logits.log_softmax(-1)[len(prompt) - 1 : -1]
+    return table.gather(1, torch.tensor(sampled)[:, None])[:, 0].tolist()
+
+
+def logprobs_in(choice: dict[str, Any]) -> list[float]:
+    return [entry["logprob"] for entry in choice["logprobs"]["content"]]

@@ -1,0 +1,118 @@
+"""A server that we start serves, comes back on its port, and never outlives us."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from support.engine import tiny_policy
+from swarmq.engine.control import EngineControl
+from swarmq.engine.launch import EngineProcess
+from swarmq.errors import EngineError
+from swarmq.process import free_port
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+
+OWNER = """
+import asyncio, sys
+from pathlib import Path
+from support.engine import tiny_policy
+from swarmq.engine.launch import EngineProcess
+
+async def main(model, port, log):
+    async with EngineProcess(tiny_policy(Path(model)), port=int(port), log_path=Path(log)) as engine:
+        print("serving", flush=True)
+        await engine.wait()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def family(session_id: int) -> list[int]:
+    """The processes of a session that still run."""
+    members = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if int(session) == session_id and state != "Z":
+            members.append(int(stat.parent.name))
+    return members
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def until_gone(session_id: int) -> None:
+    async with asyncio.timeout(30):
+        while family(session_id):  # noqa: ASYNC110 - they are not our children, nothing tells of their end
+            await asyncio.sleep(0.05)
+
+
+async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_port(tiny_model, tmp_path):
+    stages: list[str] = []
+    engine = EngineProcess(
+        tiny_policy(tiny_model), port=free_port(), log_path=tmp_path / "engine.log", progress=stages.append
+    )
+    async with engine:
+        assert stages[0] == "starting vLLM"
+        assert "loading the weights" in stages
+        first, url = engine.pid, engine.url
+        assert len(family(first)) > 1
+        waiting = asyncio.create_task(engine.wait())
+        os.kill(first, signal.SIGKILL)
+        assert await waiting == -signal.SIGKILL
+        await until_gone(first)
+        await engine.restart()
+        assert engine.url == url
+        assert engine.pid != first
+        async with EngineControl(url) as control:
+            assert (await control.status()).version is None
+    assert family(engine.pid) == []
+
+
+async def test_nothing_is_left_when_the_owner_is_killed_hard(tiny_model, tmp_path):
+    port, log_path = free_port(), tmp_path / "engine.log"
+    owner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", OWNER, str(tiny_model), str(port), str(log_path)),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    try:
+        assert owner.stdout is not None
+        while await owner.stdout.readline() != b"serving\n":
+            assert not owner.stdout.at_eof()
+        (server,) = children(owner.pid)
+        assert len(family(server)) > 1
+    finally:
+        owner.kill()
+        await owner.wait()
+    await until_gone(server)
+
+
+async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(tiny_model, tmp_path):
+    policy = tiny_policy(tiny_model)
+    policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, arguments=("--no-such",)))
+    engine = EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log")
+    with pytest.raises(EngineError, match=r"ended with status 2 while it started(.|\n)*--no-such"):
+        async with engine:
+            pass
+    assert family(engine.pid) == []
+
+
+async def test_a_server_that_does_not_come_up_in_time_is_ended(tiny_model, tmp_path):
+    policy = tiny_policy(tiny_model)
+    policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, start_timeout_s=0.5))
+    engine = EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log")
+    with pytest.raises(EngineError, match=r"did not serve within 0\.5 s"):
+        async with engine:
+            pass
+    assert family(engine.pid) == []

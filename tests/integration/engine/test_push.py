@@ -1,0 +1,154 @@
+"""Weights pushed to a real vLLM are the ones it samples from, at once and without losing a request."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from swarmq.engine.control import EngineControl, Status
+from swarmq.engine.push import SHARED_MEMORY
+from swarmq.errors import EngineError
+
+from .conftest import TOLERANCE, disturb, logprobs_in, logprobs_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPT = [(7 * i) % 500 for i in range(200)]
+"""Longer than several blocks of vLLM's cache."""
+
+
+async def test_the_engine_samples_from_the_pushed_weights(vllm, network, push):
+    before = logprobs_of(network, PROMPT, [1, 2, 3])
+    disturb(network, 1)
+    assert max(abs(a - b) for a, b in zip(before, logprobs_of(network, PROMPT, [1, 2, 3]), strict=True)) > 0.1
+    await push(network, 1)
+    choice = await vllm.generate(PROMPT, 32)
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+    assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 32}]
+
+
+async def test_a_prefix_that_was_cached_under_old_weights_is_computed_again(vllm, network, push):
+    await push(network, 1)
+    await vllm.generate(PROMPT, 1)
+    hits = await vllm.metric("vllm:prefix_cache_hits_total")
+    await vllm.generate(PROMPT, 1)
+    assert await vllm.metric("vllm:prefix_cache_hits_total") > hits, "the prompt is not cached: this test shows nothing"
+    disturb(network, 2)
+    await push(network, 2)
+    choice = await vllm.generate(PROMPT, 16)
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+async def test_requests_in_flight_finish_and_each_token_has_the_version_that_sampled_it(vllm, network, push):
+    await push(network, 1)
+    old_network = type(network)(network.config).eval()
+    old_network.load_state_dict(network.state_dict())
+    disturb(network, 3)
+    async with asyncio.TaskGroup() as tasks:
+        requests = [tasks.create_task(vllm.generate([*PROMPT[:20], i], 1500)) for i in range(4)]
+        await _until_sampling(vllm)
+        report = await push(network, 2)
+    assert report.failed == {}
+    for i, request in enumerate(requests):
+        choice = request.result()
+        assert len(choice["token_ids"]) == 1500
+        spans = choice["weight_versions"]
+        assert [span["version"] for span in spans] == ["1", "2"]
+        assert [spans[0]["start"], *(span["end"] for span in spans)] == [0, spans[1]["start"], 1500]
+        change = spans[1]["start"]
+        told, prompt = logprobs_in(choice), [*PROMPT[:20], i]
+        old = logprobs_of(old_network, prompt, choice["token_ids"])
+        new = logprobs_of(network, prompt, choice["token_ids"])
+        assert told[:change] == pytest.approx(old[:change], abs=TOLERANCE)
+        assert told[change:] == pytest.approx(new[change:], abs=TOLERANCE)
+
+
+async def _until_sampling(vllm) -> None:
+    while await vllm.metric("vllm:num_requests_running") < 4:  # noqa: ASYNC110 - the engine offers no event
+        await asyncio.sleep(0.02)
+
+
+async def test_a_push_of_a_small_model_takes_a_fraction_of_a_second(network, push):
+    reports = [await push(network, version) for version in range(1, 6)]
+    assert min(report.total_s for report in reports) < 0.3
+    assert all(0 < report.pause_s <= report.total_s for report in reports)
+
+
+async def test_no_file_is_left_in_shared_memory(network, push):
+    before = set(SHARED_MEMORY.iterdir())
+    await push(network, 1)
+    assert not {path for path in set(SHARED_MEMORY.iterdir()) - before if path.name.startswith("swarmq")}
+
+
+async def test_the_model_on_disk_has_no_version_until_one_is_pushed(engine_url, network, pusher):
+    assert (await asyncio.to_thread(pusher.ensure, network.named_parameters(), 0)).version == 0
+    async with EngineControl(engine_url) as engine:
+        assert await engine.status() == Status(label="0", paused=False)
+
+
+@pytest.mark.parametrize("damage", ["missing file", "cut file", "missing tensor", "other shape"])
+async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(
+    vllm, network, push, damage, tmp_path: Path, tiny_model: Path
+):
+    await push(network, 4)
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="the model was not touched"):
+            await engine.update({"path": str(_damaged(damage, network, tmp_path))}, 5)
+        assert await engine.status() == Status(label="4", paused=False)
+    choice = await vllm.generate(PROMPT, 8)
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+def _damaged(damage: str, network, folder: Path) -> Path:
+    from safetensors.torch import save_file
+
+    path = folder / "weights.safetensors"
+    tensors = {name: tensor.detach().clone() for name, tensor in network.named_parameters()}
+    norm = "model.layers.0.input_layernorm.weight"
+    match damage:
+        case "missing file":
+            return path
+        case "missing tensor":
+            del tensors[norm]
+        case "other shape":
+            tensors[norm] = tensors[norm][:-1].clone()
+    save_file(tensors, path)
+    if damage == "cut file":
+        path.write_bytes(path.read_bytes()[:-100])
+    return path
+
+
+STEPS = [
+    ("/pause?mode=keep&clear_cache=true", {}),
+    ("/update_weight_version", {"new_version": "updating-2"}),
+    ("/start_weight_update", {}),
+    ("/update_weights", {"update_info": {"path": "?"}}),
+    ("/finish_weight_update", {"weight_version": "2"}),
+]
+
+
+@pytest.mark.parametrize("died_after", range(1, len(STEPS) + 1))
+async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine(
+    vllm, network, push, pusher, died_after, tmp_path
+):
+    await push(network, 1)
+    disturb(network, 5)
+    path = _damaged("not at all", network, tmp_path)
+    request = asyncio.create_task(vllm.generate(PROMPT, 3))
+    async with aiohttp.ClientSession() as session:
+        for step, body in itertools.islice(STEPS, died_after):
+            real = {"update_info": {"path": str(path)}} if "update_info" in body else body
+            async with session.post(vllm.url + step, json=real) as response:
+                assert response.status == 200
+    async with EngineControl(vllm.url) as engine:
+        assert (await engine.status()).paused, "vLLM does not end a pause by itself"
+    report = await asyncio.to_thread(pusher.ensure, network.named_parameters(), 3)
+    assert report.failed == {}
+    assert len((await request)["token_ids"]) == 3
+    choice = await vllm.generate(PROMPT, 8)
+    assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)

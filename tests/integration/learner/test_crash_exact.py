@@ -1,0 +1,179 @@
+"""A learner killed at any point ends with the same weights, to the bit, as one that was never killed."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+from safetensors.numpy import load_file
+
+from support import learner_process
+from support.episodes import make_group
+from swarmq.broker import topology
+from swarmq.config import SwarmJob
+from swarmq.learner import batch_log
+from swarmq.messages import Consumed, decode
+
+STEPS = 5
+GROUPS_PER_BATCH = 2
+
+
+def prepare(root: Path, model: Path) -> None:
+    """A job, and a queue with exactly the episodes of all its steps and two groups without a signal."""
+    root.mkdir()
+    (root / "die").mkdir()
+    job = SwarmJob.build(
+        {
+            "run": "r",
+            "folder": str(root / "runs"),
+            "groups": {"group_size": 2, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 100},
+            "policies": {
+                "main": {
+                    "model": str(model),
+                    "train": {
+                        "learning_rate": 1e-3,
+                        "max_steps": STEPS,
+                        "checkpoint_every": 2,
+                        "deterministic": True,
+                        "gradient_checkpointing": False,
+                    },
+                }
+            },
+        }
+    )
+    (root / "job.toml").write_text(job.to_toml())
+    for number in range(STEPS * GROUPS_PER_BATCH + 2):
+        equal = number in (3, 6)
+        for episode in make_group(f"g{number}", (1.0, 1.0) if equal else (0.0, 1.0)):
+            learner_process.put(root, topology.ready("r", "main"), episode)
+
+
+def start(root: Path) -> subprocess.Popen[bytes]:
+    with (root / "log").open("ab") as log_file:
+        return subprocess.Popen(
+            [sys.executable, learner_process.__file__, "trainer", str(root)],
+            env={**os.environ, "PYTHONPATH": str(Path(learner_process.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            stdout=log_file,
+            stderr=log_file,
+        )
+
+
+def run_to_the_end(root: Path, *, starts: int) -> None:
+    """Start again after every death, as whoever supervises it does."""
+    for _ in range(starts):
+        if start(root).wait(60) == 0:
+            return
+    pytest.fail((root / "log").read_text())
+
+
+def final(root: Path) -> Path:
+    return root / "runs" / "r" / "main" / "checkpoints" / f"step-{STEPS:08d}"
+
+
+def assert_same_training(root: Path, reference: Path) -> None:
+    ours, wanted = load_file(final(root) / "model.safetensors"), load_file(final(reference) / "model.safetensors")
+    assert ours.keys() == wanted.keys()
+    assert all(ours[name].tobytes() == wanted[name].tobytes() for name in wanted)
+    records = list(batch_log.records(root / "runs" / "r" / "main" / "batches"))
+    ids = [i for record in records for i in (*record.index.trained, *record.index.dropped)]
+    assert sorted(ids) == sorted({*ids}), "an episode is in the log twice"
+    assert len(ids) == 2 * (STEPS * GROUPS_PER_BATCH + 2)
+    assert not list((root / "queues" / topology.ready("r", "main")).glob("*.msg")), "not acknowledged"
+    told = {
+        message.record: message
+        for path in (root / "queues" / topology.inbox("r")).glob("*.msg")
+        if isinstance(message := decode(path.read_bytes()), Consumed)
+    }
+    assert {n: (m.trained, m.dropped) for n, m in told.items()} == {
+        r.index.record: (r.index.trained, r.index.dropped) for r in records
+    }
+
+
+@pytest.fixture(scope="module")
+def reference(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that nobody disturbs."""
+    root = tmp_path_factory.mktemp("reference") / "root"
+    prepare(root, tiny_qwen)
+    run_to_the_end(root, starts=1)
+    steps = [msgspec.json.decode(line) for line in (root / "steps.jsonl").read_bytes().splitlines()]
+    assert [step["version"] for step in steps] == list(range(1, STEPS + 1))
+    return root
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("points", "starts"),
+    [
+        (["ack-1", "ack-6", "publish-2", "step-3"], 1),  # the I/O process dies: log to ack, step to report
+        (["push-2", "push-4"], 3),  # the trainer dies: after the step, before it is reported or checkpointed
+    ],
+)
+def test_dying_between_log_and_ack_and_between_step_and_report_changes_nothing(
+    points: list[str], starts: int, tiny_qwen: Path, tmp_path: Path, reference: Path
+) -> None:
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    for point in points:
+        (root / "die" / point).touch()
+    run_to_the_end(root, starts=starts)
+    assert sorted((root / "died").read_text().split()) == sorted(points)
+    assert_same_training(root, reference)
+
+
+@pytest.mark.slow
+def test_dying_while_a_checkpoint_is_written_changes_nothing(tiny_qwen: Path, tmp_path: Path, reference: Path) -> None:
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    drafts = root / "runs" / "r" / "main" / "checkpoints"
+    process = start(root)
+    while process.poll() is None and not list(drafts.glob(".draft-*")):
+        time.sleep(0.001)
+    process.kill()
+    process.wait()
+    assert list(drafts.glob(".draft-*")), "it was too fast for this test"
+    run_to_the_end(root, starts=1)
+    assert_same_training(root, reference)
+    assert not list(drafts.glob(".draft-*"))
+
+
+@pytest.mark.slow
+def test_dying_at_random_moments_changes_nothing(tiny_qwen: Path, tmp_path: Path, reference: Path) -> None:
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    rng = random.Random(7)
+    log_file = root / "steps.jsonl"
+    for kills in range(3):
+        process = start(root)
+        while process.poll() is None and len(_lines(log_file)) <= kills:
+            time.sleep(0.001)
+        time.sleep(rng.random() * 0.1)
+        process.kill()
+        process.wait()
+    run_to_the_end(root, starts=2)
+    assert_same_training(root, reference)
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_passed_over_and_the_log_makes_up_for_it(
+    tiny_qwen: Path, tmp_path: Path, reference: Path
+) -> None:
+    root = tmp_path / "root"
+    shutil.copytree(reference, root)
+    job = (root / "job.toml").read_text().replace(str(reference), str(root))
+    (root / "job.toml").write_text(job)
+    weights = final(root) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\xff")
+    run_to_the_end(root, starts=1)
+    assert "checkpoint_damaged" in (root / "log").read_text()
+    assert_same_training(root, reference)
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []

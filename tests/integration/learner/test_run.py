@@ -1,0 +1,109 @@
+"""`swarmq-learner` as it is started, against a real RabbitMQ: one rank and two, stopped by a signal."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from support.episodes import make_group
+from swarmq.broker import AmqpBroker, topology
+from swarmq.config import SwarmJob
+from swarmq.messages import Consumed
+
+pytestmark = [pytest.mark.broker, pytest.mark.slow]
+
+STEPS = 3
+
+
+def make_job(folder: Path, run: str, model: Path, amqp_url: str) -> SwarmJob:
+    train = {"learning_rate": 1e-3, "max_steps": STEPS, "checkpoint_every": 2, "gradient_checkpointing": False}
+    return SwarmJob.build(
+        {
+            "run": run,
+            "folder": str(folder),
+            "broker": {"url": amqp_url},
+            "groups": {"group_size": 3, "groups_per_batch": 2, "max_staleness": 9},
+            "policies": {"main": {"model": str(model), "train": train}},
+        }
+    )
+
+
+def start(job: SwarmJob, folder: Path, *, num_gpus: int = 1) -> subprocess.Popen[bytes]:
+    (folder / "job.toml").write_text(job.to_toml())
+    code = (
+        "import sys; from swarmq.config import SwarmJob; from swarmq.learner.main import run;"
+        f"run(SwarmJob.load(sys.argv[1]), 'main', num_gpus={num_gpus}, with_collector=False, no_push=True)"
+    )
+    with (folder / "log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", code, str(folder / "job.toml")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=log,
+            stderr=log,
+        )
+
+
+async def fill(broker: AmqpBroker, job: SwarmJob, groups: range) -> None:
+    await broker.declare(job.run, policies=["main"], kinds=["default"])
+    for number in groups:
+        for episode in make_group(f"g{number}", (0.0, 1.0, 3.0)):
+            await broker.publish(topology.ready(job.run, "main"), _of(episode, job.run))
+
+
+def _of(episode: object, run: str) -> object:
+    import msgspec
+
+    turns = tuple(msgspec.structs.replace(turn, run=run) for turn in episode.turns)  # type: ignore[attr-defined]
+    return msgspec.structs.replace(episode, run=run, turns=turns)  # type: ignore[type-var]
+
+
+@pytest.mark.timeout(300)
+async def test_one_rank_and_two_learn_the_same_and_report_every_episode(
+    tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
+) -> None:
+    weights = []
+    async with AmqpBroker.open(amqp_url, name="test") as broker:
+        for ranks in (1, 2):
+            folder = tmp_path / f"ranks-{ranks}"
+            folder.mkdir()
+            job = make_job(folder, f"{run_name}-{ranks}", tiny_qwen, amqp_url)
+            await fill(broker, job, range(2 * STEPS))
+            assert start(job, folder, num_gpus=ranks).wait(120) == 0, (folder / "log").read_text()
+            told: set[str] = set()
+            async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
+                while len(told) < 3 * 2 * STEPS:
+                    message = (await anext(inbox)).message
+                    assert isinstance(message, Consumed)
+                    told |= {*message.trained}
+            depth = (await broker.depths([topology.ready(job.run, "main")]))[topology.ready(job.run, "main")]
+            assert depth.ready == 0
+            checkpoints = job.run_folder.checkpoints("main")
+            weights.append(load_file(checkpoints / f"step-{STEPS:08d}" / "model.safetensors"))
+    one, two = weights
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.timeout(300)
+async def test_a_signal_finishes_with_a_checkpoint_and_a_second_learner_is_refused(
+    tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
+) -> None:
+    job = make_job(tmp_path, run_name, tiny_qwen, amqp_url)
+    async with AmqpBroker.open(amqp_url, name="test") as broker:
+        await fill(broker, job, range(2))
+        process = start(job, tmp_path)
+        async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
+            assert isinstance((await anext(inbox)).message, Consumed)
+        other = start(job, tmp_path)
+        assert other.wait(60) != 0
+        assert f"is in use by process {process.pid} on" in (tmp_path / "log").read_text()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    assert (job.run_folder.checkpoints("main") / "step-00000001" / "manifest.json").exists()

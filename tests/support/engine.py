@@ -1,0 +1,34 @@
+"""A real vLLM on the CPU for as long as a test or a session wants it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmq.config import Engine, Policy
+from swarmq.engine.launch import EngineProcess
+from swarmq.process import free_port
+
+
+def tiny_policy(model: Path, *, max_model_len: int = 2048) -> Policy:
+    return Policy(model=str(model), engine=Engine(max_model_len=max_model_len, start_timeout_s=300.0))
+
+
+@contextlib.contextmanager
+def running_engine(model: Path, log_path: Path) -> Iterator[EngineProcess]:
+    """The server, kept by a loop in a thread of its own: tests have loops of their own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="vllm")
+    thread.start()
+    engine = EngineProcess(tiny_policy(model), port=free_port(), log_path=log_path)
+    try:
+        asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
+        yield engine
+        asyncio.run_coroutine_threadsafe(engine.__aexit__(None, None, None), loop).result()
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

@@ -1,0 +1,128 @@
+"""A learner whose broker is a folder of files, which dies by SIGKILL at points that a test names.
+
+    python learner_process.py trainer ROOT        runs the loop to max_steps
+    python learner_process.py io ROOT FD          is started by it
+
+A file `ROOT/die/<event>-<n>` kills the process at the n-th such event of the run (acks of message n, publishes of
+record n, emitted steps, pushes of version n); it is removed first, so every point kills once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries, Delivery
+from swarmq.config import SwarmJob
+from swarmq.messages import Consumed, Event, Message, encode
+
+
+def die_at(root: Path, event: str) -> None:
+    point = root / "die" / event
+    if point.exists():
+        point.unlink()
+        with (root / "died").open("a") as file:
+            file.write(f"{event}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def put(root: Path, queue: str, message: Message) -> None:
+    """Append a message to a queue's folder."""
+    folder = root / "queues" / queue
+    folder.mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(path.stem) for path in folder.glob("*.msg")), default=0)
+    (folder / f"{number:06d}.new").write_bytes(encode(message))
+    (folder / f"{number:06d}.new").rename(folder / f"{number:06d}.msg")
+
+
+class FolderBroker:
+    """One file per message; acknowledged ones are removed. Enough of a broker for one learner."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[FolderBroker]:
+        yield self
+
+    async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
+        pass
+
+    async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
+        if isinstance(message, Consumed):
+            die_at(self.root, f"publish-{message.record}")
+        put(self.root, queue, message)
+
+    @asynccontextmanager
+    async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Deliveries]:
+        deliveries = Deliveries(self._bury)
+        for path in sorted((self.root / "queues" / queue).glob("*.msg")):
+            deliveries.arrive(Arrival(self, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
+        self.queue = queue
+        yield deliveries
+
+    async def ack(self, tag: int, *, through: bool) -> None:
+        die_at(self.root, f"ack-{tag}")
+        (self.root / "queues" / self.queue / f"{tag:06d}.msg").unlink(missing_ok=True)
+
+    async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        await delivery.ack()
+
+    async def emit(self, event: Event) -> None:
+        if event.name == "step":
+            die_at(self.root, f"step-{event.fields['version']}")
+            with (self.root / "steps.jsonl").open("ab") as file:
+                file.write(msgspec.json.encode(event.fields) + b"\n")
+
+    async def _bury(self, arrival: Arrival, reason: str) -> None:
+        raise AssertionError(reason)
+
+
+class Report(NamedTuple):
+    pause_s: float = 0.0
+    total_s: float = 0.0
+
+
+class Recorder:
+    """Pushes nowhere."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def push(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> Report:
+        die_at(self.root, f"push-{version}")
+        with (self.root / "pushed").open("a") as file:
+            file.write(f"{version}\n")
+        return Report()
+
+    def ensure(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> Report:
+        return Report()
+
+
+def trainer(root: Path) -> None:
+    from swarmq.learner.link import Link, StopSignal
+    from swarmq.learner.lock import exclusive
+    from swarmq.learner.loop import Learner
+
+    job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
+    with stop.installed(), exclusive(job.run_folder.path / "main" / "lock"):
+        learner = Learner(job, "main", pusher=Recorder(root), stop=stop)
+        with Link(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
+            learner.run(link)
+
+
+def io(root: Path) -> None:
+    from swarmq.learner import io_process
+
+    io_process.main(lambda job, policy: FolderBroker(root).open())
+
+
+if __name__ == "__main__":
+    {"trainer": trainer, "io": io}[sys.argv[1]](Path(sys.argv[2]))

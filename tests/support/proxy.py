@@ -1,0 +1,116 @@
+"""A proxy served in the test's own process and loop, over real HTTP on a free port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import uvicorn
+from aiohttp import ClientSession
+from litestar import Litestar
+
+from swarmq import keys
+
+ROOT = b"r" * 32
+
+
+class Server(uvicorn.Server):
+    """Says when it listens, stops at once, and leaves the test's signals alone."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+        self.stop = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.listening.set()
+
+    async def main_loop(self) -> None:
+        await self.stop.wait()
+
+    @contextlib.contextmanager
+    def capture_signals(self):
+        yield
+
+
+@asynccontextmanager
+async def served(app: Litestar) -> AsyncIterator[str]:
+    """The url under which `app` answers."""
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
+        listener.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2)
+        server = Server(config)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(server.serve(sockets=[listener]))
+            await server.listening.wait()
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.stop.set()
+
+
+class Agent:
+    """Mints keys of a run and asks its proxy."""
+
+    def __init__(self, url: str, run: str, http: ClientSession) -> None:
+        self.url = url
+        self.run = run
+        self.http = http
+
+    def key(
+        self,
+        episode: str = "e1",
+        *,
+        policies: tuple[str, ...] = ("main",),
+        expires_in: float = 600,
+        root: bytes = ROOT,
+        **claims: Any,
+    ) -> str:
+        fields = {"run": self.run, "client": "c", **claims}
+        made = keys.Claims(episode_id=episode, policies=policies, expires_at=time.time() + expires_in, **fields)
+        return keys.mint(keys.client_secret(root, "c"), made)
+
+    async def post(
+        self, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None, raw: bytes | None = None
+    ) -> tuple[int, Any, bytes]:
+        """Status, headers and body of a chat completion."""
+        sent = {"authorization": f"Bearer {key or self.key()}", "content-type": "application/json", **(headers or {})}
+        data = msgspec.json.encode(body) if raw is None else raw
+        async with self.http.post(f"{self.url}/v1/chat/completions", data=data, headers=sent) as response:
+            return response.status, response.headers, await response.read()
+
+    async def ask(
+        self, *messages: Any, key: str | None = None, headers: dict[str, str] | None = None, **fields: Any
+    ) -> Any:
+        """The parsed completion of a request that must be answered."""
+        body = {"model": "main", "messages": list(messages), **fields}
+        status, _, raw = await self.post(body, key=key, headers=headers)
+        assert status == 200, raw
+        return msgspec.json.decode(raw)
+
+    async def refused(self, body: Any, **how: Any) -> tuple[int, Any]:
+        """Status and `error` of a request that must not be answered."""
+        status, _, raw = await self.post(body, **how)
+        assert status != 200, raw
+        error = msgspec.json.decode(raw)["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        return status, error
+
+    async def stream(self, *messages: Any, key: str | None = None, **fields: Any) -> list[Any]:
+        """The parsed events of a streamed completion; the last is "[DONE]" where it ended well."""
+        body = {"model": "main", "messages": list(messages), "stream": True, **fields}
+        status, _, raw = await self.post(body, key=key)
+        assert status == 200, raw
+        return events(raw)
+
+
+def events(raw: bytes) -> list[Any]:
+    lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line]
+    return ["[DONE]" if line == b"[DONE]" else msgspec.json.decode(line) for line in lines]

@@ -1,0 +1,100 @@
+"""Where a server is looked for, and what is said when there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmq.broker import install
+from swarmq.broker.install import find_server
+from swarmq.errors import BrokerError
+
+
+def plant(root: Path, version: str, *, erlang: bool = True) -> Path:
+    """A server laid out like Debian's package under `root`."""
+    home = root / f"usr/lib/rabbitmq/lib/rabbitmq_server-{version}"
+    executable(home / "sbin/rabbitmq-server")
+    if erlang:
+        executable(root / "usr/lib/erlang/bin/erl")
+        executable(root / "usr/lib/erlang/erts-15.0/bin/epmd")
+    return home
+
+
+def executable(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("#!/bin/sh\n")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with nothing on it: system, Homebrew and user folder are empty folders."""
+    monkeypatch.delenv(install.HOME_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    monkeypatch.setattr(install, "SYSTEM_ROOT", tmp_path / "system")
+    monkeypatch.setattr(install, "BREW_PREFIXES", (tmp_path / "brew",))
+    return tmp_path
+
+
+def test_nothing_is_found_where_nothing_is(machine: Path) -> None:
+    assert find_server() is None
+
+
+def test_the_systems_server_comes_before_the_users(machine: Path) -> None:
+    mine = plant(machine / "data/swarmq/rabbitmq", "4.9.9")
+    found = find_server()
+    assert found is not None
+    assert found.home == mine
+    system = plant(machine / "system", "3.10.8")
+    found = find_server()
+    assert found is not None
+    assert found.home == system
+    assert found.erlang_bin == machine / "system/usr/lib/erlang/bin"
+    assert found.epmd == machine / "system/usr/lib/erlang/erts-15.0/bin/epmd"
+
+
+def test_the_newest_of_several_is_taken(machine: Path) -> None:
+    plant(machine / "system", "3.9.20")
+    newest = plant(machine / "system", "3.10.8")
+    found = find_server()
+    assert found is not None
+    assert found.home == newest
+
+
+def test_homebrews_server_uses_the_erlang_in_path(machine: Path) -> None:
+    executable(machine / "brew/opt/rabbitmq/sbin/rabbitmq-server")
+    assert find_server() is None  # no Erlang yet
+    executable(machine / "bin/erl")
+    executable(machine / "bin/epmd")
+    found = find_server()
+    assert found is not None
+    assert found.home == machine / "brew/opt/rabbitmq"
+    assert found.erlang_bin == machine / "bin"
+
+
+def test_a_chosen_server_comes_first_and_must_be_one(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(machine / "system", "3.10.8")
+    chosen = plant(machine / "elsewhere", "4.3.6")
+    monkeypatch.setenv(install.HOME_VARIABLE, str(chosen))
+    found = find_server()
+    assert found is not None
+    assert found.home == chosen
+    monkeypatch.setenv(install.HOME_VARIABLE, str(machine))
+    with pytest.raises(BrokerError, match="has no sbin/rabbitmq-server"):
+        find_server()
+
+
+def test_where_it_cannot_be_installed_the_other_ways_are_named(machine: Path) -> None:
+    with pytest.raises(BrokerError) as refusal:
+        install.install(lambda _: None)
+    for way in ("apt-get install", "brew install rabbitmq", "docker compose up", "SWARMQ_AMQP_URL"):
+        assert way in str(refusal.value)
+
+
+def test_an_installed_server_is_reported_and_not_installed_again(machine: Path) -> None:
+    home = plant(machine / "system", "3.10.8")
+    said: list[str] = []
+    assert install.install(said.append).home == home
+    assert said == [f"RabbitMQ is at {home}"]

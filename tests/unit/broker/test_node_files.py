@@ -1,0 +1,89 @@
+"""What a private node's files say."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from swarmq.broker.node_files import environment, last_words, load_identity, take_lock, write_files
+from swarmq.errors import BrokerError
+
+BAD_SETTING = """\
+2026-01-01 10:00:00.378286+00:00 [error] <0.132.0> You've tried to set no_such_setting, but there is no such setting.
+2026-01-01 10:00:00.578043+00:00 [error] <0.132.0>     collect_statistics
+
+BOOT FAILED
+2026-01-01 10:00:00.585336+00:00 [error] <0.132.0> ===========
+2026-01-01 10:00:00.595239+00:00 [error] <0.132.0>     supervisor: {local,rabbit_prelaunch_sup}
+Kernel pid terminated (application_controller)
+"""
+
+
+def test_last_words_are_the_first_errors_and_not_the_report() -> None:
+    words = last_words(BAD_SETTING)
+    assert words == "You've tried to set no_such_setting, but there is no such setting. / collect_statistics"
+
+
+def test_last_words_without_errors_are_the_last_lines() -> None:
+    assert last_words("one\n\nerl: not found\n") == "one / erl: not found"
+
+
+def test_an_identity_is_kept_and_private(tmp_path: Path) -> None:
+    first = load_identity(tmp_path, port=0)
+    again = load_identity(tmp_path, port=0)
+    assert (first.node, first.user, first.password) == (again.node, again.user, again.password)
+    assert (first.amqp_port, first.management_port) == (again.amqp_port, again.management_port)
+    assert (tmp_path / "node.json").stat().st_mode & 0o077 == 0
+
+
+def test_two_folders_share_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one, other = load_identity(tmp_path / "a", port=0), load_identity(tmp_path / "b", port=0)
+    assert one.node != other.node
+    assert one.password != other.password
+
+
+def test_a_chosen_port_is_taken_or_refused_by_name(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(BrokerError, match=rf"port {port} is taken.*broker\.port"):
+            load_identity(tmp_path, port=port)
+    assert load_identity(tmp_path, port=port).amqp_port == port
+
+
+def test_a_damaged_identity_is_named(tmp_path: Path) -> None:
+    (tmp_path / "node.json").write_text("{")
+    with pytest.raises(BrokerError, match=r"node\.json is damaged"):
+        load_identity(tmp_path, port=0)
+
+
+def test_a_lock_is_held_once_and_free_when_closed(tmp_path: Path) -> None:
+    lock = take_lock(tmp_path)
+    with pytest.raises(BrokerError, match="in use by process"):
+        take_lock(tmp_path)
+    lock.close()
+    take_lock(tmp_path).close()
+
+
+def test_nothing_of_a_system_rabbitmq_reaches_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RABBITMQ_SERVER_ERL_ARGS", "-foreign")
+    monkeypatch.setenv("ERL_LIBS", "/foreign")
+    variables = environment(tmp_path, load_identity(tmp_path, port=0), Path("/opt/erlang/bin"))
+    assert not {"RABBITMQ_SERVER_ERL_ARGS", "ERL_LIBS"} & set(variables)
+    assert variables["PATH"].startswith("/opt/erlang/bin:")
+    assert all("/etc/" not in value for name, value in variables.items() if name.startswith("RABBITMQ_"))
+
+
+def test_the_node_listens_on_loopback_and_waits_a_week_for_an_acknowledgement(tmp_path: Path) -> None:
+    identity = load_identity(tmp_path, port=0)
+    write_files(tmp_path, identity, config="extra = 1\n", advanced="[].")
+    settings = (tmp_path / "rabbitmq.conf").read_text()
+    assert f"listeners.tcp.1 = 127.0.0.1:{identity.amqp_port}" in settings
+    assert "management.tcp.ip = 127.0.0.1" in settings
+    assert "consumer_timeout = 604800000" in settings
+    assert settings.endswith("extra = 1\n")

@@ -1,0 +1,47 @@
+"""Names and arguments that every release and every RabbitMQ must agree on."""
+
+from __future__ import annotations
+
+from swarmq.broker import topology
+
+QUORUM = {
+    "x-queue-type": "quorum",
+    "x-delivery-limit": 100,
+    "x-dead-letter-exchange": "swarmq.dead",
+    "x-dead-letter-strategy": "at-least-once",
+    "x-overflow": "reject-publish",
+}
+SINGLE = QUORUM | {"x-single-active-consumer": True}
+
+
+def test_a_runs_queues_and_their_arguments_never_change() -> None:
+    """RabbitMQ refuses a queue that is declared with other arguments than it has: runs would not survive an upgrade."""
+    assert topology.run_queues("demo", policies=["main"], kinds=["math"]) == {
+        "swarmq.demo.in": SINGLE,
+        "swarmq.demo.main.ready": SINGLE,
+        "swarmq.demo.tickets.math": QUORUM,
+        "swarmq.demo.tasks.math": QUORUM,
+    }
+    assert topology.dead_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
+
+
+def test_every_kind_and_policy_has_its_queues() -> None:
+    names = set(topology.run_queues("r", policies=["a", "b"], kinds=["x", "y"]))
+    assert names == {
+        *("swarmq.r.in", "swarmq.r.a.ready", "swarmq.r.b.ready"),
+        *(f"swarmq.r.{what}.{kind}" for what in ("tickets", "tasks") for kind in "xy"),
+    }
+
+
+def test_clients_compete_for_tickets_and_tasks() -> None:
+    queues = topology.run_queues("r", policies=["a"], kinds=["x"])
+    assert [name for name, arguments in queues.items() if "x-single-active-consumer" not in arguments] == [
+        topology.tickets("r", "x"),
+        topology.tasks("r", "x"),
+    ]
+
+
+def test_delivery_limits_are_positive() -> None:
+    """-1 means unlimited on RabbitMQ 4 and drops at the first redelivery on 3.10."""
+    queues = topology.run_queues("r", policies=["a"], kinds=["x"]) | {"dead": topology.dead_arguments()}
+    assert all(arguments["x-delivery-limit"] > 0 for arguments in queues.values())

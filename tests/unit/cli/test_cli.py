@@ -1,0 +1,129 @@
+"""What a person types wrongly is answered with one line that says where and what to do, and status 1."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from swarmq import cli
+from swarmq.config import SwarmJob
+from swarmq.errors import BrokerError, EngineError
+
+JOB = 'run = "r"\nfolder = "{folder}"\n[policies.main]\nmodel = "{model}"\n'
+
+
+def swarmq(*arguments, **environment):
+    return CliRunner().invoke(cli.main, [str(a) for a in arguments], env=environment)
+
+
+def write_job(folder: Path, model: Path | str = "nowhere", extra: str = "") -> Path:
+    path = folder / "job.toml"
+    path.write_text(JOB.format(folder=folder / "runs", model=model) + extra)
+    return path
+
+
+def folder_of_model(folder: Path, config: dict, *, template: str | None = "{{ messages }}") -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template} if template else {}))
+    return folder
+
+
+CAUSAL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+ENCODER = {"architectures": ["BertModel"], "model_type": "bert"}
+
+
+def test_help_of_every_command_says_how_to_use_it():
+    names = [name for name in cli.main.commands if name not in {"proxy", "learner", "collector"}]
+    assert {"up", "demo", "status", "watch", "feed", "worker", "inspect"} <= set(names)
+    for name in names:
+        shown = swarmq(name, "--help")
+        assert shown.exit_code == 0
+        assert f"swarmq {name}" in shown.output or f"main {name}" in shown.output
+
+
+def test_show_prints_every_resolved_setting_as_a_job_file(tmp_path):
+    shown = swarmq("up", write_job(tmp_path), "--set", "groups.group_size=3", "--show")
+    (tmp_path / "again.toml").write_text(shown.output)
+    assert SwarmJob.load(tmp_path / "again.toml").groups.group_size == 3
+    assert "learning_rate" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--set", "policies.main.train.lr=1"], ["policies.main.train", "unknown field `lr`"]),
+        (["--set", "groups.group_size=0"], ["groups.group_size"]),
+        (["--set", "nonsense"], ["section.key=value"]),
+    ],
+)
+def test_a_wrong_setting_is_named_by_its_path(tmp_path, arguments, words):
+    result = swarmq("up", write_job(tmp_path), *arguments)
+    assert result.exit_code == 1
+    for word in words:
+        assert word in result.output
+    assert not (tmp_path / "runs").exists(), "nothing is made before the settings are right"
+
+
+@pytest.mark.parametrize(
+    ("model", "word"),
+    [
+        (lambda f: f / "missing", "missing"),
+        (lambda f: folder_of_model(f / "encoder", ENCODER), "causal"),
+        (lambda f: folder_of_model(f / "plain", CAUSAL, template=None), "chat template"),
+    ],
+    ids=["no such folder", "not a causal LM", "no chat template"],
+)
+def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_path, model, word):
+    result = swarmq("up", write_job(tmp_path, model(tmp_path)))
+    assert result.exit_code == 1
+    assert word in result.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_job_file_that_does_not_exist_is_named():
+    result = swarmq("up", "/nowhere/job.toml")
+    assert result.exit_code == 1
+    assert "/nowhere/job.toml" in result.output
+
+
+@pytest.mark.parametrize("command", ["status", "watch", "inspect"])
+def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path, command):
+    result = swarmq(command, tmp_path)
+    assert result.exit_code == 1
+    assert "not the folder of a run" in result.output
+
+
+def test_a_worker_without_an_invite_is_told_where_to_get_one():
+    result = swarmq("worker", "agent:attempt", SWARMQ_INVITE="")
+    assert result.exit_code == 1
+    assert "invite" in result.output.lower()
+
+
+def test_errors_of_several_tasks_are_all_said_once(capsys):
+    group = ExceptionGroup("both", [BrokerError("no broker"), ExceptionGroup("deep", [EngineError("no engine")])])
+    with pytest.raises(SystemExit), cli.friendly():
+        raise group
+    assert capsys.readouterr().err == "swarmq: no broker\nswarmq: no engine\n"
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ExceptionGroup), cli.friendly():
+        raise ExceptionGroup("mixed", [BrokerError("no broker"), KeyError("bug")])
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(cli.EXTRAS, "learner", ("a_package_nobody_has",))
+    result = swarmq("inspect", "/tmp")
+    assert result.exit_code == 1
+    assert "pip install 'swarmq[learner]'" in result.output
+
+
+def test_help_needs_nothing_heavy():
+    script = "import sys; from swarmq import cli; heavy = {'torch', 'vllm', 'litestar', 'transformers'} & set(sys.modules); assert not heavy, heavy"
+    subprocess.run([sys.executable, "-c", script], check=True)

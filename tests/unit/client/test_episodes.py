@@ -1,0 +1,389 @@
+"""Begin and end, on a broker in memory."""
+
+import asyncio
+import math
+import time
+
+import pytest
+
+from swarmq.broker import topology
+from swarmq.client import notice, session
+from swarmq.client.outcome import Outcome
+from swarmq.client.tasks import SwarmTask
+from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
+from swarmq.keys import verify
+from swarmq.messages import Slot
+
+ROOT = b"r" * 32
+RUN = "r1"
+
+
+async def settled(condition):
+    """Let the loop turn until a fact holds; the test's own deadline ends it otherwise."""
+    while not condition():  # noqa: ASYNC110 - the memory broker has no event for it
+        await asyncio.sleep(0)
+
+
+async def test_an_episode_begins_with_a_ticket_and_a_key_that_any_proxy_accepts(swarm, client):
+    ep = await client.begin_episode({"id": "t1", "question": "6*7"})
+    [begin] = swarm.begins
+    assert (begin.episode_id, begin.slot.task_id, begin.kind, begin.group_size) == (ep.episode_id, "t1", "math", 2)
+    assert begin.ticket_id == "ticket-1"
+    assert begin.client_id.startswith("alice-")
+    claims = verify(ROOT, ep.api_key, run=RUN, now=time.time())
+    assert (claims.episode_id, claims.policies, claims.mode) == (ep.episode_id, ("main",), "train")
+    assert (ep.base_url, ep.model, ep.payload) == ("http://127.0.0.1:2/v1", "main", {"id": "t1", "question": "6*7"})
+    assert ep.api_key not in repr(ep)
+
+
+async def test_the_ticket_is_gone_from_the_queue_once_the_begin_is_confirmed(swarm_of):
+    swarm = await swarm_of()
+    await swarm.issue(1)
+    async with swarm.client() as client:
+        await client.begin_episode("t")
+    assert swarm.arrived(topology.tickets(RUN, "math")) == []
+
+
+async def test_without_a_ticket_no_training_episode_begins_but_evaluation_does(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        waiting = asyncio.ensure_future(client.begin_episode("t"))
+        await client.begin_episode("t", mode="eval")
+        assert [begin.mode for begin in swarm.begins] == ["eval"]
+        assert not waiting.done()
+        await swarm.issue(1)
+        await waiting
+    assert [begin.mode for begin in swarm.begins] == ["eval", "train"]
+
+
+async def test_a_run_without_tickets_begins_at_once(swarm_of):
+    swarm = await swarm_of(ticketed=False)
+    async with swarm.client() as client:
+        await client.begin_episode("t")
+    assert swarm.begins[0].ticket_id is None
+
+
+async def test_a_begin_that_waits_too_long_says_what_it_waited_for(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        with pytest.raises(EpisodeError, match=r"within 0 s: the run is ahead of its learner"):
+            await client.begin_episode("t", deadline_s=0)
+        await swarm.issue(1)
+        await client.begin_episode("t")
+
+
+async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys):
+    monkeypatch.setattr(notice, "FIRST_S", 0.0)
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        waiting = asyncio.ensure_future(client.begin_episode("t"))
+        said = ""
+        while "waiting_for_ticket" not in said:
+            await asyncio.sleep(0)
+            said += capsys.readouterr().out
+        assert "math" in said
+        await swarm.issue(1)
+        await waiting
+
+
+async def test_a_cancelled_wait_gives_its_ticket_to_the_next(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        first = asyncio.ensure_future(client.begin_episode({"id": "first"}))
+        second = asyncio.ensure_future(client.begin_episode({"id": "second"}))
+        await asyncio.sleep(0)
+        first.cancel()
+        await swarm.issue(1)
+        assert (await second).task.id == "second" or first.cancelled()
+        assert [begin.slot.task_id for begin in swarm.begins] == ["second"]
+
+
+async def test_a_wait_cancelled_in_the_moment_of_its_ticket_passes_the_ticket_on(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client, asyncio.timeout(20):
+        waiting = asyncio.ensure_future(client.begin_episode("t"))
+        await settled(lambda: client._desks and client._desks["math"]._waiting)
+        await swarm.issue(1)
+        await settled(lambda: not client._desks["math"]._waiting)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await client.begin_episode("t")
+    assert [begin.ticket_id for begin in swarm.begins] == ["ticket-1"]
+
+
+async def test_a_begin_the_broker_refuses_keeps_its_ticket(swarm, client):
+    await client.begin_episode("t")
+    swarm.broker.delete(topology.inbox(RUN))
+    with pytest.raises(UnroutableError):
+        await client.begin_episode("t")
+    await swarm.declare()
+    await client.begin_episode("t")
+    assert [begin.ticket_id for begin in swarm.begins] == ["ticket-2"]
+
+
+async def test_a_missing_ticket_queue_is_an_error_for_those_who_wait_and_heals(swarm):
+    swarm.broker.delete(topology.tickets(RUN, "math"))
+    async with swarm.client() as client:
+        with pytest.raises(UnroutableError):
+            await client.begin_episode("t")
+        await swarm.declare()
+        await swarm.issue(1)
+        await client.begin_episode("t")
+
+
+async def test_poison_among_the_tickets_is_parked_and_the_next_ticket_is_used(swarm_of):
+    from swarmq.messages import Task
+
+    swarm = await swarm_of()
+    await swarm.broker.publish(
+        topology.tickets(RUN, "math"), Task(run=RUN, slot=Slot(task_id="x"), kind="math", group_size=1)
+    )
+    await swarm.issue(1)
+    async with swarm.client() as client:
+        await client.begin_episode("t")
+    assert len(swarm.broker.stored(topology.DEAD)) == 1
+
+
+async def test_repeated_attempts_fill_a_group(swarm, client):
+    episodes = [await client.begin_episode("t") for _ in range(4)]
+    slots = [ep.slot for ep in episodes]
+    assert [slot.repeat for slot in slots] == [0, 1, 0, 1]
+    assert slots[0].group_id == slots[1].group_id != slots[2].group_id == slots[3].group_id
+
+
+async def test_a_retry_names_its_slot(swarm, client):
+    first = await client.begin_episode("t")
+    await first.fail("broken")
+    again = await client.begin_episode("t", slot=first.slot, attempt=first.attempt + 1)
+    assert (again.slot, again.attempt) == (first.slot, 1)
+    assert again.episode_id != first.episode_id
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"kind": "chess"}, "kind 'chess' is not part of the run: its kinds are math, code"),
+        ({}, "the task has no kind: its kinds are math, code"),
+        ({"kind": "math", "policies": ["judge"]}, "policies: judge given; those of the run are main"),
+        ({"kind": "math", "policies": []}, "policies: none given"),
+    ],
+)
+async def test_a_wrong_kind_or_policy_is_named_before_anything_is_sent(swarm_of, options, says):
+    swarm = await swarm_of(kinds=("math", "code"))
+    async with swarm.client() as client:
+        with pytest.raises(EpisodeError, match=says):
+            await client.begin_episode("t", **options)
+    assert swarm.begins == []
+
+
+async def test_kinds_are_served_apart(swarm_of):
+    swarm = await swarm_of(kinds=("math", "code"))
+    await swarm.issue(1, "code")
+    async with swarm.client() as client:
+        waiting = asyncio.ensure_future(client.begin_episode(SwarmTask("m", "math")))
+        ep = await client.begin_episode(SwarmTask("c", "code"))
+        assert ep.kind == "code"
+        assert not waiting.done()
+        waiting.cancel()
+
+
+async def test_an_end_carries_everything_and_leaves_nothing_in_the_spool(swarm, client):
+    ep = await client.begin_episode("t")
+    await ep.end(0.5, success=True, metrics={"steps": 3}, metadata={"who": "me"}, call_rewards={"c": 1})
+    [end] = swarm.ends
+    assert (end.episode_id, end.status, end.rewards, end.success) == (ep.episode_id, "finished", {"main": 0.5}, True)
+    assert (end.metrics, end.metadata, end.call_rewards) == ({"steps": 3.0}, {"who": "me"}, {"c": 1.0})
+    assert swarm.spooled == []
+
+
+@pytest.mark.parametrize("reward", [None, math.nan, math.inf, "good"])
+async def test_a_wrong_reward_sends_nothing_and_leaves_the_episode_open(swarm, client, reward):
+    ep = await client.begin_episode("t")
+    with pytest.raises(OutcomeError):
+        await client.end_episode(ep, reward)
+    assert swarm.ends == []
+    await client.end_episode(ep, 1.0)
+    assert [end.rewards for end in swarm.ends] == [{"main": 1.0}]
+
+
+async def test_an_outcome_too_large_for_a_message_leaves_the_episode_open(swarm, client):
+    ep = await client.begin_episode("t")
+    with pytest.raises(MessageError, match="over the limit"):
+        await ep.end(1.0, metadata={"log": "x" * 9_000_000})
+    await ep.end(1.0)
+    assert len(swarm.ends) == 1
+
+
+async def test_ending_twice_alike_is_one_end_and_otherwise_an_error(swarm, client):
+    ep = await client.begin_episode("t")
+    await asyncio.gather(ep.end(1.0), ep.end(1.0), client.end_episode(ep.episode_id, 1.0))
+    await ep.end(1.0)
+    await client.end_episode(ep.episode_id, 1.0)
+    with pytest.raises(
+        EpisodeError, match="has ended as finished with main 1; now it is to end as finished with main 0"
+    ):
+        await ep.end(0.0)
+    with pytest.raises(EpisodeError, match=r"now it is to end as aborted \(enough\)"):
+        await client.abort_episode(ep.episode_id, "enough")
+    assert len(swarm.ends) == 1
+
+
+async def test_ending_an_episode_of_somebody_else_is_an_error(client):
+    with pytest.raises(EpisodeError, match="unknown to this client"):
+        await client.end_episode("0190-other", 1.0)
+
+
+async def test_an_end_waits_while_the_broker_is_away_and_is_on_disk_meanwhile(swarm, client):
+    ep = await client.begin_episode("t")
+    swarm.broker.away(gone=True)
+    ending = asyncio.ensure_future(ep.end(1.0))
+    await settled(lambda: swarm.spooled)
+    assert swarm.spooled == [f"{ep.episode_id}.end"]
+    assert not ending.done()
+    swarm.broker.away(gone=False)
+    await ending
+    assert len(swarm.ends) == 1
+    assert swarm.spooled == []
+
+
+async def test_an_end_whose_caller_gives_up_is_sent_all_the_same(swarm, client):
+    ep = await client.begin_episode("t")
+    swarm.broker.away(gone=True)
+    ending = asyncio.ensure_future(ep.end(1.0))
+    await settled(lambda: swarm.spooled)
+    ending.cancel()
+    swarm.broker.away(gone=False)
+    await settled(lambda: swarm.ends)
+    await ep.end(1.0)
+    assert len(swarm.ends) == 1
+
+
+async def test_what_one_client_could_not_deliver_the_next_one_does(swarm, monkeypatch):
+    monkeypatch.setattr(session, "DRAIN_S", 0.0)
+    async with swarm.client() as client:
+        ep = await client.begin_episode("t")
+        swarm.broker.away(gone=True)
+        ending = asyncio.ensure_future(ep.end(0.25))
+        await settled(lambda: swarm.spooled)
+    with pytest.raises(ClientError, match="it is in the spool"):
+        await ending
+    assert swarm.ends == []
+    swarm.broker.away(gone=False)
+    async with swarm.client():
+        await settled(lambda: swarm.ends and not swarm.spooled)
+    [end] = swarm.ends
+    assert (end.episode_id, end.rewards) == (ep.episode_id, {"main": 0.25})
+
+
+async def test_an_end_the_broker_has_no_queue_for_is_kept_and_may_be_sent_again(swarm, client):
+    ep = await client.begin_episode("t")
+    swarm.broker.delete(topology.inbox(RUN))
+    with pytest.raises(UnroutableError):
+        await ep.end(1.0)
+    assert len(swarm.spooled) == 1
+    await swarm.declare()
+    await ep.end(1.0)
+    assert len(swarm.ends) == 1
+    assert swarm.spooled == []
+
+
+async def test_a_full_disk_does_not_keep_an_end_from_the_broker(swarm, client, capsys):
+    ep = await client.begin_episode("t")
+    client._spool.folder.joinpath("lock").unlink()
+    client._spool.folder.rmdir()
+    await ep.end(1.0)
+    assert len(swarm.ends) == 1
+    assert "spool_unusable" in capsys.readouterr().out
+
+
+async def test_the_block_of_an_episode_fails_it_with_the_traceback(swarm, client):
+    with pytest.raises(ZeroDivisionError):
+        async with client.episode("t"):
+            1 / 0  # noqa: B018
+    [end] = swarm.ends
+    assert end.status == "failed"
+    assert end.reason.endswith("ZeroDivisionError: division by zero\n")
+    assert "1 / 0" in end.reason
+
+
+async def test_leaving_the_block_without_end_fails_the_episode_visibly(swarm, client, capsys):
+    async with client.episode("t"):
+        pass
+    assert [end.status for end in swarm.ends] == ["failed"]
+    assert "episode_left_open" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, asyncio.CancelledError])
+async def test_an_interrupt_aborts_the_episode(swarm, client, interrupt):
+    with pytest.raises(interrupt):
+        async with client.episode("t"):
+            raise interrupt
+    assert [(end.status, end.reason) for end in swarm.ends] == [("aborted", f"interrupted by {interrupt.__name__}")]
+
+
+async def test_an_error_after_the_end_does_not_change_the_end(swarm, client):
+    async def ends_and_raises():
+        async with client.episode("t") as ep:
+            await ep.end(1.0)
+            raise ValueError("late")
+
+    with pytest.raises(ValueError, match="late"):
+        await ends_and_raises()
+    assert [end.status for end in swarm.ends] == ["finished"]
+
+
+async def test_closing_aborts_what_is_open(swarm):
+    async with swarm.client() as client:
+        ep = await client.begin_episode("t")
+    assert [(end.status, end.reason) for end in swarm.ends] == [("aborted", "the client was closed")]
+    with pytest.raises(ClientError, match="closed"):
+        await client.begin_episode("t")
+    with pytest.raises(ClientError, match="closed"):
+        await ep.end(1.0)
+
+
+async def test_closing_lets_those_who_wait_for_a_ticket_go(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        waiting = asyncio.ensure_future(client.begin_episode("t"))
+        await settled(lambda: client._desks and client._desks["math"]._waiting)
+    with pytest.raises(ClientError, match="closed while this episode waited"):
+        await waiting
+
+
+async def test_a_client_that_was_not_entered_says_so(swarm):
+    with pytest.raises(ClientError, match="async with"):
+        await swarm.client().begin_episode("t")
+
+
+async def test_after_a_fork_the_client_is_refused_instead_of_hanging(client, monkeypatch):
+    ep = await client.begin_episode("t")
+    monkeypatch.setattr(client, "_pid", -1)
+    with pytest.raises(ClientError, match="after a fork"):
+        ep.blocking().end(1.0)
+
+
+async def test_a_blocking_call_on_the_clients_own_loop_is_refused_instead_of_hanging(client):
+    ep = await client.begin_episode("t")
+    with pytest.raises(ClientError, match="would wait for itself"):
+        ep.blocking().end(1.0)
+
+
+async def test_memory_does_not_grow_with_ended_episodes(swarm_of, monkeypatch):
+    monkeypatch.setattr(session, "REMEMBERED_ENDS", 3)
+    swarm = await swarm_of(ticketed=False)
+    async with swarm.client() as client:
+        episodes = [await client.begin_episode("t") for _ in range(10)]
+        for ep in episodes:
+            await ep.end(1.0)
+        assert (len(client._open), len(client._ended), len(client._sending)) == (0, 3, 0)
+        await episodes[0].end(1.0)  # its handle still knows
+        with pytest.raises(EpisodeError):
+            await client.end_episode(episodes[0].episode_id, 1.0)
+
+
+async def test_an_outcome_may_be_given_whole(swarm, client):
+    ep = await client.begin_episode("t")
+    await client.end_with(ep, Outcome(1.0, success=False))
+    assert swarm.ends[0].success is False

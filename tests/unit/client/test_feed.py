@@ -1,0 +1,129 @@
+"""A data set goes onto the queue in a fixed order, and on from where it stopped."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmq.broker import topology
+from swarmq.client.feed import WINDOW, default_progress_file, feed, plan
+from swarmq.client.tasks import SwarmTask
+from swarmq.errors import TaskError, UnroutableError
+
+RUN = "r1"
+TASKS = topology.tasks(RUN, "math")
+
+
+def data(count):
+    return [SwarmTask(str(number), payload={"n": number}) for number in range(count)]
+
+
+@pytest.fixture
+def progress(tmp_path):
+    return default_progress_file(tmp_path, RUN, "math", "data.jsonl")
+
+
+async def fed(swarm):
+    return [message.slot for message in swarm.arrived(TASKS)]
+
+
+async def test_every_repeat_of_every_task_in_every_epoch_is_fed_once_and_siblings_together(swarm, progress):
+    seen = []
+    count = await feed(
+        swarm.broker,
+        RUN,
+        data(7),
+        "math",
+        repeats=3,
+        epochs=2,
+        seed=5,
+        progress_file=progress,
+        report=lambda done, total: seen.append((done, total)),
+    )
+    slots = await fed(swarm)
+    assert count == len(slots) == len({slot.id for slot in slots}) == 42
+    assert all(len({slot.group_id for slot in slots[first : first + 3]}) == 1 for first in range(0, 42, 3))
+    assert [slot.epoch for slot in slots] == [0] * 21 + [1] * 21
+    assert seen[-1] == (42, 42)
+    assert {message.group_size for message in swarm.arrived(TASKS)} == {3}
+
+
+async def test_shuffling_is_the_same_for_a_seed_and_different_between_epochs(swarm, progress):
+    await feed(swarm.broker, RUN, data(20), "math", repeats=1, epochs=2, seed=1, progress_file=progress)
+    names = [slot.task_id for slot in await fed(swarm)]
+    assert names[:20] != names[20:]
+    assert sorted(names[:20]) == sorted(names[20:])
+    assert names[:20] != [str(number) for number in range(20)]
+    bodies = [(str(number), b"") for number in range(20)]
+    again = [task.slot.task_id for task in plan(RUN, bodies, "math", repeats=1, seed=1, numbers=range(40))]
+    assert again == names
+
+
+async def test_without_a_seed_the_order_is_that_of_the_data(swarm, progress):
+    await feed(swarm.broker, RUN, data(5), "math", repeats=1, progress_file=progress)
+    assert [slot.task_id for slot in await fed(swarm)] == ["0", "1", "2", "3", "4"]
+
+
+async def test_it_goes_on_exactly_where_it_was_interrupted(swarm, progress):
+    windows = itertools.count()
+
+    def interrupt(done, total):
+        if next(windows) == 2:
+            raise KeyboardInterrupt
+
+    options = {"repeats": 2, "epochs": 2, "seed": 3, "progress_file": progress}
+    with pytest.raises(KeyboardInterrupt):
+        await feed(swarm.broker, RUN, data(150), "math", report=interrupt, **options)
+    first = len(await fed(swarm))
+    assert first == 2 * WINDOW
+    assert await feed(swarm.broker, RUN, data(150), "math", **options) == 600 - first
+    slots = await fed(swarm)
+    assert len(slots) == len({slot.id for slot in slots}) == 600
+
+
+async def test_more_epochs_go_on_behind_the_earlier_ones_and_a_second_feed_does_nothing(swarm, progress):
+    options = {"repeats": 1, "seed": 3, "progress_file": progress}
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, **options) == 5
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, **options) == 0
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=3, **options) == 10
+    slots = await fed(swarm)
+    assert len({slot.id for slot in slots}) == len(slots) == 15
+    assert await feed(swarm.broker, RUN, data(5), "math", epochs=1, resume=False, **options) == 5
+
+
+@pytest.mark.parametrize("change", [{"seed": 4}, {"repeats": 3}, {"tasks": data(6)}])
+async def test_it_does_not_go_on_with_other_data_or_settings(swarm, progress, change):
+    options = {"tasks": data(5), "repeats": 1, "seed": 3, "progress_file": progress}
+    await feed(swarm.broker, RUN, kind="math", **options)
+    with pytest.raises(TaskError, match="belongs to a feed of other data"):
+        await feed(swarm.broker, RUN, kind="math", **{**options, **change})
+
+
+async def test_bad_input_feeds_nothing(swarm, progress):
+    with pytest.raises(TaskError, match="0 tasks"):
+        await feed(swarm.broker, RUN, [], "math", repeats=1, progress_file=progress)
+    with pytest.raises(TaskError, match="0 repeats"):
+        await feed(swarm.broker, RUN, data(1), "math", repeats=0, progress_file=progress)
+    with pytest.raises(TaskError, match="task 'x': its data cannot be sent"):
+        await feed(swarm.broker, RUN, [SwarmTask("x", payload=object())], "math", repeats=1, progress_file=progress)
+    with pytest.raises(UnroutableError):
+        await feed(swarm.broker, RUN, data(1), "chess", repeats=1, progress_file=progress)
+    progress.write_text("rubbish")
+    with pytest.raises(TaskError, match="remove it to start over"):
+        await feed(swarm.broker, RUN, data(1), "math", repeats=1, progress_file=progress)
+    assert await fed(swarm) == []
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(1, 3), st.none() | st.integers(0, 5), st.integers(0, 60))
+def test_any_two_halves_of_the_plan_are_the_whole(count, repeats, epochs, seed, cut):
+    bodies = [(str(number), b"") for number in range(count)]
+    total = count * repeats * epochs
+
+    def slots(numbers):
+        return [task.slot for task in plan(RUN, bodies, "math", repeats=repeats, seed=seed, numbers=numbers)]
+
+    cut = min(cut, total)
+    whole = slots(range(total))
+    assert slots(range(cut)) + slots(range(cut, total)) == whole
+    assert len({slot.id for slot in whole}) == total

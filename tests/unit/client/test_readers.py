@@ -1,0 +1,105 @@
+"""Every data set that cannot be used names its line."""
+
+import importlib.util
+import sys
+
+import pytest
+
+from swarmq.client.readers import read_tasks
+from swarmq.errors import MissingExtraError, TaskError
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(name, text):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return str(path)
+
+    return write
+
+
+def read(*arguments, **options):
+    return list(read_tasks(*arguments, **options))
+
+
+def test_json_lines_are_tasks_and_empty_lines_are_not(file):
+    tasks = read(file("a.jsonl", '{"id": "x", "q": 1}\n\n{"id": "y", "q": 2}\n'))
+    assert [(task.id, task.payload["q"]) for task in tasks] == [("x", 1), ("y", 2)]
+
+
+def test_csv_rows_are_tasks(file):
+    tasks = read(file("a.csv", 'id,question,answer\n1,"6 * 7, or so",42\n2,"two\nlines",0\n'))
+    assert [(task.id, task.payload["question"]) for task in tasks] == [("1", "6 * 7, or so"), ("2", "two\nlines")]
+
+
+def test_rows_without_ids_are_named_by_their_number(file):
+    assert [task.id for task in read(file("a.jsonl", '{"q": 1}\n{"q": 1}\n'))] == ["0", "1"]
+
+
+def test_a_limit_reads_no_further(file):
+    assert len(read(file("a.jsonl", '{"q": 1}\n{"q": 2}\nrubbish'), limit=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("a.jsonl", '{"id": 1}\n{"id": 2\n', "line 2: not JSON"),
+        ("a.jsonl", '{"id": 1}\n[1]\n', "line 2: a list, not an object"),
+        ("a.jsonl", '{"id": 1}\n{"id": 2}\n{"id": 1}\n', r"line 3: the id '1' is that of .*line 1 too"),
+        ("a.jsonl", '{"id": 1}\n{"q": 2}\n', "line 2: no `id`"),
+        ("a.jsonl", b'{"id": "\xff"}\n', "not UTF-8"),
+        ("a.jsonl", '{"id": ""}\n', "1 to 200 characters"),
+        ("a.csv", "id,q\n1,2,3\n", "line 2: more values than the 2 columns"),
+        ("a.csv", "id,q\n1,2\n3\n", "line 3: no value for q"),
+        ("a.csv", 'id,q\n1,"2\n', "not CSV"),
+    ],
+)
+def test_what_is_wrong_names_its_line(file, name, text, says):
+    with pytest.raises(TaskError, match=says):
+        read(file(name, text))
+
+
+def test_a_required_field_that_is_missing_names_line_and_field(file):
+    source = file("a.jsonl", '{"id": 1, "answer": 2}\n{"id": 2}\n')
+    with pytest.raises(TaskError, match="line 2: no 'answer'"):
+        read(source, require=["answer"])
+
+
+def test_a_source_that_is_none_says_what_would_be_one(tmp_path):
+    with pytest.raises(TaskError, match="is no data set: give a .jsonl"):
+        read("questions.txt")
+    with pytest.raises(TaskError, match="cannot be read"):
+        read(str(tmp_path / "none.jsonl"))
+
+
+def test_a_python_iterable_is_a_source(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "my_data_set.py").write_text(
+        "def rows():\n    yield {'id': 'a'}\n    yield {'id': 'b'}\nlisted = [{'id': 'c'}]\ndef wrong():\n    return 3\n"
+    )
+    assert [task.id for task in read("my_data_set:rows")] == ["a", "b"]
+    assert [task.id for task in read("my_data_set:listed")] == ["c"]
+    with pytest.raises(TaskError, match="cannot be iterated"):
+        read("my_data_set:wrong")
+    with pytest.raises(TaskError, match="did you mean 'rows'"):
+        read("my_data_set:row")
+
+
+def test_reasoning_gym_is_read_by_name_and_always_the_same():
+    pytest.importorskip("reasoning_gym")
+    first = read("reasoning-gym:chain_sum?size=3&seed=1&min_terms=2")
+    assert first == read("reasoning-gym:chain_sum?size=3&seed=1&min_terms=2")
+    assert [task.id for task in first] == ["chain_sum-1-0", "chain_sum-1-1", "chain_sum-1-2"]
+    assert first[0].payload["question"]
+    with pytest.raises(TaskError, match="reasoning-gym:no_such"):
+        read("reasoning-gym:no_such?size=3")
+    with pytest.raises(TaskError, match="reasoning-gym:chain_sum"):
+        read("reasoning-gym:chain_sum?sise=3")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
+def test_a_reader_whose_package_is_missing_says_which(file):
+    with pytest.raises(MissingExtraError, match="pip install pyarrow"):
+        read(file("a.parquet", b"PAR1"))

@@ -1,0 +1,69 @@
+import pytest
+
+from swarmq.client.attempts import Attempted
+from swarmq.client.report import Tally, eval_report, headline, wilson
+
+
+def done(reward, *, task="t", success=None, kind="math", error=None):
+    return Attempted(
+        episode_id="e", task_id=task, kind=kind, attempt=0, reward=reward, success=success, error=error, seconds=1.0
+    )
+
+
+def test_repeats_of_one_task_do_not_make_the_error_smaller():
+    once = eval_report([done(0.0, task="a"), done(1.0, task="b")], failed=0, seconds=1)
+    often = eval_report([done(0.0, task="a")] * 50 + [done(1.0, task="b")] * 50, failed=0, seconds=1)
+    assert once.standard_error == often.standard_error == pytest.approx(0.5)
+
+
+def test_one_task_has_a_mean_but_no_error():
+    report = eval_report([done(0.5), done(1.0)], failed=0, seconds=1)
+    assert (report.mean_reward, report.standard_error, report.reward_interval) == (0.75, None, None)
+
+
+def test_nothing_finished_is_no_mean_of_zero():
+    report = eval_report([], failed=3, seconds=1)
+    assert report.mean_reward is None
+    assert str(report) == "no episode finished, 3 failed"
+
+
+def test_success_is_judged_only_where_it_was_said():
+    report = eval_report([done(1.0, task="a", success=True), done(0.0, task="b")], failed=0, seconds=1)
+    assert report.success_rate == 1.0
+    assert eval_report([done(1.0)], failed=0, seconds=1).success_rate is None
+
+
+def test_wilson_agrees_with_the_published_example_and_stays_inside_0_and_1():
+    low, high = wilson(0.0, 10)  # 0 of 10: [0, 0.2775]
+    assert low == pytest.approx(0.0)
+    assert high == pytest.approx(0.2775, abs=1e-4)
+    assert wilson(1.0, 10)[1] == pytest.approx(1.0)
+
+
+def test_rewards_are_told_apart_by_kind():
+    report = eval_report([done(1.0, task="a"), done(0.0, task="b", kind="code")], failed=0, seconds=1)
+    assert report.reward_by_kind == {"code": 0.0, "math": 1.0}
+
+
+def test_a_summary_reads_as_a_sentence():
+    tally = Tally()
+    tally.add(done(0.5, success=True))
+    tally.add(done(None, error=ValueError("bad\nlong story")))
+    tally.slots, tally.given_up = 2, 1
+    assert str(tally.summary(1.0)) == (
+        "1 episodes finished, 1 failed, 1 slots given up, mean reward 0.500, success 100.0%, 1.0 s"
+    )
+    assert tally.summary(1.0).failures == {"ValueError: bad": 1}
+
+
+def test_a_failure_without_words_is_named_by_its_type():
+    assert headline(ValueError()) == "ValueError"
+    assert headline(None) == "ended by the agent without a reward"
+
+
+def test_the_count_of_different_failures_is_bounded():
+    tally = Tally()
+    for number in range(5000):
+        tally.add(done(None, error=ValueError(f"number {number}")))
+    assert len(tally.failures) <= 1001
+    assert sum(tally.failures.values()) == 5000

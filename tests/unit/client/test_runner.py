@@ -1,0 +1,280 @@
+"""Many episodes: everything is attempted, failures are retried and shown, nothing ends the run."""
+
+import asyncio
+import functools
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmq.client.outcome import Outcome
+from swarmq.client.runner import plan
+from swarmq.client.tasks import Numbering, SwarmTask
+from swarmq.errors import EpisodeError, TaskError
+
+FAST = {"retry_pause_s": 0.0, "progress": False}
+TASKS = [{"id": f"t{number}", "n": number} for number in range(5)]
+
+
+def right(ep):
+    return Outcome(1.0, success=True)
+
+
+async def test_every_repeat_of_every_task_in_every_epoch_is_attempted_once(swarm, client):
+    summary = await client.run_episodes_until_all_complete(TASKS, right, repeats=3, epochs=2, concurrency=4, **FAST)
+    assert (summary.slots, summary.finished, summary.failed, summary.reward_mean) == (30, 30, 0, 1.0)
+    slots = [begin.slot for begin in swarm.begins]
+    assert len({slot.id for slot in slots}) == 30
+    assert len({slot.group_id for slot in slots}) == 10
+    assert {begin.group_size for begin in swarm.begins} == {3}
+    assert {end.status for end in swarm.ends} == {"finished"}
+
+
+async def test_siblings_run_near_each_other(swarm, client):
+    await client.run_episodes_until_all_complete(TASKS, right, concurrency=1, **FAST)
+    assert [begin.slot.task_id for begin in swarm.begins] == [name for task in TASKS for name in [task["id"]] * 2]
+
+
+async def test_repeats_are_the_runs_group_size_unless_said_otherwise(swarm, client):
+    summary = await client.run_episodes_until_all_complete(TASKS, right, **FAST)
+    assert summary.slots == len(TASKS) * 2
+
+
+async def test_coroutines_threads_partials_and_callable_objects_are_all_agents(swarm, client):
+    async def coroutine(ep):
+        await asyncio.sleep(0)
+        return 1.0
+
+    def takes_more(more, ep):
+        return more
+
+    class Agent:
+        async def __call__(self, ep):
+            return 0.5
+
+    for function in (coroutine, functools.partial(takes_more, 0.25), functools.partial(coroutine), Agent()):
+        summary = await client.run_episodes_until_all_complete(TASKS[:1], function, repeats=1, **FAST)
+        assert summary.finished == 1
+
+
+async def test_never_more_than_concurrency_episodes_are_open(swarm, client):
+    busy, most, gate = 0, 0, asyncio.Event()
+
+    async def agent(ep):
+        nonlocal busy, most
+        busy += 1
+        most = max(most, busy)
+        if busy == 3:
+            gate.set()
+        await gate.wait()
+        busy -= 1
+        return 1.0
+
+    await client.run_episodes_until_all_complete(TASKS, agent, repeats=2, concurrency=3, **FAST)
+    assert most == 3
+
+
+async def test_blocking_agents_run_beside_each_other(swarm, client):
+    together = threading.Barrier(4, timeout=30)
+
+    def agent(ep):
+        together.wait()
+        return 1.0
+
+    summary = await client.run_episodes_until_all_complete(TASKS[:4], agent, repeats=1, concurrency=4, **FAST)
+    assert summary.finished == 4
+
+
+async def test_a_failing_agent_is_retried_as_a_new_attempt_of_its_slot(swarm, client, capsys):
+    def agent(ep):
+        if ep.attempt == 0:
+            raise ConnectionError("the sandbox is gone")
+        return 1.0
+
+    summary = await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, **FAST)
+    assert (summary.finished, summary.failed, summary.given_up, summary.slots) == (5, 5, 0, 5)
+    assert summary.failures == {"ConnectionError: the sandbox is gone": 5}
+    by_slot = {}
+    for begin in swarm.begins:
+        by_slot.setdefault(begin.slot.id, []).append(begin.attempt)
+    assert all(attempts == [0, 1] for attempts in by_slot.values())
+    reasons = [end.reason for end in swarm.ends if end.status == "failed"]
+    assert len(reasons) == 5
+    assert all("the sandbox is gone" in reason for reason in reasons)
+
+
+async def test_a_slot_is_given_up_after_its_last_attempt_and_the_run_goes_on(swarm, client, capsys):
+    def agent(ep):
+        if ep.task.id == "t2":
+            raise ValueError("never works")
+        return 1.0
+
+    summary = await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, max_attempts=2, **FAST)
+    assert (summary.finished, summary.given_up, summary.slots) == (4, 1, 5)
+    again = await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, auto_retry=False, **FAST)
+    assert (again.failed, again.given_up) == (1, 1)
+
+
+async def test_a_traceback_is_shown_once_however_often_it_comes(swarm, client, capsys):
+    def agent(ep):
+        return ep.payload["missing"]
+
+    await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, auto_retry=False, **FAST)
+    shown = capsys.readouterr().err
+    assert shown.count("Traceback") == 1
+    assert "KeyError: 'missing'" in shown
+    assert 'return ep.payload["missing"]' in shown
+    assert "4 more times: KeyError" in shown
+    assert "swarmq/client" not in shown
+
+
+@pytest.mark.parametrize("returned", [None, float("nan"), "1.0"])
+async def test_a_reward_that_is_no_number_fails_the_episode_and_is_never_a_zero(swarm, client, returned, capsys):
+    summary = await client.run_episodes_until_all_complete(
+        TASKS[:1], lambda ep: returned, repeats=1, auto_retry=False, **FAST
+    )
+    assert (summary.finished, summary.failed) == (0, 1)
+    assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {})]
+    shown = capsys.readouterr().err
+    assert "OutcomeError: reward is" in shown
+    assert "swarmq/client" not in shown
+
+
+async def test_an_agent_may_end_its_episode_itself(swarm, client):
+    async def agent(ep):
+        await ep.end(0.75)
+
+    def gives_up(ep):
+        ep.abort("not today")
+
+    summary = await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, **FAST)
+    assert summary.reward_mean == 0.75
+    summary = await client.run_episodes_until_all_complete(TASKS[:1], gives_up, repeats=1, auto_retry=False, **FAST)
+    assert (summary.failed, summary.failures) == (1, {"ended by the agent without a reward": 1})
+    assert swarm.ends[-1].reason == "not today"
+
+
+@pytest.mark.parametrize("leave", [SystemExit, asyncio.CancelledError, StopIteration])
+async def test_not_even_an_agent_that_exits_ends_the_run(swarm, client, leave, capsys):
+    def agent(ep):
+        raise leave
+
+    summary = await client.run_episodes_until_all_complete(TASKS[:2], agent, repeats=1, auto_retry=False, **FAST)
+    assert summary.failed == 2
+
+
+async def test_stopping_the_run_aborts_its_episodes(swarm, client):
+    started = asyncio.Event()
+
+    async def agent(ep):
+        started.set()
+        await asyncio.Event().wait()
+
+    running = asyncio.ensure_future(
+        client.run_episodes_until_all_complete(TASKS, agent, repeats=1, concurrency=2, **FAST)
+    )
+    await started.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert {end.status for end in swarm.ends} == {"aborted"}
+    assert len(swarm.ends) == len(swarm.begins)
+
+
+async def test_tasks_are_read_only_as_they_are_needed(swarm, client):
+    read = []
+
+    def endless():
+        for number in range(10**9):
+            read.append(number)
+            if number == 20:
+                raise RuntimeError("the source broke")
+            yield {"id": str(number)}
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        await client.run_episodes_until_all_complete(endless(), right, repeats=1, concurrency=2, **FAST)
+    assert len(read) == 21
+
+
+async def test_asynchronous_sources_work_too(swarm, client):
+    async def source():
+        for number in range(3):
+            yield SwarmTask(str(number))
+
+    summary = await client.run_episodes_until_all_complete(source(), right, repeats=1, **FAST)
+    assert summary.slots == 3
+
+
+async def test_what_is_wrong_with_the_call_is_said_before_any_episode(swarm, client):
+    run = client.run_episodes_until_all_complete
+    with pytest.raises(TaskError, match="read more than once"):
+        await run(iter(TASKS), right, epochs=2, **FAST)
+    with pytest.raises(TaskError, match="one argument, the episode"):
+        await run(TASKS, lambda: 1.0, **FAST)
+    with pytest.raises(TaskError, match="not a function"):
+        await run(TASKS, 3, **FAST)
+    for wrong in ({"concurrency": 0}, {"max_attempts": 0}, {"epochs": 0}, {"repeats": -1}):
+        with pytest.raises(TaskError, match="at least 1"):
+            await run(TASKS, right, **wrong, **FAST)
+    with pytest.raises(EpisodeError, match="kind 'chess'"):
+        await run([SwarmTask("t", "chess")], right, **FAST)
+    assert swarm.begins == []
+
+
+async def test_the_code_that_scored_an_episode_is_recorded(swarm, client):
+    await client.run_episodes_until_all_complete(TASKS[:1], right, repeats=1, **FAST)
+    assert len(swarm.begins[0].code_version) == 12
+    async with swarm.client(code_version="reward-2") as told:
+        await told.run_episodes_until_all_complete(TASKS[:1], right, repeats=1, **FAST)
+        await told.begin_episode("t")
+    assert [begin.code_version for begin in swarm.begins[1:]] == ["reward-2", "reward-2"]
+
+
+async def test_a_second_start_with_first_epoch_names_the_same_slots_and_without_it_others(swarm, client):
+    for _ in range(2):
+        await client.run_episodes_until_all_complete(TASKS, right, repeats=1, first_epoch=3, **FAST)
+    slots = [begin.slot.id for begin in swarm.begins]
+    assert sorted(slots[:5]) == sorted(slots[5:])
+    await client.run_episodes_until_all_complete(TASKS, right, repeats=1, **FAST)
+    assert not set(slots) & {begin.slot.id for begin in swarm.begins[10:]}
+
+
+@given(st.lists(st.sampled_from("abc"), max_size=8), st.integers(1, 4), st.integers(1, 3))
+@settings(deadline=None)
+def test_no_slot_is_planned_twice(names, repeats, epochs):
+    async def collect(numbering):
+        tasks = [{"id": name} for name in names]
+        return [one async for one in plan(tasks, repeats=repeats, epochs=epochs, numbering=numbering)]
+
+    plans = asyncio.run(collect(Numbering()))
+    assert len({one.slot.id for one in plans}) == len(plans) == len(names) * repeats * epochs
+    if len(set(names)) < len(names):
+        with pytest.raises(TaskError, match="ids must differ"):
+            asyncio.run(collect(None))
+
+
+async def test_evaluation_never_asks_for_tickets_and_reports_with_its_error(swarm_of):
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+
+        def agent(ep):
+            return Outcome(float(ep.payload["n"] % 2), success=ep.payload["n"] % 2 == 1)
+
+        report = await client.evaluate(TASKS, agent, repeats=2, **FAST)
+    assert {begin.mode for begin in swarm.begins} == {"eval"}
+    assert (report.n, report.tasks, report.failed, report.mean_reward) == (10, 5, 0, 0.4)
+    assert report.success_rate == pytest.approx(0.4)
+    low, high = report.reward_interval
+    assert low < 0.4 < high
+    assert "reward 0.400 ±" in str(report)
+
+
+async def test_an_evaluation_whose_agent_breaks_counts_it_apart(swarm, client, capsys):
+    def agent(ep):
+        if ep.task.id == "t0":
+            raise OSError("no browser")
+        return 1.0
+
+    report = await client.evaluate(TASKS, agent, **FAST)
+    assert (report.n, report.failed, report.mean_reward) == (4, 1, 1.0)

@@ -1,0 +1,286 @@
+"""Tasks from a queue: held until their end is confirmed, whatever happens meanwhile."""
+
+import asyncio
+import contextlib
+import sys
+
+import msgspec
+import pytest
+
+from swarmq.broker import topology
+from swarmq.client import session
+from swarmq.client.worker import Worker, load_target
+from swarmq.errors import EpisodeError, TaskError
+from swarmq.messages import Slot, Task, Ticket, decode
+
+RUN = "r1"
+TASKS = topology.tasks(RUN, "math")
+
+
+def task(name, *, attempt=0, payload=None, kind="math"):
+    body = msgspec.msgpack.encode(payload or {"question": name})
+    return Task(run=RUN, slot=Slot(task_id=name), kind=kind, group_size=1, attempt=attempt, payload=msgspec.Raw(body))
+
+
+class Working:
+    """A worker that runs in the background of a test."""
+
+    def __init__(self, swarm, client, function, **options):
+        self.swarm = swarm
+        self.stop = asyncio.Event()
+        self.worker = Worker(client, function, retry_pause_s=0.0, **options)
+        self.running = asyncio.ensure_future(self.worker.run(self.stop, progress=False))
+
+    async def until(self, condition):
+        while not condition():
+            if self.running.done():
+                self.running.result()
+            await asyncio.sleep(0)
+
+    async def drained(self):
+        self.stop.set()
+        return await self.running
+
+
+@contextlib.asynccontextmanager
+async def working(swarm, function, **options):
+    async with swarm.client() as client:
+        worker = Working(swarm, client, function, **options)
+        try:
+            yield worker
+        finally:
+            if not worker.running.done():
+                worker.running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await worker.running
+
+
+async def test_a_task_is_attempted_with_its_payload_and_then_gone(swarm):
+    seen = []
+
+    async def agent(ep):
+        seen.append((ep.task.id, ep.payload, ep.slot, ep.kind))
+        return 0.5
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as worker:
+        await worker.until(lambda: swarm.ends)
+        summary = await worker.drained()
+    assert seen == [("a", {"question": "a"}, Slot(task_id="a"), "math")]
+    assert [end.rewards for end in swarm.ends] == [{"main": 0.5}]
+    assert swarm.arrived(TASKS) == []
+    assert (summary.finished, summary.slots, summary.given_up) == (1, 1, 0)
+
+
+async def test_a_task_is_held_until_its_end_is_confirmed(swarm, monkeypatch):
+    monkeypatch.setattr(session, "DRAIN_S", 0.0)
+    answered = asyncio.Event()
+
+    async def agent(ep):
+        answered.set()
+        return 1.0
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as worker:
+        real = swarm.broker.publish
+        swarm.broker.publish = _only_begins(real)
+        await answered.wait()
+        await worker.until(lambda: swarm.spooled)
+    swarm.broker.publish = real
+    assert [message.slot.task_id for message in swarm.arrived(TASKS)] == ["a"]
+
+
+def _only_begins(real):
+    async def publish(queue, message, *, deadline_s=None):
+        from swarmq.messages import EpisodeEnd
+
+        if isinstance(message, EpisodeEnd) and message.status == "finished":
+            await asyncio.Event().wait()
+        await real(queue, message, deadline_s=deadline_s)
+
+    return publish
+
+
+async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used_up(swarm, capsys):
+    def agent(ep):
+        raise ConnectionError("no sandbox")
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent, max_attempts=3) as worker:
+        await worker.until(lambda: len(swarm.ends) == 3)
+        summary = await worker.drained()
+    assert [begin.attempt for begin in swarm.begins] == [0, 1, 2]
+    assert {begin.slot for begin in swarm.begins} == {Slot(task_id="a")}
+    assert {end.status for end in swarm.ends} == {"failed"}
+    assert swarm.arrived(TASKS) == []
+    assert (summary.failed, summary.given_up, summary.slots) == (3, 1, 1)
+    assert capsys.readouterr().err.count("Traceback") == 1
+
+
+async def test_no_more_than_concurrency_tasks_are_held(swarm):
+    gate, busy = asyncio.Event(), []
+
+    async def agent(ep):
+        busy.append(ep.task.id)
+        await gate.wait()
+        return 1.0
+
+    for number in range(5):
+        await swarm.broker.publish(TASKS, task(str(number)))
+    async with working(swarm, agent, concurrency=2) as worker:
+        await worker.until(lambda: len(busy) == 2)
+        assert len(swarm.broker.stored(TASKS)) == 3
+        gate.set()
+        await worker.until(lambda: len(swarm.ends) == 5)
+
+
+async def test_a_task_that_comes_again_after_a_lost_session_is_not_attempted_twice(swarm):
+    gate, calls = asyncio.Event(), []
+
+    async def agent(ep):
+        calls.append(ep.episode_id)
+        await gate.wait()
+        return 1.0
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as worker:
+        await worker.until(lambda: calls)
+        for _ in range(3):
+            swarm.broker.interrupt()
+            await asyncio.sleep(0)
+        gate.set()
+        await worker.until(lambda: swarm.ends)
+        await worker.drained()
+    assert len(calls) == 1
+    assert swarm.arrived(TASKS) == []
+
+
+async def test_a_task_whose_acknowledgement_was_lost_is_acknowledged_when_it_comes_again(swarm):
+    calls = []
+
+    async def agent(ep):
+        calls.append(ep.task.id)
+        return 1.0
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as worker:
+        await worker.until(lambda: worker.worker._tally.finished)
+        await swarm.broker.publish(TASKS, task("a"))  # as if the broker had never seen the acknowledgement
+        await swarm.broker.publish(TASKS, task("b"))
+        await worker.until(lambda: len(swarm.ends) == 2)
+        await worker.drained()
+    assert calls == ["a", "b"]
+
+
+async def test_a_killed_workers_task_goes_to_another(swarm):
+    attempts = []
+
+    async def agent(ep):
+        attempts.append(ep.episode_id)
+        if len(attempts) == 1:
+            await asyncio.Event().wait()
+        return 1.0
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as first:
+        await first.until(lambda: attempts)
+    async with working(swarm, agent) as second:
+        await second.until(lambda: [end for end in swarm.ends if end.status == "finished"])
+        await second.drained()
+    assert len(attempts) == 2
+    assert swarm.arrived(TASKS) == []
+
+
+async def test_draining_finishes_what_has_begun_and_gives_back_what_has_not(swarm_of):
+    swarm = await swarm_of()
+    await swarm.issue(1)
+    gate, begun = asyncio.Event(), []
+
+    async def agent(ep):
+        begun.append(ep.task.id)
+        await gate.wait()
+        return 1.0
+
+    for name in ("a", "b"):
+        await swarm.broker.publish(TASKS, task(name))
+    async with working(swarm, agent) as worker:
+        await worker.until(lambda: begun)  # the other waits for a ticket
+        draining = asyncio.ensure_future(worker.drained())
+        await asyncio.sleep(0)
+        await swarm.broker.publish(TASKS, task("c"))
+        gate.set()
+        summary = await draining
+    assert summary.finished == 1
+    assert sorted(message.slot.task_id for message in swarm.arrived(TASKS)) == sorted({"a", "b", "c"} - set(begun))
+
+
+async def test_what_is_no_task_is_parked_with_its_reason(swarm):
+    await swarm.broker.publish(TASKS, Ticket(run=RUN, ticket_id="x", kind="math"))
+    await swarm.broker.publish(TASKS, task("a", kind="chess"))
+    await swarm.broker.publish(TASKS, task("b"))
+    async with working(swarm, lambda ep: 1.0) as worker:
+        await worker.until(lambda: swarm.ends)
+        await worker.until(lambda: len(swarm.broker.stored(topology.DEAD)) == 2)
+        await worker.drained()
+    reasons = [stored.headers["x-sq-reason"] for stored in swarm.broker.stored(topology.DEAD)]
+    assert reasons[0] == "Ticket on a task queue"
+    assert "kind 'chess' is not part of the run" in reasons[1]
+
+
+async def test_evaluation_tasks_need_no_ticket(swarm_of):
+    swarm = await swarm_of()
+    await swarm.broker.publish(TASKS, msgspec.structs.replace(task("a"), mode="eval"))
+    async with working(swarm, lambda ep: 1.0) as worker:
+        await worker.until(lambda: swarm.ends)
+        await worker.drained()
+    assert [begin.mode for begin in swarm.begins] == ["eval"]
+
+
+async def test_a_worker_of_an_unknown_kind_says_which_kinds_there_are(swarm, client):
+    with pytest.raises(EpisodeError, match="its kinds are math"):
+        Worker(client, lambda ep: 1.0, kind="chess")
+    with pytest.raises(TaskError, match="at least 1"):
+        Worker(client, lambda ep: 1.0, concurrency=0)
+
+
+def test_messages_of_these_tests_survive_the_wire():
+    from swarmq.messages import encode
+
+    assert decode(encode(task("a"))).slot == Slot(task_id="a")
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def write(name, text):
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    return write
+
+
+def test_a_function_in_the_working_directory_is_found(module):
+    module("my_agent_ok", "class A:\n    @staticmethod\n    def attempt(ep):\n        return 1.0\n")
+    assert load_target("my_agent_ok:A.attempt")(None) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "target", "says"),
+    [
+        ("", "my_agent", "not of the form module:function"),
+        ("", ":attempt", "not of the form module:function"),
+        ("", "no_such_module:attempt", "no module 'no_such_module' in"),
+        ("import no_such_package", "bad1:attempt", "bad1 needs 'no_such_package', which is not installed"),
+        ("1 / 0", "bad2:attempt", "importing bad2 failed: ZeroDivisionError"),
+        ("def atempt(ep): ...", "bad3:attempt", "did you mean 'atempt'"),
+        ("attempt = 3", "bad4:attempt", "not a function"),
+        ("def attempt(): ...", "bad5:attempt", "one argument, the episode"),
+        ("def attempt(ep, *, key): ...", "bad6:attempt", "one argument, the episode"),
+    ],
+)
+def test_a_target_that_cannot_work_says_why(module, text, target, says):
+    module(target.partition(":")[0] or "unused", text) if "no_such" not in target else None
+    with pytest.raises(TaskError, match=says):
+        load_target(target)

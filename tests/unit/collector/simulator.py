@@ -1,0 +1,571 @@
+"""A small world around a core, driven by one seed: clients, a broker, a learner, and crashes between any two effects.
+
+    clients ──pieces──> in ──> shell(core, store) ──> ready ──> learners ──Consumed──> in
+       ^──────tickets────────────────┘
+
+Everything that may go wrong does, as often as `Chaos` says: pieces sent twice and late, answers lost on the way to the
+agent, agents that fail, vanish or come back from the dead, second attempts at a slot, a collector that dies between
+delivery, commit, acknowledgement, publish and mark. `World.run` then lets the world come to rest and checks what
+must hold for every schedule. Negative controls subclass `Shell` and break one rule each.
+"""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from contextlib import suppress
+
+import msgspec
+
+from swarmq.collector import effects as do
+from swarmq.collector.core import Core
+from swarmq.collector.records import Rules, Usage
+from swarmq.collector.report import figures
+from swarmq.collector.service import episode_of
+from swarmq.collector.store import Store
+from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode, encode, unpack_ids
+
+RUN = "sim"
+PAUSE_S = 25.0
+"""How far the clock goes on when nothing else does."""
+PATIENCE_S = 5000.0
+"""How long nothing may move before the world is called stuck."""
+EXPECTED_DROPS = {"superseded", "late_sibling", "group_too_small", "failed", "aborted", "silent", "no_turns", "equal"}
+"""What may become of an episode when the pieces of each client arrive in the order they were sent."""
+
+
+class BrokenError(AssertionError):
+    """The world found a promise broken."""
+
+
+class Chaos(msgspec.Struct, frozen=True, kw_only=True):
+    """How often each thing goes wrong, as a share of the occasions."""
+
+    twice: float = 0.1
+    lost_answer: float = 0.15
+    mute: float = 0.2
+    """Attempts that never call some policy."""
+    fails: float = 0.1
+    vanishes: float = 0.1
+    undead: float = 0.3
+    """Of those that vanish: comes back and ends after all, while the slot is attempted again."""
+    crash: float = 0.05
+    equal: float = 0.15
+    """Groups that a learner drops for equal rewards."""
+    ticket_twice: float = 0.1
+    """Clients that die between the confirm of a begin and the acknowledgement of its ticket."""
+
+
+class Scene(msgspec.Struct, frozen=True, kw_only=True):
+    """What is to be done in a world, and by whom."""
+
+    rules: Rules
+    num_tasks: int = 4
+    num_clients: int = 3
+    order: str = "siblings"
+    """`siblings`: repeats of a task one after another; `breadth`: all tasks once, then again; `shuffled`."""
+    chaos: Chaos = Chaos()
+
+
+# ---------------------------------------------------------------------------------------------- collector
+
+
+class Shell:
+    """What the service does, cut into steps that a crash can fall between."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.store = Store(None, run=RUN)
+        self.restart()
+
+    def restart(self) -> None:
+        self.core = self.make_core()
+        self.outgoing: deque[do.Effect] = deque(self.store.outbox())
+        self.confirmed: list[do.Effect] = []
+        self.steps = self.work()
+
+    def make_core(self) -> Core:
+        return Core(self.world.scene.rules, self.store, self.store.snapshot(), now=self.world.now)
+
+    def crash(self) -> None:
+        before = self.memory()
+        decided = not self.store._db.in_transaction
+        self.steps.close()
+        self.world.redeliver()
+        self.restart()
+        if decided and self.memory() != before:
+            raise BrokenError(f"a restart changed the memory: {before} became {self.memory()}")
+
+    def memory(self) -> tuple[object, ...]:
+        """What a restart must not change."""
+        core = self.core
+        credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.credit.kinds.items()}
+        groups = {gid: (g.kind, g.size, sorted(g.running), sorted(g.winners)) for gid, g in core.groups.open.items()}
+        published = {gid: (g.pending, g.trained) for gid, g in core.groups.published.items()}
+        opened = {e.episode_id: (e.begin, e.end, e.calls, e.tainted) for e in core.open.values()}
+        ready = {policy: n for policy, n in core.groups.ready.items() if n}
+        return figures(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
+
+    def work(self) -> Iterator[str]:
+        """One thing after another, for ever; each yield is a place to die."""
+        while True:
+            batch = self.world.deliver()
+            yield "delivered"
+            yield from self.decide(batch)
+            yield "committed"
+            self.world.acknowledge(len(batch))
+            yield "acknowledged"
+            yield from self.publish()
+
+    def catch_up(self) -> None:
+        """Work until there is nothing left to do but to wait."""
+        while next(self.steps) != "acknowledged" or self.world.inbox:
+            pass
+        while self.outgoing:
+            next(self.steps)
+
+    def decide(self, batch: list[bytes]) -> Iterator[str]:
+        effects: list[do.Effect] = []
+        confirmed = len(self.confirmed)
+        with self.store.transaction():
+            for effect in self.decisions(batch):
+                self.store.write(effect)
+                effects.append(effect)
+            yield "written"
+        del self.confirmed[:confirmed]
+        self.outgoing += [effect for effect in effects if isinstance(effect, do.Forward | do.IssueTicket)]
+        issued = Counter(effect.kind for effect in effects if isinstance(effect, do.IssueTicket))
+        self.world.check_credit(self.core, issued)
+
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        for item in self.confirmed:
+            if isinstance(item, do.IssueTicket):
+                yield from self.core.ticket_sent(item.ticket_id)
+            else:
+                yield from self.core.forwarded(item.episode_id, item.policy)
+        for body in batch:
+            yield from self.core.take(decode(body), body, self.world.now)
+        yield from self.core.tick(self.world.now)
+        yield from self.core.settle()
+
+    def publish(self) -> Iterator[str]:
+        while self.outgoing:
+            item = self.outgoing.popleft()
+            if isinstance(item, do.IssueTicket):
+                self.world.tickets[item.kind].append(item.ticket_id)
+            elif message := episode_of(self.store, item):
+                self.world.ready[item.policy].append(encode(message))
+            yield "published"
+            self.confirmed.append(item)
+
+
+# ------------------------------------------------------------------------------------------------ clients
+
+
+class Truth(msgspec.Struct, kw_only=True):
+    """What really happened in an attempt, which only its client knows."""
+
+    slot: Slot
+    kind: str
+    answered: dict[str, tuple[str, tuple[int, ...]]] = {}
+    """Call -> policy and full prompt, of the calls whose answers the agent received."""
+    ended: bool = False
+
+
+class Client:
+    """An agent host: takes a ticket, attempts slots of any kind that has one, and survives its own mistakes."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps = self.work()
+
+    def work(self) -> Iterator[None]:
+        world, rng, chaos = self.world, self.world.rng, self.world.chaos
+        while True:
+            kinds = [kind for kind in world.scene.rules.mix if world.slots[kind] and world.tickets[kind]]
+            if not kinds:
+                yield
+                continue
+            kind = rng.choice(kinds)
+            ticket, (slot, attempt) = world.tickets[kind].popleft(), world.slots[kind].popleft()
+            world.busy += 1
+            for _ in self.attempt(slot, kind, attempt, ticket):
+                world.stirred()
+                yield
+            world.busy -= 1
+            if rng.random() < chaos.ticket_twice:
+                world.tickets[kind].append(ticket)
+
+    def attempt(self, slot: Slot, kind: str, attempt: int, ticket: str) -> Iterator[None]:
+        world, rng, chaos, rules = self.world, self.world.rng, self.world.chaos, self.world.scene.rules
+        episode_id = f"e{len(world.truths)}"
+        truth = world.truths[episode_id] = Truth(slot=slot, kind=kind)
+        world.send(
+            EpisodeBegin(
+                run=RUN,
+                episode_id=episode_id,
+                slot=slot,
+                kind=kind,
+                group_size=rules.group_size,
+                policies=rules.trained,
+                client_id="c",
+                attempt=attempt,
+                ticket_id=ticket,
+                silence_s=rules.silence_s,
+            )
+        )
+        yield
+        yield from self.calls(episode_id, truth)
+        fate = rng.random()
+        if fate < chaos.vanishes:
+            world.slots[kind].insert(rng.choice([0, len(world.slots[kind])]), (slot, attempt + 1))
+            if rng.random() > chaos.undead:
+                return
+            for _ in range(rng.randrange(20)):
+                yield
+        elif fate < chaos.vanishes + chaos.fails:
+            status = rng.choice(["failed", "aborted"])
+            world.send(EpisodeEnd(run=RUN, episode_id=episode_id, status=status))
+            world.slots[kind].append((slot, attempt + 1))
+            return
+        named = tuple(truth.answered) if rng.random() < 0.5 else None
+        rewards = {policy: float(rng.randrange(2)) for policy in rules.trained}
+        truth.ended = True
+        world.send(EpisodeEnd(run=RUN, episode_id=episode_id, status="finished", rewards=rewards, calls=named))
+        if rng.random() < chaos.twice:  # another outcome for the same episode: the first one counts
+            world.send(
+                EpisodeEnd(run=RUN, episode_id=episode_id, status="finished", rewards=dict.fromkeys(rewards, 9.0))
+            )
+
+    def calls(self, episode_id: str, truth: Truth) -> Iterator[None]:
+        """A conversation per policy, each call continuing the one before; answers get lost and are asked for again."""
+        rng, chaos = self.world.rng, self.world.chaos
+        serial = 0
+        for policy in self.world.scene.rules.trained:
+            last: tuple[str, tuple[int, ...]] | None = None
+            num = rng.randrange(1, 4) if rng.random() >= chaos.mute else 0
+            for number in range(num):
+                parent, known = last or (None, ())
+                # without a retry number a lost answer shows only if a later call continues its twin
+                headed = number == num - 1 or rng.random() < 0.7
+                lost = rng.random() < chaos.lost_answer
+                prompt = (rng.randrange(99),)
+                for retry in range(2 if lost else 1):
+                    call_id, serial = f"c{serial}", serial + 1
+                    sampled = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 3)))
+                    self.world.send(
+                        Turn(
+                            run=RUN,
+                            episode_id=episode_id,
+                            policy=policy,
+                            call_id=call_id,
+                            request_id=call_id,
+                            request_digest=f"{policy}{number}",
+                            retry=retry if headed else 0,
+                            parent=parent,
+                            shared=len(known),
+                            prompt_ids=array("i", prompt).tobytes(),
+                            sampled_ids=array("i", sampled).tobytes(),
+                            logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
+                        )
+                    )
+                    yield
+                truth.answered[call_id] = (policy, known + prompt)
+                last = (call_id, known + prompt + sampled)
+
+
+# ------------------------------------------------------------------------------------------------ learner
+
+
+class Learner:
+    """Takes whole groups, drops some for equal rewards at once, trains batches, reports both."""
+
+    def __init__(self, world: World, policy: str) -> None:
+        self.world, self.policy = world, policy
+        self.seen: dict[str, bytes] = {}
+        self.groups: dict[str, list[Episode]] = defaultdict(list)
+        self.whole: list[list[Episode]] = []
+        self.trained: list[str] = []
+        self.record = self.version = 0
+
+    def step(self) -> None:
+        ready, rules = self.world.ready[self.policy], self.world.scene.rules
+        while ready:
+            self.take(ready.popleft())
+        if len(self.whole) >= rules.groups_per_batch:
+            batch, self.whole = self.whole[: rules.groups_per_batch], self.whole[rules.groups_per_batch :]
+            self.version += 1
+            self.report([episode.episode_id for group in batch for episode in group], {})
+
+    def take(self, body: bytes) -> None:
+        episode = decode(body)
+        assert isinstance(episode, Episode)
+        if self.seen.setdefault(episode.episode_id, body) != body:
+            raise BrokenError(f"{episode.episode_id} was forwarded twice, and differently")
+        members = self.groups[episode.group_id]
+        if all(member.episode_id != episode.episode_id for member in members):
+            members.append(episode)
+            if len(members) == episode.group_members:
+                if self.world.rng.random() < self.world.chaos.equal:
+                    self.report([], {member.episode_id: "equal" for member in members})
+                else:
+                    self.whole.append(members)
+
+    def report(self, trained: list[str], dropped: dict[str, str]) -> None:
+        self.record += 1
+        self.trained += trained
+        self.world.stirred()
+        self.world.send(
+            Consumed(
+                run=RUN,
+                policy=self.policy,
+                record=self.record,
+                version=self.version,
+                trained=tuple(trained),
+                dropped=dropped,
+            )
+        )
+
+
+# -------------------------------------------------------------------------------------------------- world
+
+
+class World:
+    def __init__(self, seed: int, scene: Scene, shell: type[Shell] = Shell) -> None:
+        self.rng = random.Random(seed)
+        self.scene, self.chaos = scene, scene.chaos
+        self.now = 1000.0
+        self.inbox: deque[bytes] = deque()
+        self.held: list[bytes] = []
+        self.later: list[bytes] = []
+        self.ready: dict[str, deque[bytes]] = {policy: deque() for policy in scene.rules.trained}
+        self.tickets: dict[str, deque[str]] = defaultdict(deque)
+        self.truths: dict[str, Truth] = {}
+        self.busy = 0
+        self.overdrafts = 0
+        self.moved = True
+        self.crashes = 0
+        self.slots = self._slots()
+        self.clients = [Client(self) for _ in range(scene.num_clients)]
+        self.learners = [Learner(self, policy) for policy in scene.rules.trained]
+        self.shell = shell(self)
+
+    def run(self, num_steps: int = 150) -> World:
+        """A stretch of chaos, then rest, then the reckoning."""
+        for _ in range(num_steps):
+            self.act()
+            if self.rng.random() < self.chaos.crash:
+                self.crashes += 1
+                self.shell.crash()
+        self.chaos = msgspec.structs.replace(
+            self.chaos, twice=0.0, crash=0.0, ticket_twice=0.0, vanishes=0.0, fails=0.0
+        )
+        self.rest()
+        self.reckon()
+        return self
+
+    def act(self) -> None:
+        """Somebody, chosen at random, does the next thing."""
+        choice = self.rng.randrange(10)
+        if choice < 5:
+            next(self.rng.choice(self.clients).steps)
+        elif choice < 8:
+            next(self.shell.steps)
+        elif choice < 9:
+            self.rng.choice(self.learners).step()
+            if self.later and self.rng.random() < 0.5:
+                self.inbox.append(self.later.pop(self.rng.randrange(len(self.later))))
+        else:
+            self.now += self.rng.choice([0.1, 1.0, 10.0, 60.0])
+
+    def rest(self) -> None:
+        """Everybody works until all slots were attempted and nothing moves. Raises BrokenError if it never ends."""
+        self.inbox += self.later
+        self.later.clear()
+        waited_s = 0.0
+        while waited_s < PATIENCE_S:
+            self.moved = False
+            for client in self.clients:
+                next(client.steps)
+            self.shell.catch_up()
+            for learner in self.learners:
+                learner.step()
+            if not self.moved and not self.inbox:
+                if self.done and not self.busy and not self.shell.core.open and not self.waiting:
+                    return
+                self.now += PAUSE_S
+                waited_s += PAUSE_S
+            else:
+                waited_s = 0.0
+        left = {kind: len(slots) for kind, slots in self.slots.items()}
+        raise BrokenError(f"nothing moves any more: {left} slots left, {figures(self.shell.core)}")
+
+    # ---- the broker
+
+    def send(self, message: Message) -> None:
+        body = encode(message)
+        self.inbox.append(body)
+        if self.rng.random() < self.chaos.twice:
+            self.later.append(body)
+
+    def deliver(self) -> list[bytes]:
+        batch = [self.inbox.popleft() for _ in range(min(len(self.inbox), self.rng.randrange(1, 8)))]
+        self.held += batch
+        return batch
+
+    def acknowledge(self, num: int) -> None:
+        del self.held[:num]
+
+    def redeliver(self) -> None:
+        self.inbox.extendleft(reversed(self.held))
+        self.held.clear()
+
+    # ---- bookkeeping
+
+    def stirred(self) -> None:
+        self.moved = True
+
+    @property
+    def done(self) -> bool:
+        """No slots are left; or the mix waits for a kind that has none left."""
+        dry = any(self.tickets[kind] and not slots for kind, slots in self.slots.items())
+        return dry or not any(self.slots.values())
+
+    @property
+    def waiting(self) -> bool:
+        return any(group.winners for group in self.shell.core.groups.open.values())
+
+    def _slots(self) -> dict[str, deque[tuple[Slot, int]]]:
+        rules = self.scene.rules
+        slots: dict[str, deque[tuple[Slot, int]]] = {}
+        for kind in rules.mix:
+            pairs = [(t, r) for t in range(self.scene.num_tasks) for r in range(rules.group_size)]
+            if self.scene.order == "breadth":
+                pairs.sort(key=lambda pair: pair[1])
+            elif self.scene.order == "shuffled":
+                self.rng.shuffle(pairs)
+            slots[kind] = deque((Slot(task_id=f"{kind}{t}", repeat=r), 0) for t, r in pairs)
+        return slots
+
+    # ---- what must hold
+
+    def check_credit(self, core: Core, issued: Counter[str]) -> None:
+        """Tickets are issued within the window; beyond it only for a group that lacks members while learners starve,
+        and only when the kind has no ticket out and nothing running."""
+        usage = core.groups.usage()
+        starved = all(n < self.scene.rules.groups_per_batch for n in core.groups.ready.values())
+        for kind, num in issued.items():
+            used, out = usage.get(kind, Usage()), len(core.credit.out[kind])
+            if out + used.running + used.waiting + used.published > core.credit.window(kind):
+                self.overdrafts += 1
+                if not starved or used.running or out > num or num >= self.scene.rules.group_size:
+                    raise BrokenError(
+                        f"{kind}: {num} tickets issued, {out} out, {used}, window {core.credit.window(kind)}"
+                    )
+
+    def reckon(self) -> None:
+        core, store = self.shell.core, self.shell.store
+        ledger = {row[0]: (row[1], row[2]) for row in store._all("SELECT id, state, reason FROM episodes")}
+        self._each_episode_has_one_fate(ledger)
+        self._each_slot_is_trained_once()
+        self._trained_turns_are_the_answered_ones()
+        self._no_finished_slot_is_lost(ledger)
+        self._sums_agree(core, ledger)
+        self._no_credit_leaked(core)
+
+    def _each_episode_has_one_fate(self, ledger: dict[str, tuple[str, str]]) -> None:
+        for episode_id in self.truths:
+            state, reason = ledger.get(episode_id, ("missing", ""))
+            if state not in {"trained", "dropped", "published"} or (
+                state == "dropped" and reason not in EXPECTED_DROPS
+            ):
+                raise BrokenError(f"{episode_id} ended as {state} {reason}")
+            arrived = sum(episode_id in learner.seen for learner in self.learners)
+            if (state in {"trained", "published"}) > arrived:
+                raise BrokenError(f"{episode_id} is {state}, and no learner has got it")
+        if ledger.keys() - self.truths.keys():
+            raise BrokenError(f"episodes that nobody began: {ledger.keys() - self.truths.keys()}")
+
+    def _each_slot_is_trained_once(self) -> None:
+        for learner in self.learners:
+            times = Counter(self.truths[episode_id].slot.id for episode_id in learner.seen)
+            twice = [slot for slot, n in times.items() if n > 1]
+            if twice:
+                raise BrokenError(f"slots {twice} were forwarded to {learner.policy} more than once")
+
+    def _trained_turns_are_the_answered_ones(self) -> None:
+        for learner in self.learners:
+            for body in learner.seen.values():
+                episode = decode(body)
+                assert isinstance(episode, Episode)
+                answered = self.truths[episode.episode_id].answered
+                wanted = {call: prompt for call, (policy, prompt) in answered.items() if policy == learner.policy}
+                with suppress(KeyError):
+                    if resolve(episode.turns) == wanted and len(episode.turns) == len(wanted):
+                        continue
+                raise BrokenError(
+                    f"{episode.episode_id}: turns {[t.call_id for t in episode.turns]}, answered {list(wanted)}"
+                )
+
+    def _no_finished_slot_is_lost(self, ledger: dict[str, tuple[str, str]]) -> None:
+        """A slot with an outcome was forwarded; or its outcome was dropped for a reason that explains it."""
+        forwarded = {self.truths[e].slot.id for learner in self.learners for e in learner.seen}
+        for episode_id, truth in self.truths.items():
+            _, reason = ledger[episode_id]
+            if reason == "superseded" and truth.slot.id not in forwarded and not self._slot_dropped(truth.slot, ledger):
+                raise BrokenError(f"{episode_id} was superseded by nobody")
+            if reason == "no_turns" and truth.answered:
+                raise BrokenError(f"{episode_id} lost its turns")
+            if truth.ended and reason in {"failed", "aborted"}:
+                raise BrokenError(f"{episode_id} finished and is counted as {reason}")
+
+    def _slot_dropped(self, slot: Slot, ledger: dict[str, tuple[str, str]]) -> bool:
+        same = [ledger[e] for e, truth in self.truths.items() if truth.slot == slot]
+        return ("dropped", "group_too_small") in same
+
+    def _sums_agree(self, core: Core, ledger: dict[str, tuple[str, str]]) -> None:
+        told = figures(core)
+        ends = told["trained"] + told["in_learners"] + told["waiting"] + told["open"] + sum(told["dropped"].values())
+        if not told["begun"] == ends == len(self.truths):
+            raise BrokenError(f"{len(self.truths)} began; the collector says {told}")
+        if Counter(reason for state, reason in ledger.values() if state == "dropped") != Counter(told["dropped"]):
+            raise BrokenError(f"counted {told['dropped']}, the ledger says otherwise")
+
+    def _no_credit_leaked(self, core: Core) -> None:
+        """With nobody running, what is not in learners' hands is out as tickets, and every such ticket can be taken."""
+        usage = core.groups.usage()
+        for kind in self.scene.rules.mix:
+            out = core.credit.out[kind]
+            published = usage[kind].published if kind in usage else 0
+            if len(out) + published < core.credit.window(kind):
+                raise BrokenError(
+                    f"{kind}: {len(out)} tickets out, {published} in learners, of {core.credit.window(kind)}"
+                )
+            if not out <= set(self.tickets[kind]):
+                raise BrokenError(f"{kind}: tickets {out - set(self.tickets[kind])} are out, but nobody can take them")
+        num_groups = sum(core.credit.window(kind) for kind in self.scene.rules.mix) / self.scene.rules.group_size
+        if num_groups < (self.scene.rules.max_staleness + 1) * self.scene.rules.groups_per_batch:
+            raise BrokenError(f"the window is {num_groups} groups")
+
+
+def resolve(turns: tuple[Turn, ...]) -> dict[str, tuple[int, ...]]:
+    """Full prompts, by following parents within what was sent. Raises KeyError where a parent is missing."""
+    prompts: dict[str, tuple[int, ...]] = {}
+    whole: dict[str | None, tuple[int, ...]] = {None: ()}
+    for turn in turns:
+        prompts[turn.call_id] = (*whole[turn.parent][: turn.shared], *unpack_ids(turn.prompt_ids))
+        whole[turn.call_id] = (*prompts[turn.call_id], *unpack_ids(turn.sampled_ids))
+    return prompts
+
+
+def worlds(first_seed: int, num: int, scene: Scene, shell: type[Shell] = Shell) -> int:
+    """Run that many worlds; the number of crashes they survived. Raises BrokenError naming the seed."""
+    crashes = 0
+    for seed in range(first_seed, first_seed + num):
+        try:
+            crashes += World(seed, scene, shell).run().crashes
+        except BrokenError as broken:
+            raise BrokenError(f"seed {seed}: {broken}") from broken
+    return crashes

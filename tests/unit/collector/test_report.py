@@ -1,0 +1,77 @@
+"""When nothing moves, one line says who waits for whom, and why."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmq.collector.report import PATIENCE_S, Watch, figures
+
+
+@pytest.fixture
+def bench(make_bench):
+    return make_bench(group_size=8, min_group=2, deadline_s=600.0)
+
+
+def lines(bench, watch, seconds):
+    watch.look(bench.core, bench.now)
+    bench.now += seconds
+    return watch.look(bench.core, bench.now)
+
+
+def finish(bench, say, number):
+    name = f"e{number}"
+    bench.take(say.begin(name, "t17", number, group_size=8), say.turn(episode=name), say.end(name))
+
+
+def test_a_group_that_waits_is_named_with_what_will_become_of_it(bench, say):
+    bench.core.credit.out["math"].clear()
+    for number in range(6):
+        finish(bench, say, number)
+    bench.core.credit.out["math"].clear()
+    (line,) = lines(bench, Watch(), PATIENCE_S)
+    assert line == (
+        "group t17/0 waits 120 s for 2 of 8 members, 0 of them running; goes on with 6 at 600 s; "
+        "nothing has moved for 120 s"
+    )
+
+
+def test_tickets_that_nobody_takes_are_named(bench):
+    (line,) = lines(bench, Watch(), PATIENCE_S)
+    assert "32 tickets out, 0 episodes open: no client takes tickets of kind math" in line
+
+
+def test_a_learner_that_does_not_report_is_named(make_bench, say):
+    bench = make_bench(groups_per_batch=1, max_staleness=0)
+    bench.take(say.begin(ticket_id="math.1"), say.turn(), say.end())
+    (line,) = lines(bench, Watch(), PATIENCE_S)
+    assert line.startswith("1 groups wait for the learner of main at version 0")
+
+
+def test_agents_that_do_not_call_the_model_are_named(make_bench, say):
+    bench = make_bench(groups_per_batch=1, max_staleness=0)
+    bench.take(say.begin(ticket_id="math.1"))
+    (line,) = lines(bench, Watch(), PATIENCE_S)
+    assert line.startswith("no turns: 1 episodes are open")
+
+
+def test_it_is_quiet_while_things_move_and_repeats_itself_patiently(bench, say):
+    watch = Watch()
+    assert lines(bench, watch, PATIENCE_S - 1) == []
+    bench.take(say.begin("e0", group_size=8), say.turn(episode="e0"))
+    assert lines(bench, watch, 10) == []
+    assert len(lines(bench, watch, PATIENCE_S)) == 1
+    assert lines(bench, watch, 10) == []
+    assert len(lines(bench, watch, PATIENCE_S)) == 1
+
+
+def test_every_episode_that_began_is_somewhere(make_bench, say):
+    bench = make_bench(group_size=1)
+    bench.take(say.begin("a", "a"), say.turn(episode="a"), say.end("a"), say.consumed("a"))
+    bench.take(say.begin("b", "b"), say.turn(episode="b"), say.end("b"))
+    bench.take(say.begin("c", "c"), say.end("c", status="failed"))
+    bench.take(say.begin("d", "d"), say.begin("v", "v", mode="eval"), say.end("v"))
+    told = figures(bench.core)
+    assert told["begun"] == 4
+    assert (told["trained"], told["in_learners"], told["open"], told["dropped"]) == (1, 1, 1, {"failed": 1})
+    assert told["eval_finished"] == 1
+    assert told["versions"] == {"main": 1}

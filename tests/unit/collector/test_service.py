@@ -1,0 +1,158 @@
+"""The shell keeps its order: committed, then acknowledged; committed, then published; confirmed, then marked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import msgspec
+import pytest
+
+from swarmq.broker import topology
+from swarmq.broker.delivery import REASON_HEADER
+from swarmq.collector import service
+from swarmq.collector.effects import Forward
+from swarmq.collector.service import Collector
+from swarmq.collector.store import Store
+from swarmq.config import SwarmJob
+from swarmq.errors import CollectorError
+from swarmq.messages import Episode, Ticket
+from swarmq.testing import MemoryBroker
+
+IN, READY = topology.inbox("r"), topology.ready("r", "main")
+
+
+@pytest.fixture
+def job():
+    tree = {
+        "run": "r",
+        "mix": {"math": 1.0},
+        "policies": {"main": {"model": "m"}},
+        "groups": {"group_size": 1, "groups_per_batch": 2, "min_group": 1, "max_staleness": 0},
+    }
+    return SwarmJob.build(tree)
+
+
+@pytest.fixture
+async def broker(job):
+    broker = MemoryBroker()
+    await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+    return broker
+
+
+@contextlib.asynccontextmanager
+async def collecting(job, broker, store):
+    """A collector at work; drained at the end."""
+    stop = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(Collector(job, broker, store).run(stop))
+        yield
+        stop.set()
+
+
+async def arrivals(broker, queue, num):
+    """The next messages of a queue, left in it."""
+    async with broker.consume(queue, prefetch=100) as deliveries:
+        return [(await anext(deliveries)).message for _ in range(num)]
+
+
+async def test_pieces_in_episodes_and_tickets_out(job, broker, say):
+    store = Store(None, run="r")
+    async with collecting(job, broker, store):
+        tickets = await arrivals(broker, topology.tickets("r", "math"), 2)
+        assert [ticket.ticket_id for ticket in tickets if isinstance(ticket, Ticket)] == ["math.1", "math.2"]
+        for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        (episode,) = await arrivals(broker, READY, 1)
+        assert isinstance(episode, Episode)
+        assert episode.episode_id == "e"
+    assert store.outbox() == []
+    assert broker.stored(IN) == []
+    assert [event.fields["status"] for event in broker.emitted if event.name == "episode"] == ["finished"]
+    (state,) = [event for event in broker.emitted if event.name == "state"][-1:]
+    assert (state.source, state.fields["finished"], state.fields["forwarded"]) == ("collector", 1, 1)
+
+
+async def test_nothing_is_acknowledged_before_it_is_committed(job, broker, say, monkeypatch):
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    store = _FullDisk()
+    await broker.publish(IN, say.begin())
+    async with collecting(job, broker, store):
+        store.full = True
+        await broker.publish(IN, say.turn())
+        await broker.publish(IN, say.end())
+        await store.refused.wait()
+        broker.interrupt()
+        assert not broker.stored(READY)
+        store.full = False
+        (episode,) = await arrivals(broker, READY, 1)
+        assert len(episode.turns) == 1
+    assert any(event.name == "warning" for event in broker.emitted)
+
+
+class _FullDisk(Store):
+    """A store on a disk that is full while `full` says so."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.refused = asyncio.Event()
+        super().__init__(None, run="r")
+
+    @contextlib.contextmanager
+    def transaction(self):
+        with super().transaction():
+            yield
+            if self.full:
+                self.refused.set()
+                raise CollectorError("disk full")
+
+
+async def test_what_was_committed_and_not_marked_is_published_again_by_the_next_collector(job, broker, say):
+    store = Store(None, run="r")
+    async with collecting(job, broker, store):
+        for piece in (say.begin(), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        await arrivals(broker, READY, 1)
+    with store.transaction():  # as if the mark had not been written
+        store.write(Forward("e", "main", 1))
+    async with collecting(job, broker, store):
+        first, second = await arrivals(broker, READY, 2)
+    assert first == second
+    assert store.outbox() == []
+
+
+async def test_pieces_of_another_run_are_parked_with_the_reason(job, broker, say):
+    await broker.publish(IN, msgspec.structs.replace(say.begin(), run="other"))
+    broker.put(IN, b"garbage")
+    for piece in (say.begin(), say.turn(), say.end()):
+        await broker.publish(IN, piece)
+    async with collecting(job, broker, Store(None, run="r")):
+        await arrivals(broker, READY, 1)
+    reasons = [stored.headers[REASON_HEADER] for stored in broker.stored(topology.DEAD)]
+    assert len(reasons) == 2
+    assert any("run 'other'" in reason for reason in reasons)
+    assert broker.stored(IN) == []
+
+
+async def test_a_piece_that_breaks_the_core_is_parked_and_its_neighbours_are_not(job, broker, say):
+    for piece in (say.begin(), say.turn(), say.begin("huge", "u", group_size=2**63)):
+        await broker.publish(IN, piece)
+    for piece in (say.turn(episode="huge"), say.end("huge"), say.end()):
+        await broker.publish(IN, piece)
+    async with collecting(job, broker, Store(None, run="r")):
+        (episode,) = await arrivals(broker, READY, 1)
+        assert episode.episode_id == "e"
+    (parked,) = broker.stored(topology.DEAD)
+    assert "the collector failed on it: OverflowError" in parked.headers[REASON_HEADER]
+
+
+async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):
+    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r")):
+        await arrivals(broker, topology.tickets("r", "math"), 2)
+        broker.delete(IN)
+        broker.delete(READY)
+        await anext(event async for event in events if event.name == "warning")
+        for piece in (say.begin(), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        assert len(await arrivals(broker, READY, 1)) == 1

@@ -1,0 +1,156 @@
+"""Seeded worlds full of faults keep every promise; and each broken rule is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from swarmq.collector import effects as do
+from swarmq.collector.core import Core
+from swarmq.collector.records import EndedEpisode, Rules
+from swarmq.errors import CollectorError
+from swarmq.messages import EpisodeEnd, Turn, decode, encode
+from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, worlds
+
+
+def scene(order="siblings", num_tasks=4, num_clients=3, chaos=Chaos(), **fields) -> Scene:  # noqa: B008
+    given = {
+        "run": "sim",
+        "trained": ("main",),
+        "known": ("main",),
+        "mix": {"math": 1.0},
+        "group_size": 2,
+        "groups_per_batch": 2,
+        "max_staleness": 0,
+        "deadline_s": 100.0,
+        "silence_s": 300.0,
+        **fields,
+    }
+    return Scene(rules=Rules(**given), order=order, num_tasks=num_tasks, num_clients=num_clients, chaos=chaos)
+
+
+SCENES = {
+    "one kind": scene(),
+    "single episodes": scene(group_size=1, num_tasks=10),
+    "two policies": scene(trained=("a", "b"), known=("a", "b")),
+    "three kinds": scene(mix={"x": 0.5, "y": 0.25, "z": 0.25}, order="shuffled"),
+    "half-open groups everywhere": scene(order="breadth", group_size=4, groups_per_batch=1, num_tasks=8),
+    "many clients": scene(num_clients=12, num_tasks=8, max_staleness=1),
+    "dying all the time": scene(chaos=Chaos(crash=0.4)),
+    "agents that rarely succeed": scene(chaos=Chaos(fails=0.4, vanishes=0.3)),
+}
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_every_schedule_keeps_every_promise(name):
+    assert worlds(0, 40, SCENES[name]) > 0
+
+
+def test_a_world_is_the_same_for_the_same_seed():
+    first, second = (World(7, SCENES["three kinds"]).run() for _ in range(2))
+    assert first.shell.memory() == second.shell.memory()
+
+
+def test_half_open_groups_that_ate_the_credit_still_finish_before_their_deadline():
+    """Clients that begin all tasks once before any of them twice fill the window with groups of one member."""
+    calm = Chaos(twice=0, lost_answer=0, fails=0, vanishes=0, crash=0, equal=0, ticket_twice=0, mute=0)
+    rules = {"order": "breadth", "group_size": 4, "groups_per_batch": 1, "max_staleness": 1, "num_tasks": 12}
+    world = World(1, scene(chaos=calm, deadline_s=1e9, **rules))
+    world.run(num_steps=0)
+    assert world.overdrafts > 0
+    told = world.shell.core.counts
+    assert told["dropped.group_too_small"] == 0
+    assert told["trained"] == 48
+
+
+class AcknowledgesFirst(Shell):
+    def work(self) -> Iterator[str]:
+        while True:
+            batch = self.world.deliver()
+            self.world.acknowledge(len(batch))
+            yield "acknowledged"
+            yield from self.decide(batch)
+            yield "committed"
+            yield from self.publish()
+
+
+class MarksBeforePublishing(Shell):
+    def publish(self) -> Iterator[str]:
+        self.confirmed += self.outgoing
+        yield from self.decide([])
+        yield "marked"
+        yield from super().publish()
+
+
+class KnowsNoSlots(Shell):
+    def make_core(self) -> Core:
+        core = super().make_core()
+        core.past = _WithoutSlots(core.past)
+        return core
+
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return (effect for effect in super().decisions(batch) if not isinstance(effect, do.WinSlot))
+
+
+class _WithoutSlots:
+    def __init__(self, past) -> None:
+        self.ended = past.ended
+
+    def winner(self, slot_id: str) -> None:
+        return None
+
+    def group_closed(self, group_id: str) -> bool:
+        return False
+
+
+class TakesTurnsTwice(Shell):
+    def make_core(self) -> Core:
+        return _TakesTurnsTwice(self.world.scene.rules, self.store, self.store.snapshot(), now=self.world.now)
+
+
+class _TakesTurnsTwice(Core):
+    def _turn(self, turn: Turn, body: bytes, now: float) -> list[do.Effect]:
+        if episode := self.open.get(turn.episode_id):
+            episode.calls.pop(turn.call_id, None)
+        return super()._turn(turn, body, now)
+
+
+class KeepsOrphans(Shell):
+    """Trains every answer that was sampled, received or not."""
+
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return super().decisions([_anonymous(body) for body in batch])
+
+
+def _anonymous(body: bytes) -> bytes:
+    message = decode(body)
+    if isinstance(message, Turn):
+        return encode(msgspec.structs.replace(message, request_digest=""))
+    if isinstance(message, EpisodeEnd):
+        return encode(msgspec.structs.replace(message, calls=None))
+    return body
+
+
+class ForgetsEnds(Shell):
+    def make_core(self) -> Core:
+        core = super().make_core()
+        core.past = _WithoutEnds(core.past)
+        return core
+
+
+class _WithoutEnds(_WithoutSlots):
+    def __init__(self, past) -> None:
+        self.winner, self.group_closed = past.winner, past.group_closed
+
+    def ended(self, episode_id: str) -> EndedEpisode | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    "rule", [AcknowledgesFirst, MarksBeforePublishing, KnowsNoSlots, TakesTurnsTwice, KeepsOrphans, ForgetsEnds]
+)
+def test_a_broken_rule_is_found_out(rule):
+    with pytest.raises((BrokenError, CollectorError)):  # a table's primary key finds some first
+        worlds(0, 100, scene(num_clients=6, chaos=Chaos(crash=0.2, vanishes=0.3, undead=0.8)), rule)

@@ -1,0 +1,117 @@
+"""The store: one transaction or nothing, one run, one collector."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import sqlite3
+
+import pytest
+
+from swarmq.collector import effects as do
+from swarmq.collector.core import Core
+from swarmq.collector.ledger import fates
+from swarmq.collector.records import Rules
+from swarmq.collector.store import Store
+from swarmq.errors import CollectorError
+from swarmq.messages import encode
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "collector.sqlite"
+
+
+def test_a_transaction_that_fails_leaves_nothing(path):
+    store = Store(path, run="r")
+    with contextlib.suppress(KeyError), store.transaction():
+        store.write(do.Open("e", 1.0))
+        raise KeyError
+    assert store.snapshot().episodes == []
+    store.close()
+
+
+def test_what_is_committed_is_there_for_the_next_process(path):
+    store = Store(path, run="r")
+    with store.transaction():
+        store.write(do.Open("e", 1.0))
+    store.close()
+    store = Store(path, run="r")
+    assert [episode.episode_id for episode in store.snapshot().episodes] == ["e"]
+    store.close()
+
+
+def test_commits_reach_the_disk_before_they_return(path):
+    store = Store(path, run="r")
+    assert store._one("PRAGMA journal_mode") == ("wal",)
+    assert store._one("PRAGMA synchronous") == (2,)
+    store.close()
+
+
+def test_a_store_of_another_run_is_refused(path):
+    Store(path, run="r").close()
+    with pytest.raises(CollectorError, match=r"collector.sqlite: belongs to run 'r', not 'other'"):
+        Store(path, run="other")
+    Store(path, run="r").close()
+
+
+def test_a_store_of_a_newer_swarmq_is_refused(path):
+    Store(path, run="r").close()
+    database = sqlite3.connect(path)
+    with database:
+        database.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
+    database.close()
+    with pytest.raises(CollectorError, match="store schema 99, this swarmq reads 1"):
+        Store(path, run="r")
+
+
+@pytest.mark.parametrize("content", [b"not a database at all, but long enough to be looked at" * 50, None])
+def test_a_file_that_is_no_store_is_refused(path, content):
+    path.parent.mkdir()
+    if content:
+        path.write_bytes(content)
+    else:
+        database = sqlite3.connect(path)
+        database.execute("CREATE TABLE other (x)")
+        database.close()
+    with pytest.raises(CollectorError, match=r"collector\.sqlite: (not a collector's store|file is not a database)"):
+        Store(path, run="r")
+
+
+def test_a_second_collector_is_refused_and_told_who_holds_the_store(path):
+    context = multiprocessing.get_context("spawn")
+    ready, leave = context.Event(), context.Event()
+    holder = context.Process(target=_hold, args=(path, ready, leave))
+    holder.start()
+    assert ready.wait(60)
+    with pytest.raises(CollectorError, match=rf"in use by the collector with pid {holder.pid}"):
+        Store(path, run="r")
+    leave.set()
+    holder.join()
+    Store(path, run="r").close()
+
+
+def _hold(path, ready, leave):
+    store = Store(path, run="r")
+    ready.set()
+    leave.wait(60)
+    store.close()
+
+
+def test_the_ledger_can_be_read_beside_a_running_collector(path, say):
+    store = Store(path, run="r")
+    rules = Rules(run="r", trained=("main",), known=("main",), mix={"math": 1.0})
+    core = Core(rules, store, store.snapshot(), now=1.0)
+    pieces = [say.begin("a"), say.turn(episode="a"), say.end("a"), say.consumed("a", version=4)]
+    pieces += [say.begin("b", "u"), say.end("b", status="failed"), say.begin("c", "v")]
+    with store.transaction():
+        for number, piece in enumerate(pieces):
+            for effect in core.take(piece, encode(piece), float(number)):
+                store.write(effect)
+    told = {episode: (fate.slot, fate.state, fate.reason) for episode, fate in fates(path).items()}
+    assert told == {
+        "a": ("t/0/0", "trained", ""),
+        "b": ("u/0/0", "dropped", "failed"),
+        "c": ("", "open", ""),
+    }
+    store.close()

@@ -1,0 +1,215 @@
+"""Credit: the window, the mix, and that what is dropped comes back to the same kind."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmq.collector.effects import IssueTicket
+from swarmq.collector.records import KindCredit, Rules
+from swarmq.collector.tickets import Credit
+
+
+def credit(mix, *, groups_per_batch=8, group_size=1, max_staleness=0, **memory) -> Credit:
+    rules = Rules(
+        run="r",
+        trained=("main",),
+        known=("main",),
+        mix=mix,
+        groups_per_batch=groups_per_batch,
+        group_size=group_size,
+        max_staleness=max_staleness,
+    )
+    given = {"kinds": {}, "tickets": {}, "serial": 0, **memory}
+    return Credit(rules, given["kinds"], given["tickets"], given["serial"])
+
+
+def issued(effects) -> dict[str, int]:
+    return dict(Counter(effect.kind for effect in effects if isinstance(effect, IssueTicket)))
+
+
+@pytest.mark.parametrize(
+    ("mix", "batch", "wanted"),
+    [
+        ({"a": 0.5, "b": 0.25, "c": 0.25}, 8, {"a": 4, "b": 2, "c": 2}),
+        ({"math": 0.4, "code": 0.3, "terminal": 0.3}, 10, {"math": 4, "code": 3, "terminal": 3}),
+        ({"only": 1.0}, 3, {"only": 3}),
+    ],
+)
+def test_every_batch_has_its_exact_shares(mix, batch, wanted):
+    account = credit(mix, groups_per_batch=batch)
+    for _ in range(50):
+        assert issued(account.settle({}, starved=False, lacking={})) == wanted
+        for kind, num in wanted.items():
+            account.kinds[kind].trained += num
+            account.out[kind].clear()
+
+
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.integers(1, 9),
+    st.integers(1, 30),
+)
+def test_shares_are_never_off_by_a_group_per_other_kind(weights, batch, num_batches):
+    mix = {f"k{n}": weight / sum(weights) for n, weight in enumerate(weights)}
+    account = credit(mix, groups_per_batch=batch)
+    for number in range(1, num_batches + 1):
+        account.settle({}, starved=False, lacking={})
+        for kind, share in mix.items():
+            assert abs(account.kinds[kind].allocated - share * batch * number) < max(len(mix) - 1, 1e-6)
+            account.kinds[kind].trained = account.kinds[kind].allocated
+            account.out[kind].clear()
+
+
+def test_the_window_is_the_staleness_bound(make_bench):
+    assert make_bench(group_size=4, groups_per_batch=3, max_staleness=2).tickets == {"math": 3 * 3 * 4}
+
+
+def test_tickets_follow_the_weight_version(make_bench, say):
+    bench = make_bench(group_size=1, groups_per_batch=2, max_staleness=1)
+    window = 4
+    for version in range(3):
+        for slot in range(2):
+            name = f"e{version}{slot}"
+            bench.take(say.begin(name, name, ticket_id=f"math.{2 * version + slot + 1}"), say.turn(episode=name))
+            bench.take(say.end(name))
+        assert bench.tickets["math"] == window + 2 * version
+        bench.take(say.consumed(f"e{version}0", f"e{version}1", version=version + 1))
+        assert bench.tickets["math"] == window + 2 * (version + 1)
+
+
+def test_what_a_learner_drops_is_granted_to_the_same_kind_again(make_bench, say):
+    bench = make_bench(mix={"a": 0.75, "b": 0.25}, groups_per_batch=4, max_staleness=0)
+    assert bench.tickets == {"a": 3, "b": 1}
+    (ticket,) = bench.core.credit.out["b"]
+    bench.take(say.begin(kind="b", ticket_id=ticket), say.turn(), say.end())
+    assert bench.tickets == {"a": 3, "b": 1}
+    bench.take(say.consumed(dropped={"e": "zero_variance"}))
+    assert bench.tickets == {"a": 3, "b": 2}
+
+
+def test_what_expires_is_granted_to_the_same_kind_again(make_bench, say):
+    bench = make_bench(mix={"a": 0.5, "b": 0.5}, groups_per_batch=2, max_staleness=0)
+    (ticket,) = bench.core.credit.out["b"]
+    bench.take(say.begin(kind="b", ticket_id=ticket))
+    assert bench.tickets == {"a": 1, "b": 1}
+    bench.wait(600)
+    assert bench.tickets == {"a": 1, "b": 2}
+
+
+def test_a_group_that_went_on_without_some_members_counts_as_a_whole_one(make_bench, say):
+    bench = make_bench(group_size=4, groups_per_batch=1, max_staleness=0, min_group=2)
+    for number in range(2):
+        name = f"e{number}"
+        bench.take(say.begin(name, repeat=number, group_size=4, ticket_id=f"math.{number + 1}"))
+        bench.take(say.turn(episode=name), say.end(name))
+    bench.wait(600)
+    assert len(bench.sent) == 2
+    assert bench.tickets["math"] == 4
+    bench.take(say.consumed("e0", "e1"))
+    assert bench.tickets["math"] == 6  # two are still out: a window of four again
+
+
+def test_a_ticket_used_twice_is_counted_and_the_credit_adjusts(make_bench, say):
+    bench = make_bench(groups_per_batch=2, max_staleness=0)
+    bench.take(say.begin("e", "t", ticket_id="math.1"), say.begin("f", "u", ticket_id="math.1"))
+    assert bench.core.counts["ticket_unknown"] == 1
+    assert bench.tickets["math"] == 2
+    bench.take(say.end("f", status="aborted"))
+    assert bench.tickets["math"] == 2
+    bench.take(say.end("e", status="aborted"))
+    assert bench.tickets["math"] == 3
+
+
+def test_a_redelivered_begin_uses_its_ticket_once(make_bench, say):
+    bench = make_bench()
+    bench.take(say.begin(ticket_id="math.1"))
+    bench.restart()
+    bench.take(say.begin(ticket_id="math.1"))
+    assert bench.core.counts["ticket_unknown"] == 0
+    assert bench.core.counts["duplicates"] == 1
+
+
+def test_episodes_without_tickets_are_welcome_and_use_credit(make_bench, say):
+    bench = make_bench(groups_per_batch=2, max_staleness=0)
+    bench.take(say.begin("e"))
+    bench.take(say.begin("f", "u", ticket_id="math.1"), say.end("f", status="failed"))
+    assert bench.tickets["math"] == 2
+
+
+def test_an_eval_episode_gives_its_ticket_back_at_once(make_bench, say):
+    bench = make_bench(groups_per_batch=2, max_staleness=0)
+    bench.take(say.begin(mode="eval", ticket_id="math.1"))
+    assert bench.tickets["math"] == 3
+
+
+def test_tickets_that_are_out_are_known_after_a_restart(make_bench):
+    bench = make_bench()
+    issued = bench.tickets["math"]
+    bench.restart()
+    bench.settle()
+    assert bench.tickets["math"] == issued
+
+
+def test_a_kind_that_left_the_mix_gives_its_share_to_the_others():
+    kinds = {"old": KindCredit(allocated=9, trained=5, debt=0.5), "new": KindCredit(allocated=4, trained=2)}
+    account = credit({"new": 1.0}, groups_per_batch=6, kinds=kinds, serial=13)
+    assert issued(account.settle({}, starved=False, lacking={})) == {"new": 6}
+
+
+def test_a_dry_kind_keeps_its_share_waiting(make_bench, say):
+    bench = make_bench(mix={"a": 0.5, "b": 0.5}, groups_per_batch=2, max_staleness=0)
+    bench.take(say.begin(kind="a", ticket_id="a.1"), say.turn(), say.end())
+    bench.wait(1)
+    assert bench.tickets == {"a": 1, "b": 1}
+
+
+def test_half_open_groups_get_the_tickets_they_lack_when_learners_starve(make_bench, say):
+    bench = make_bench(group_size=2, groups_per_batch=2, max_staleness=0)
+    for number in range(4):
+        name = f"e{number}"
+        bench.take(say.begin(name, name, group_size=2, ticket_id=f"math.{number + 1}"), say.turn(episode=name))
+        bench.take(say.end(name))
+        assert bench.tickets["math"] == (4 if number < 3 else 5)
+    bench.take(say.begin("f0", "e0", 1, group_size=2, ticket_id="math.5"))
+    assert bench.tickets["math"] == 5
+    bench.take(say.turn(episode="f0"), say.end("f0"))
+    assert len(bench.sent) == 2
+    assert bench.tickets["math"] == 6
+
+
+def test_an_absurd_group_size_neither_floods_nor_blocks_the_tickets(make_bench, say):
+    bench = make_bench(group_size=2, groups_per_batch=1, max_staleness=0, min_group=1)
+    bench.take(say.begin(group_size=10**9, ticket_id="math.1"))
+    bench.take(say.begin("f", "u", group_size=10**9, ticket_id="math.2"))
+    for name in ("e", "f"):
+        bench.take(say.turn(episode=name), say.end(name))
+    assert bench.tickets["math"] == 4
+    bench.wait(600)
+    assert len(bench.sent) == 2
+    bench.take(say.consumed("e", "f"))
+    assert bench.tickets["math"] == 4
+
+
+def test_no_ticket_goes_beyond_the_window_while_a_learner_has_a_batch(make_bench, say):
+    bench = make_bench(group_size=1, groups_per_batch=1, max_staleness=1)
+    for number in range(2):
+        name = f"e{number}"
+        bench.take(say.begin(name, name, ticket_id=f"math.{number + 1}"), say.turn(episode=name), say.end(name))
+    bench.wait(1000)
+    assert bench.tickets["math"] == 2
+
+
+def test_learners_that_wait_for_different_groups_get_one_more(make_bench, say):
+    both = ("a", "b")
+    bench = make_bench(trained=both, known=both, groups_per_batch=2, max_staleness=0)
+    for name in ("e", "f"):
+        bench.take(say.begin(name, name, policies=both, ticket_id=f"math.{1 if name == 'e' else 2}"))
+        bench.take(say.turn("1", name, policy="a"), say.turn("2", name, policy="b"))
+        bench.take(say.end(name, rewards={"a": 1.0, "b": 0.0}))
+    assert bench.tickets["math"] == 2
+    bench.take(say.consumed(policy="a", dropped={"e": "equal"}), say.consumed(policy="b", dropped={"f": "equal"}))
+    assert bench.tickets["math"] == 3

@@ -1,0 +1,64 @@
+"""A job is checked whole before anything starts, and every mistake is named by its path."""
+
+import pytest
+
+from swarmq.config import Broker, SwarmJob, amqp_url
+from swarmq.errors import ConfigError
+
+TREE = {"run": "r", "policies": {"main": {"model": "m"}}}
+
+
+def build(*sets, **changes):
+    return SwarmJob.build(TREE | changes, sets=sets)
+
+
+def test_a_job_survives_toml(tmp_path):
+    job = build("groups.group_size=4", mix={"math": 0.5, "code": 0.5})
+    path = tmp_path / "job.toml"
+    path.write_text(job.to_toml())
+    assert SwarmJob.load(path) == job
+
+
+def test_set_overrides_one_value_and_leaves_the_rest():
+    job = build("policies.main.train.learning_rate=0.001", "policies.main.train.loss.name=reinforce")
+    assert job.policies["main"].train.learning_rate == 0.001
+    assert job.policies["main"].train.loss.name == "reinforce"
+    assert job.groups == build().groups
+
+
+@pytest.mark.parametrize(
+    ("sets", "names"),
+    [
+        (["policies.main.train.lr=1"], ["policies.main.train", "lr"]),
+        (["groups.group_size=0"], ["groups.group_size"]),
+        (["groups.group_size='four'"], ["groups.group_size"]),
+        (["policies.main.train.loss.name=magic"], ["policies.main.train.loss.name", "magic"]),
+        (["grops.group_size=4"], ["grops"]),
+        (["run=Has Capitals"], ["run", "Has Capitals"]),
+        (["mix.math=0.4"], ["mix", "0.4"]),
+        (["groups.min_group=9"], ["groups.min_group"]),
+        (["policies.main.model.name=x"], ["policies.main.model is a value"]),
+        (["nonsense"], ["section.key=value"]),
+    ],
+)
+def test_a_wrong_setting_is_refused_and_its_path_named(sets, names):
+    with pytest.raises(ConfigError) as refusal:
+        build(*sets)
+    for name in names:
+        assert name in str(refusal.value)
+
+
+def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere.toml"):
+        SwarmJob.load(tmp_path / "nowhere.toml")
+    (tmp_path / "bad.toml").write_text("run = ")
+    with pytest.raises(ConfigError, match="bad.toml: not TOML"):
+        SwarmJob.load(tmp_path / "bad.toml")
+
+
+def test_the_setting_wins_over_the_environment(monkeypatch):
+    monkeypatch.setenv("SWARMQ_AMQP_URL", "amqp://env/")
+    assert amqp_url(Broker(url="amqp://job/")) == "amqp://job/"
+    assert amqp_url(Broker()) == "amqp://env/"
+    monkeypatch.delenv("SWARMQ_AMQP_URL")
+    assert amqp_url(Broker()) is None

@@ -1,0 +1,80 @@
+"""An api key says exactly what its client signed, to anyone who holds the root."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmq import keys
+from swarmq.errors import KeyRefusedError
+
+ROOT = bytes(range(32))
+CLAIMS = keys.Claims(run="r", client="alice", episode_id="e1", policies=("main",), expires_at=1000.0)
+KEY = keys.mint(keys.client_secret(ROOT, "alice"), CLAIMS)
+
+
+def test_a_genuine_key_gives_its_claims_back():
+    assert keys.verify(ROOT, KEY, run="r", now=999.0) == CLAIMS
+
+
+@given(st.integers(0, len(KEY) - 1), st.characters(codec="ascii", categories=("Lu", "Ll", "Nd")))
+def test_changing_any_character_is_noticed(at, char):
+    changed = KEY[:at] + char + KEY[at + 1 :]
+    try:
+        claims = keys.verify(ROOT, changed, run="r", now=999.0)
+    except KeyRefusedError:
+        return
+    assert claims == CLAIMS  # the same character, or unused bits of the last base64 one
+
+
+def test_another_clients_secret_cannot_sign_as_alice():
+    forged = keys.mint(keys.client_secret(ROOT, "bob"), CLAIMS)
+    with pytest.raises(KeyRefusedError, match="signature"):
+        keys.verify(ROOT, forged, run="r", now=999.0)
+
+
+@pytest.mark.parametrize(
+    ("key", "run", "now", "reason"),
+    [
+        ("", "r", 0.0, "malformed"),
+        ("sk-something", "r", 0.0, "malformed"),
+        ("sq1.%%%.abc", "r", 0.0, "malformed"),
+        (KEY, "other", 0.0, "for run 'r'"),
+        (KEY, "r", 1000.0 + keys.CLOCK_LEEWAY_S + 1, "expired"),
+    ],
+)
+def test_a_key_that_is_not_good_here_is_refused_with_the_reason(key, run, now, reason):
+    with pytest.raises(KeyRefusedError, match=reason) as refusal:
+        keys.verify(ROOT, key, run=run, now=now)
+    assert not key or key not in str(refusal.value)
+
+
+def test_a_client_whose_clock_is_a_little_off_is_not_locked_out():
+    assert keys.verify(ROOT, KEY, run="r", now=1000.0 + keys.CLOCK_LEEWAY_S - 1) == CLAIMS
+
+
+def test_an_invite_is_one_line_and_comes_back_whole():
+    invite = keys.Invite(
+        run="r",
+        client="alice",
+        secret=keys.client_secret(ROOT, "alice"),
+        amqp_url="amqp://u:p@h/",
+        base_url="http://h:1/v1",
+        policies=("main",),
+        kinds=("math",),
+        group_size=4,
+    )
+    line = invite.encode()
+    assert "\n" not in line
+    assert keys.Invite.decode(f"  {line}\n") == invite
+    with pytest.raises(KeyRefusedError, match="damaged"):
+        keys.Invite.decode(line[:-9])
+    with pytest.raises(KeyRefusedError, match="not an invite"):
+        keys.Invite.decode("hello")
+
+
+def test_the_root_secret_is_made_once_and_for_its_owner_alone(tmp_path):
+    path = tmp_path / "run" / "secret"
+    root = keys.load_root(path)
+    assert keys.load_root(path) == root
+    assert len(root) == 32
+    assert path.stat().st_mode & 0o077 == 0

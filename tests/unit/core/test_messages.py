@@ -1,0 +1,142 @@
+"""What crosses a process survives it exactly, and what is not ours is refused with a reason."""
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmq import messages as m
+from swarmq.errors import MessageError
+
+ids = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+
+
+def turn(**changes):
+    base = {
+        "run": "r",
+        "episode_id": "e",
+        "policy": "main",
+        "call_id": "c0",
+        "request_id": "q0",
+        "prompt_ids": m.pack_ids([1, 2, 3]),
+        "sampled_ids": m.pack_ids([4, 5]),
+        "logprobs": m.pack_floats([-0.5, -0.25]),
+    }
+    return m.Turn(**(base | changes))
+
+
+def end(**changes):
+    return m.EpisodeEnd(**({"run": "r", "episode_id": "e", "status": "finished", "rewards": {"main": 1.0}} | changes))
+
+
+EVERY_RECORD = [
+    m.EpisodeBegin(
+        run="r",
+        episode_id="e",
+        slot=m.Slot(task_id="t"),
+        kind="math",
+        group_size=4,
+        policies=("main",),
+        client_id="alice",
+    ),
+    turn(versions=(m.VersionSpan(version=0, start=0, end=1), m.VersionSpan(version=1, start=1, end=2))),
+    end(metrics={"turns": 3.0}, calls=("c0",)),
+    m.Episode(
+        run="r",
+        policy="main",
+        episode_id="e",
+        slot=m.Slot(task_id="t", repeat=1),
+        kind="math",
+        group_id="t/0",
+        group_members=4,
+        group_size=4,
+        reward=0.5,
+        turns=(turn(),),
+    ),
+    m.Consumed(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
+    m.Ticket(run="r", ticket_id="k", kind="math"),
+    m.Task(run="r", slot=m.Slot(task_id="t"), kind="math", group_size=4, payload=msgspec.Raw(b"\x01")),
+    m.Event(run="r", source="learner.main", name="step", at=1.0, fields={"loss": 0.1}),
+]
+
+
+@pytest.mark.parametrize("record", EVERY_RECORD, ids=lambda r: type(r).__name__)
+def test_every_record_comes_back_as_it_was_sent(record):
+    assert m.decode(m.encode(record)) == record
+
+
+def test_the_list_above_holds_every_record_there_is():
+    assert {type(r) for r in EVERY_RECORD} == set(m.Message.__args__)
+
+
+@given(ids)
+def test_token_ids_survive_packing(values):
+    assert list(m.unpack_ids(m.pack_ids(values))) == values
+    assert len(m.pack_ids(values)) == 4 * len(values)
+
+
+def test_a_token_id_over_32_bits_is_refused():
+    with pytest.raises(MessageError, match="32 bits"):
+        m.pack_ids([2**31])
+
+
+def test_unknown_fields_of_a_newer_writer_are_ignored():
+    newer = msgspec.msgpack.decode(m.encode(turn())) | {"colour": "blue"}
+    assert m.decode(msgspec.msgpack.encode(newer)) == turn()
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "not a swarmq record"),
+        (b"\xff\xfe garbage", "not a swarmq record"),
+        (b"\x91" * 100_000, "not a swarmq record"),
+        (msgspec.msgpack.encode({"type": "colour"}), "not a swarmq record"),
+        (m.encode(turn())[:-3], "not a swarmq record"),
+        (msgspec.msgpack.encode(msgspec.msgpack.decode(m.encode(turn())) | {"schema": 99}), "schema 99 is newer"),
+    ],
+    ids=["empty", "garbage", "nested", "unknown tag", "truncated", "newer schema"],
+)
+def test_what_is_not_a_record_is_refused(body, reason):
+    with pytest.raises(MessageError, match=reason):
+        m.decode(body)
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (turn(logprobs=m.pack_floats([-1.0])), "2 sampled tokens but 1.0 log-probabilities"),
+        (turn(logprobs=m.pack_floats([-1.0, math.nan])), "not finite"),
+        (turn(logprobs=m.pack_floats([-1.0, 0.5])), "above 0"),
+        (turn(prompt_ids=m.pack_ids([-1])), "negative token id"),
+        (turn(prompt_ids=b"\x00\x00\x00"), "whole int32"),
+        (turn(shared=2), "2 shared tokens with parent None"),
+        (turn(versions=(m.VersionSpan(version=0, start=0, end=1),)), "do not cover 2 sampled tokens"),
+        (end(rewards={"main": math.nan}), "rewards.main is nan"),
+        (end(metrics={"x": math.inf}), "metrics.x is inf"),
+        (end(rewards={}), "no policy has a reward"),
+    ],
+)
+def test_a_record_that_contradicts_itself_is_refused(bad, reason):
+    with pytest.raises(MessageError, match=reason):
+        m.decode(m.encode(bad))
+
+
+def test_a_record_over_the_size_limit_is_refused_before_it_is_sent():
+    with pytest.raises(MessageError, match="over the limit"):
+        m.encode(end(metadata={"log": "x" * m.MAX_MESSAGE_BYTES}))
+
+
+def test_keys_tell_facts_apart_and_sendings_of_one_fact_alike():
+    keys = [m.key_of(record) for record in EVERY_RECORD]
+    assert len(set(keys)) == len(keys)
+    assert m.key_of(end()) == m.key_of(end(reason="sent again"))
+
+
+def test_ids_sort_by_the_time_they_were_made():
+    made = [m.new_id() for _ in range(3)]
+    assert len(set(made)) == 3
+    assert [i[:8] for i in made] == sorted(i[:8] for i in made)
+    assert made[0][14] == "7"

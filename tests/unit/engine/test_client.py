@@ -1,0 +1,186 @@
+"""The client of a vLLM server, against canned answers: what is read from them, and which error each failure becomes."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer, unused_port
+
+from swarmq.engine.client import VllmEngine
+from swarmq.engine.protocol import Rendered
+from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.messages import VersionSpan
+
+PROMPT = Rendered(token_ids=[1, 2], sampling={"n": 1})
+
+
+def choice(text="", ids=(), *, index=0, finish=None, version="default", stop=None):
+    content = [{"token": "t", "logprob": -1.5, "bytes": [116], "top_logprobs": []} for _ in ids]
+    spans = [{"version": version, "start": 0, "end": len(ids)}] if finish else None
+    return {
+        "index": index,
+        "text": text,
+        "token_ids": list(ids),
+        "logprobs": {"content": content},
+        "finish_reason": finish,
+        "stop_reason": stop,
+        "weight_versions": spans,
+    }
+
+
+def event(*choices):
+    return b"data: " + json.dumps({"request_id": "r", "choices": choices, "usage": None}).encode() + b"\n\n"
+
+
+@asynccontextmanager
+async def answering(path, handler, *, deadline_s=30.0):
+    """A client of a server whose `path` is answered by `handler`."""
+
+    async def models(_):
+        return web.json_response({"data": [{"id": "served", "max_model_len": 64}]})
+
+    app = web.Application()
+    app.router.add_get("/v1/models", models)
+    app.router.add_post(path, handler)
+    async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=deadline_s) as engine:
+        yield engine
+
+
+def generating(*blocks):
+    async def handler(request):
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for block in blocks:
+            await response.write(block)
+            await asyncio.sleep(0)  # the server writes it out
+        return response
+
+    return answering("/inference/v1/generate", handler)
+
+
+async def collected(engine, *, stream=True):
+    return [delta async for deltas in engine.generate(PROMPT, stream=stream) for delta in deltas]
+
+
+async def test_render_fills_in_the_model_and_keeps_what_generate_wants_back():
+    async def handler(request):
+        assert (await request.json())["model"] == "served"
+        reply = {"token_ids": [7], "sampling_params": {"seed": 1}, "reasoning_parser_kwargs": {}, "features": None}
+        return web.json_response(reply)
+
+    async with answering("/v1/chat/completions/render", handler) as engine:
+        rendered = await engine.render({"messages": []})
+    assert rendered == Rendered(
+        token_ids=[7], sampling={"seed": 1}, carried={"reasoning_parser_kwargs": {}}, parsed=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("chat", "parsed"), [({}, False), ({"tools": [1]}, True), ({"tools": [1], "tool_choice": "none"}, False)]
+)
+async def test_an_answer_is_parsed_where_it_may_call_tools(chat, parsed):
+    async def handler(_):
+        return web.json_response({"token_ids": [7], "sampling_params": {}})
+
+    async with answering("/v1/chat/completions/render", handler) as engine:
+        assert (await engine.render(chat)).parsed is parsed
+
+
+async def test_events_are_read_however_the_wire_cuts_them():
+    whole = event(choice("ab", [5])) + event(choice("c", [6], finish="stop")) + b"data: [DONE]\n\n"
+    for size in (13, 100, len(whole)):
+        async with generating(*(whole[at : at + size] for at in range(0, len(whole), size))) as engine:
+            deltas = await collected(engine)
+        assert "".join(delta.text for delta in deltas) == "abc"
+        assert [token for delta in deltas for token in delta.token_ids] == [5, 6]
+        assert deltas[-1].finish_reason == "stop"
+
+
+async def test_events_that_are_here_together_become_one_delta_per_choice():
+    async with generating(
+        event(choice("a", [5])) + event(choice("x", [8], index=1)) + event(choice("b", [6]))
+    ) as engine:
+        deltas = await collected(engine)
+    assert [(delta.index, delta.text, delta.token_ids) for delta in deltas] == [(0, "ab", [5, 6]), (1, "x", [8])]
+
+
+@pytest.mark.parametrize(("name", "version"), [("default", 0), ("17", 17)])
+async def test_weight_versions_are_numbers(name, version):
+    async with generating(event(choice("a", [5], finish="stop", version=name))) as engine:
+        [delta] = await collected(engine)
+    assert delta.versions == (VersionSpan(version=version, start=0, end=1),)
+
+
+async def test_an_answer_that_is_not_streamed_is_one_delta_per_choice():
+    async with generating(json.dumps({"choices": [choice("ab", [5, 6], finish="length")]}).encode()) as engine:
+        [delta] = await collected(engine, stream=False)
+    assert (delta.text, delta.token_ids, delta.finish_reason) == ("ab", [5, 6], "length")
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        event(choice("a", [5], finish="stop", version="other")),
+        event(choice("a", [5], finish="abort")),
+        event({**choice("a", [5]), "logprobs": None}),
+        b'data: {"error": {"message": "died"}}\n\n',
+        b'data: {"choices": 3}\n\n',
+    ],
+)
+async def test_what_cannot_be_trusted_is_the_engine_s_fault(block):
+    async with generating(block) as engine:
+        with pytest.raises(EngineError):
+            await collected(engine)
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "kind", "code"),
+    [
+        (
+            400,
+            {"message": "This model's maximum context length is 64 tokens"},
+            EngineRefusedError,
+            "context_length_exceeded",
+        ),
+        (400, {"message": "temperature must be non-negative", "param": "temperature"}, EngineRefusedError, None),
+        (404, {"message": "The model does not exist", "param": "model"}, EngineError, None),
+        (404, None, EngineError, None),
+        (500, {"message": "EngineCore encountered an issue"}, EngineError, None),
+    ],
+)
+async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
+    async def handler(_):
+        return web.json_response({"error": error} if error else {"detail": "Not Found"}, status=status)
+
+    async with answering("/v1/chat/completions/render", handler) as engine:
+        with pytest.raises(EngineError) as caught:
+            await engine.render({})
+    assert type(caught.value) is kind
+    assert getattr(caught.value, "code", None) == code
+
+
+async def test_nobody_there_is_an_engine_error_and_unhealthy():
+    async with VllmEngine.open(f"http://127.0.0.1:{unused_port()}", deadline_s=1) as engine:
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await engine.info()
+        assert not await engine.healthy()
+
+
+async def test_an_answer_that_takes_too_long_is_an_engine_error():
+    async def handler(_):
+        await asyncio.Event().wait()
+
+    async with answering("/inference/v1/generate", handler, deadline_s=0.05) as engine:
+        with pytest.raises(EngineError, match="within"):
+            await collected(engine)
+
+
+async def test_something_else_that_listens_is_an_engine_error():
+    async def handler(_):
+        return web.Response(text="<html>")
+
+    async with answering("/tokenize", handler) as engine:
+        with pytest.raises(EngineError, match="not JSON"):
+            await engine.tokenize("x")

@@ -1,0 +1,90 @@
+"""A scripted vLLM: the control endpoints and the state behind them as the real one was seen to behave."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from swarmq.engine.weights_plugin import UNTOUCHED
+
+
+@dataclass
+class ScriptedVllm:
+    """`fail[path]` makes that endpoint refuse with this text; `hang` holds it until the client gives up."""
+
+    url: str = ""
+    label: str = "default"
+    paused: bool = False
+    active: bool = False
+    weights: str = "on disk"
+    fail: dict[str, str] = field(default_factory=dict)
+    drop: set[str] = field(default_factory=set)
+    calls: list[str] = field(default_factory=list)
+    seen_while_serving: set[tuple[str, str]] = field(default_factory=set)
+
+    def look(self) -> None:
+        """What an agent would get now."""
+        if not self.paused:
+            self.seen_while_serving.add((self.label, self.weights))
+
+    async def handle(self, request: web.Request) -> web.Response:
+        path = request.path
+        self.calls.append(path)
+        body = await request.json() if request.can_read_body else {}
+        if path in self.drop:
+            assert request.transport
+            request.transport.close()
+            return web.Response()
+        if path in self.fail:
+            self.active = self.active and path != "/update_weights"
+            return self.refuse(self.fail[path])
+        match path:
+            case "/health":
+                return web.Response()
+            case "/weight_info":
+                return web.json_response({"weight_version": self.label})
+            case "/is_paused":
+                return web.json_response({"is_paused": self.paused})
+            case "/pause":
+                assert request.query == {"mode": "keep", "clear_cache": "true"}
+                self.paused = True
+            case "/resume":
+                self.paused = False
+            case "/update_weight_version":
+                self.label = body["new_version"]
+            case "/start_weight_update":
+                if self.active:
+                    return self.refuse("start_weight_update called while a weight update is already active.")
+                self.active = True
+            case "/update_weights":
+                if not self.active:
+                    return self.refuse("start_weight_update must be called before update_weights.")
+                assert self.paused
+                self.weights = body["update_info"]["path"]
+            case "/finish_weight_update":
+                if not self.active:
+                    return self.refuse("finish_weight_update called without a matching start_weight_update.")
+                self.active = False
+                self.label = (body or {}).get("weight_version") or self.label
+        self.look()
+        return web.json_response({"message": "done"})
+
+    def refuse(self, text: str) -> web.Response:
+        return web.json_response({"error": {"message": text, "code": 500}}, status=500)
+
+    def untouched(self) -> str:
+        return f"Call to collective_rpc method failed: no such file, {UNTOUCHED}"
+
+
+@pytest.fixture
+async def vllm() -> AsyncIterator[ScriptedVllm]:
+    scripted = ScriptedVllm()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", scripted.handle)
+    async with TestServer(app) as server:
+        scripted.url = str(server.make_url("")).rstrip("/")
+        yield scripted

@@ -1,0 +1,114 @@
+"""An engine is led through a push so that every failure leaves it serving whole weights, or held back and recognisable."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmq.engine.control import EngineControl, Phase, Status, Timeouts
+from swarmq.errors import EngineError, EngineRefusedError
+
+NEW = {"path": "new weights"}
+
+
+async def test_a_push_ends_in_an_engine_that_serves_the_version(vllm):
+    async with EngineControl(vllm.url) as engine:
+        pause_s = await engine.update(NEW, 3)
+        assert pause_s > 0
+        assert engine.phase is Phase.SERVING
+        assert await engine.status() == Status(label="3", paused=False)
+    assert vllm.weights == "new weights"
+
+
+async def test_agents_never_get_weights_under_a_label_that_is_not_theirs(vllm):
+    async with EngineControl(vllm.url) as engine:
+        await engine.update(NEW, 3)
+        await engine.update({"path": "newer"}, 4)
+    assert vllm.seen_while_serving <= {("default", "on disk"), ("3", "new weights"), ("4", "newer")}
+
+
+@pytest.mark.parametrize("step", ["/pause", "/update_weight_version"])
+@pytest.mark.parametrize("how", ["refuses", "breaks off"])
+async def test_a_failure_before_the_weights_change_leaves_the_engine_serving_as_before(vllm, step, how):
+    if how == "refuses":
+        vllm.fail[step] = "no"
+    else:
+        vllm.drop.add(step)
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError):
+            await engine.update(NEW, 3)
+    assert (vllm.label, vllm.paused, vllm.weights) == ("default", False, "on disk")
+
+
+async def test_weights_that_the_engine_refuses_to_load_leave_it_serving_as_before(vllm):
+    async with EngineControl(vllm.url) as engine:
+        await engine.update(NEW, 3)
+        vllm.fail["/update_weights"] = vllm.untouched()
+        with pytest.raises(EngineRefusedError, match="no such file"):
+            await engine.update({"path": "missing"}, 4)
+        assert await engine.status() == Status(label="3", paused=False)
+
+
+@pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+async def test_an_engine_whose_weights_are_in_doubt_serves_nobody(vllm, step):
+    vllm.drop.add(step)
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError):
+            await engine.update(NEW, 3)
+        status = await engine.status()
+        assert status.paused
+        assert status.in_doubt
+        assert status.version is None
+        with pytest.raises(EngineError, match="push again or restart"):
+            await engine.release()
+    assert vllm.paused
+
+
+@pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"])
+async def test_the_next_push_repairs_whatever_the_last_one_left(vllm, step):
+    vllm.drop.add(step)
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError):
+            await engine.update(NEW, 3)
+    vllm.drop.clear()
+    async with EngineControl(vllm.url) as engine:
+        await engine.update({"path": "newer"}, 4)
+    assert (vllm.label, vllm.paused, vllm.weights, vllm.active) == ("4", False, "newer", False)
+
+
+async def test_an_update_that_was_left_open_is_closed_first(vllm):
+    vllm.active, vllm.paused, vllm.label = True, True, "updating-3"
+    async with EngineControl(vllm.url) as engine:
+        await engine.update(NEW, 4)
+    assert (vllm.label, vllm.paused, vllm.active) == ("4", False, False)
+
+
+async def test_refused_weights_do_not_clear_the_doubt_of_an_earlier_push(vllm):
+    vllm.paused, vllm.label = True, "updating-3"
+    vllm.fail["/update_weights"] = vllm.untouched()
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineRefusedError):
+            await engine.update(NEW, 4)
+        assert (await engine.status()).in_doubt
+    assert vllm.paused
+
+
+async def test_a_pause_without_owner_is_ended_when_the_weights_are_whole(vllm):
+    vllm.paused, vllm.label = True, "7"
+    async with EngineControl(vllm.url) as engine:
+        await engine.release()
+        assert await engine.status() == Status(label="7", paused=False)
+
+
+async def test_an_engine_without_control_endpoints_is_named_with_the_remedy(vllm):
+    vllm.fail["/weight_info"] = "Not Found"
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+            await engine.update(NEW, 1)
+    assert vllm.calls == ["/weight_info"]
+
+
+async def test_an_engine_that_does_not_answer_ends_in_an_error_that_names_it(vllm):
+    async with EngineControl("http://127.0.0.1:9", timeouts=Timeouts(ask_s=5)) as engine:
+        assert not await engine.healthy()
+        with pytest.raises(EngineError, match="127.0.0.1:9 cannot be reached"):
+            await engine.status()

@@ -1,0 +1,98 @@
+"""How a server is started follows from the settings, the model and the machine."""
+
+from __future__ import annotations
+
+import socket
+
+import msgspec
+import pytest
+
+from swarmq.config import Engine, Policy
+from swarmq.engine.launch import EngineProcess, arguments, check_version, environment
+from swarmq.engine.model import Model
+from swarmq.errors import EngineError
+
+SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
+LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
+
+
+@pytest.mark.parametrize(("limit", "served"), [(None, "2048"), (512, "512"), (4096, "2048")])
+def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, served):
+    model = msgspec.structs.replace(SMALL, max_length=limit)
+    words = arguments(Policy(model="m"), model, port=81, cuda=False)
+    assert words[words.index("--max-model-len") + 1] == served
+
+
+def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
+    words = arguments(Policy(model="m"), SMALL, port=81, cuda=False)
+    for option, value in (
+        ("--host", "127.0.0.1"),
+        ("--port", "81"),
+        ("--logprobs-mode", "processed_logprobs"),
+        ("--generation-config", "vllm"),
+        ("--tool-call-parser", "hermes"),
+    ):
+        assert words[words.index(option) + 1] == value
+    assert "--enable-scale-out" in words
+
+
+def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
+    policy = Policy(model="m")
+    cpu, gpu = (arguments(policy, SMALL, port=81, cuda=cuda) for cuda in (False, True))
+    assert cpu[cpu.index("--dtype") + 1] == "float32"
+    assert gpu[gpu.index("--dtype") + 1] == "auto"
+    assert "--enforce-eager" not in gpu
+
+
+def test_arguments_of_the_user_come_last():
+    policy = Policy(model="m", engine=Engine(arguments=("--tool-call-parser", "other")))
+    assert arguments(policy, SMALL, port=81, cuda=False)[-2:] == ["--tool-call-parser", "other"]
+
+
+def test_a_model_without_known_tool_calls_gets_no_parser():
+    assert "--enable-auto-tool-choice" not in arguments(Policy(model="m"), LARGE, port=81, cuda=False)
+
+
+def test_the_environment_of_the_user_stays_but_weights_can_always_be_controlled():
+    changes = environment(SMALL, cuda=False, given={"OMP_NUM_THREADS": "7", "VLLM_SERVER_DEV_MODE": "0"})
+    assert changes["OMP_NUM_THREADS"] == "7"
+    assert changes["VLLM_SERVER_DEV_MODE"] == "1"
+
+
+def test_a_small_model_gets_one_thread_and_a_folder_needs_no_hub():
+    assert environment(SMALL, cuda=False, given={})["OMP_NUM_THREADS"] == "1"
+    assert environment(SMALL, cuda=False, given={})["HF_HUB_OFFLINE"] == "1"
+    assert "HF_HUB_OFFLINE" not in environment(LARGE, cuda=True, given={})
+    assert "OMP_NUM_THREADS" not in environment(LARGE, cuda=True, given={})
+
+
+@pytest.mark.parametrize("version", ["0.30.0", "0.32.0+cpu", "0.33.1rc2"])
+def test_supported_vllm_passes(version):
+    check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.29.2", "0.34.0", "1.0"])
+def test_other_vllm_is_refused_with_the_version_to_take(version):
+    with pytest.raises(EngineError, match=r"vllm>=0\.30,<0\.34"):
+        check_version(version)
+
+
+async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
+    engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
+    with pytest.raises(EngineError, match="does not exist"):
+        async with engine:
+            pass
+    assert not (tmp_path / "log").exists()
+
+
+async def test_a_taken_port_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"architectures": ["AForCausalLM"]}')
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
+    (tmp_path / "model.safetensors").touch()
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        with pytest.raises(EngineError, match=f"port {port} .* is taken"):
+            async with EngineProcess(Policy(model=str(tmp_path)), port=port, log_path=tmp_path / "log"):
+                pass

@@ -1,0 +1,75 @@
+"""A model that cannot be served is named with what is wrong with it, before anything is started."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from swarmq.engine.model import check_model
+from swarmq.errors import EngineError
+
+CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 256}
+TEMPLATE = "{{ messages }} <tool_call>"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (tmp_path / "model.safetensors").touch()
+    return tmp_path
+
+
+def test_a_whole_folder_is_described(folder):
+    model = check_model(str(folder))
+    assert (model.architecture, model.hidden_size, model.is_folder) == ("Qwen3ForCausalLM", 256, True)
+    assert model.tool_call_parser == "hermes"
+
+
+def test_the_template_may_lie_in_a_file_of_its_own(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert check_model(str(folder)).tool_call_parser is None
+
+
+def test_a_tokenizer_without_chat_template_is_refused(folder):
+    (folder / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(EngineError, match="no chat template.*instruction-tuned"):
+        check_model(str(folder))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"architectures": ["BertModel"]}, {"architectures": ["T5ForCausalLM"], "is_encoder_decoder": True}, {}],
+)
+def test_what_is_no_causal_language_model_is_refused(folder, config):
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(EngineError, match="no causal language model"):
+        check_model(str(folder))
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path):
+    with pytest.raises(EngineError, match="nowhere does not exist"):
+        check_model(str(tmp_path / "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("config.json", "not a Hugging Face model folder"),
+        ("tokenizer_config.json", "has no tokenizer"),
+        ("model.safetensors", "has no weights"),
+    ],
+)
+def test_a_missing_file_is_named(folder, name, problem):
+    (folder / name).unlink()
+    with pytest.raises(EngineError, match=problem):
+        check_model(str(folder))
+
+
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_a_damaged_config_is_named(folder, content):
+    (folder / "config.json").write_text(content)
+    with pytest.raises(EngineError, match=r"config\.json"):
+        check_model(str(folder))

@@ -1,0 +1,54 @@
+"""A pause that outlasts every push has lost its owner: whole weights are served again, doubtful ones never."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmq.engine.control import EngineControl
+from swarmq.engine.watch import PauseWatch
+
+
+@pytest.fixture
+async def engine(vllm):
+    async with EngineControl(vllm.url) as engine:
+        yield engine
+
+
+async def test_a_push_in_progress_is_left_alone(vllm, engine):
+    vllm.paused, vllm.label = True, "updating-3"
+    watch = PauseWatch(engine)
+    assert not await watch.look(0)
+    assert not await watch.look(engine.timeouts.total_s)
+    assert vllm.paused
+
+
+async def test_an_abandoned_pause_over_whole_weights_is_ended(vllm, engine):
+    vllm.paused, vllm.label = True, "3"
+    watch = PauseWatch(engine)
+    await watch.look(0)
+    assert not await watch.look(engine.timeouts.total_s + 1)
+    assert not vllm.paused
+
+
+async def test_an_abandoned_update_asks_for_a_restart(vllm, engine):
+    vllm.paused, vllm.label = True, "updating-3"
+    watch = PauseWatch(engine)
+    await watch.look(0)
+    assert await watch.look(engine.timeouts.total_s + 1)
+    assert vllm.paused
+
+
+async def test_two_pauses_are_not_taken_for_one(vllm, engine):
+    watch = PauseWatch(engine)
+    vllm.paused = True
+    await watch.look(0)
+    vllm.paused = False
+    await watch.look(5)
+    vllm.paused = True
+    await watch.look(engine.timeouts.total_s + 1)
+    assert vllm.paused
+
+
+async def test_an_engine_that_does_not_answer_is_not_the_watch_s_business():
+    async with EngineControl("http://127.0.0.1:9") as gone:
+        assert not await PauseWatch(gone).look(0)

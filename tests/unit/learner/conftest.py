@@ -1,0 +1,15 @@
+"""Fixtures of the learner's tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.episodes import make_qwen
+
+
+@pytest.fixture(scope="session")
+def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random Qwen3 with two layers and 128 tokens."""
+    return make_qwen(tmp_path_factory.mktemp("models") / "tiny-qwen")

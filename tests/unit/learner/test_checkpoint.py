@@ -1,0 +1,205 @@
+"""A checkpoint continues a run to the bit, loads anywhere, and a bad one is passed over or refused."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from accelerate.state import AcceleratorState, PartialState
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from support.episodes import make_group, make_qwen
+from swarmq.config import SwarmJob, Train
+from swarmq.errors import LearnerError
+from swarmq.learner import checkpoint
+from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.loop import load
+from swarmq.learner.model import load_lm
+from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.replay import replay
+from swarmq.learner.trainer import Trainer
+
+OURS = Identity(run="r", policy="main", model="m")
+TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, deterministic=True)
+
+
+@pytest.fixture(autouse=True)
+def no_leftover_state() -> Iterator[None]:
+    yield
+    torch.use_deterministic_algorithms(False)
+    AcceleratorState._reset_state()
+    PartialState._reset_state()
+
+
+def batch(version: int) -> BatchRecord:
+    group = make_group(f"g{version}")
+    index = Index(record=version, version=version, trained=tuple(e.episode_id for e in group))
+    return BatchRecord(index=index, episodes=tuple(group), settings=TRAIN)
+
+
+def save(folder: Path, trainer: Trainer, keep: int = 3, model: str = "") -> int:
+    return checkpoint.save(folder, trainer, OURS, model=model or str(folder), keep=keep)
+
+
+def weights(trainer: Trainer) -> dict[str, bytes]:
+    return {name: tensor.numpy().tobytes() for name, tensor in trainer.named_tensors()}
+
+
+def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    trainer.step(batch(1))
+    save(tmp_path, trainer)
+    drawn = torch.rand(3)
+    trainer.step(batch(2))
+    torch.manual_seed(99)
+    again = load(tmp_path, OURS, str(tiny_qwen), TRAIN)
+    assert again.version == 1
+    assert torch.equal(torch.rand(3), drawn)
+    again.step(batch(2))
+    assert weights(again) == weights(trainer)
+    assert weights(again) != weights(Trainer(str(tiny_qwen), TRAIN))
+
+
+def test_two_runs_of_the_same_batches_give_the_same_figures(tiny_qwen: Path) -> None:
+    def losses() -> list[float]:
+        trainer = Trainer(str(tiny_qwen), TRAIN)
+        steps = [trainer.step(batch(version)) for version in (1, 2)]
+        return [step[figure] for step in steps for figure in ("loss", "grad_norm", "kl_k3", "entropy")]
+
+    assert losses() == losses()
+
+
+def test_the_folder_is_a_hugging_face_model_with_its_tokenizer_files(tiny_qwen: Path, tmp_path: Path) -> None:
+    model = make_qwen(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("hello")
+    trainer = Trainer(str(model), TRAIN)
+    trainer.step(batch(1))
+    save(tmp_path / "c", trainer, model=str(model))
+    folder = tmp_path / "c" / "step-00000001"
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    assert {n: t.numpy().tobytes() for n, t in loaded.state_dict().items()} == weights(trainer)
+    assert (folder / "chat_template.jinja").read_text() == "hello"
+    assert not list((folder / "state").glob("*.safetensors")), "the weights are there twice"
+
+
+def test_only_the_newest_are_kept_and_the_oldest_of_them_is_told(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    oldest = []
+    for version in (1, 2, 3):
+        trainer.version = version
+        oldest.append(save(tmp_path, trainer, keep=2))
+    assert oldest == [1, 1, 2]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000003"]
+
+
+@pytest.mark.parametrize("damage", ["changed", "shortened", "file missing", "no manifest", "half a manifest"])
+def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp_path: Path, damage: str) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    for version in (1, 2):
+        trainer.version = version
+        save(tmp_path, trainer)
+    folder = tmp_path / "step-00000002"
+    file = folder / "model.safetensors"
+    match damage:
+        case "changed":
+            file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+        case "shortened":
+            file.write_bytes(file.read_bytes()[:-1])
+        case "file missing":
+            (folder / "state" / "optimizer.bin").unlink()
+        case "no manifest":
+            (folder / "manifest.json").unlink()
+        case "half a manifest":
+            (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:100])
+    found = checkpoint.newest(tmp_path, OURS)
+    assert found is not None
+    assert found.version == 1
+    save(tmp_path, trainer)
+    found = checkpoint.newest(tmp_path, OURS)
+    assert found is not None
+    assert found.version == 2
+
+
+def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    draft = tmp_path / ".draft-step-00000001"
+    draft.mkdir()
+    (draft / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.newest(tmp_path, OURS) is None
+    trainer.version = 1
+    save(tmp_path, trainer)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize("field", ["run", "policy", "model"])
+def test_one_of_something_else_is_refused_and_left_alone(tiny_qwen: Path, tmp_path: Path, field: str) -> None:
+    save(tmp_path, Trainer(str(tiny_qwen), TRAIN))
+    with pytest.raises(LearnerError, match=f"{field} is .* there and 'other' here"):
+        checkpoint.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
+    assert checkpoint.newest(tmp_path, OURS)
+
+
+def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
+    save(tmp_path, Trainer(str(tiny_qwen), TRAIN))
+    manifest = tmp_path / "step-00000000" / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": 99}))
+    with pytest.raises(LearnerError, match="newer swarmq"):
+        checkpoint.newest(tmp_path, OURS)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs a place that cannot be written")
+def test_a_folder_that_cannot_be_written_is_said(tiny_qwen: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(LearnerError, match="Not a directory"):
+        save(tmp_path / "file" / "checkpoints", Trainer(str(tiny_qwen), TRAIN), model=str(tiny_qwen))
+
+
+def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny_qwen: Path, tmp_path: Path) -> None:
+    job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": str(tiny_qwen)}}})
+    identity = Identity.of(job, "main")
+    log = BatchLog(job.run_folder.batch_log("main"), identity)
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    for version in (1, 2, 3):
+        log.append(batch(version))
+        trainer.step(batch(version))
+        if version == 2:
+            checkpoint.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(tiny_qwen), keep=1)
+    steps: list[int] = []
+    for name, start in (("a", None), ("b", job.run_folder.checkpoints("main") / "step-00000002")):
+        version = replay(
+            job, "main", to_folder=tmp_path / name, from_checkpoint=start, report=lambda f: steps.append(f["version"])
+        )
+        assert version == 3
+        got = load_file(tmp_path / name / "step-00000003" / "model.safetensors")
+        assert all(t.numpy().tobytes() == weights(trainer)[n] for n, t in got.items())
+    assert steps == [1, 2, 3, 3]
+    with pytest.raises(LearnerError, match="not empty"):
+        replay(job, "main", to_folder=tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: str(p / "nowhere"), "there is no such folder"),
+        (str, "no config.json"),
+        (lambda p: _config(p, {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}), "not a causal"),
+        (lambda p: _config(p, {"model_type": "qwen3", "hidden_size": 32}), "weights cannot be loaded"),
+        (lambda p: _config(p, {"model_type": "nonsense"}), "cannot be read"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_named_with_the_reason(tmp_path: Path, make: object, message: str) -> None:
+    with pytest.raises(LearnerError, match=message) as raised:
+        load_lm(make(tmp_path), gradient_checkpointing=False)  # type: ignore[operator]
+    assert str(tmp_path) in str(raised.value)
+
+
+def _config(folder: Path, config: dict[str, object]) -> str:
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -1,0 +1,268 @@
+"""The I/O process against a broker in memory: what is logged, acknowledged, handed over and reported, in which order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from support.episodes import make_episode, make_group
+from swarmq.broker import topology
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError
+from swarmq.learner import batch_log, records, wire
+from swarmq.learner.io_process import Desk
+from swarmq.learner.records import BatchRecord, Hello, decode_record
+from swarmq.messages import Consumed, Ticket, decode
+from swarmq.testing import MemoryBroker
+
+READY = topology.ready("r", "main")
+
+
+def job(folder: Path, **train: object) -> SwarmJob:
+    return SwarmJob.build(
+        {
+            "run": "r",
+            "folder": str(folder),
+            "groups": {"group_size": 2, "groups_per_batch": 1},
+            "policies": {"main": {"model": "m", "train": train}},
+        }
+    )
+
+
+class Trainer:
+    """The other end of the socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, desk: Desk) -> None:
+        self.reader, self.writer, self.desk = reader, writer, desk
+
+    async def tell(self, message: records.ToIO) -> None:
+        body = wire._encoder.encode(message)
+        self.writer.write(wire.LENGTH.pack(len(body)) + body)
+        await self.writer.drain()
+
+    async def hear(self) -> records.ToTrainer:
+        (size,) = wire.LENGTH.unpack(await self.reader.readexactly(8))
+        return wire._to_trainer.decode(await self.reader.readexactly(size))
+
+    async def batch(self) -> tuple[BatchRecord, bool]:
+        await self.tell(records.Next())
+        while not isinstance(message := await self.hear(), records.Batch):
+            assert isinstance(message, records.Waiting)
+        return decode_record(message.record), message.replayed
+
+
+@asynccontextmanager
+async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train: object) -> AsyncIterator[Trainer]:
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    their_reader, their_writer = await asyncio.open_connection(sock=theirs)
+    the_job = job(folder, **train)
+    hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
+    try:
+        the_desk = Desk(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
+        running = asyncio.ensure_future(the_desk.run(their_reader))
+        try:
+            yield Trainer(reader, writer, the_desk)
+        finally:
+            writer.close()
+            try:
+                await running
+            except* EOFError:
+                pass
+    finally:
+        for each in (writer, their_writer):
+            each.close()
+            with contextlib.suppress(ConnectionError):
+                await each.wait_closed()
+
+
+async def broker_with(*groups: list) -> MemoryBroker:
+    broker = MemoryBroker()
+    await broker.declare("r", policies=["main"], kinds=["default"])
+    for group in groups:
+        for episode in group:
+            await broker.publish(READY, episode)
+    return broker
+
+
+def unacked(broker: MemoryBroker) -> int:
+    queue = broker._queue(READY)
+    return len(queue.waiting) + sum(len(consumer._session.held) for consumer in queue.consumers)
+
+
+def consumed(broker: MemoryBroker) -> list[Consumed]:
+    messages = [decode(stored.body) for stored in broker.stored(topology.inbox("r"))]
+    return [message for message in messages if isinstance(message, Consumed)]
+
+
+def logged(folder: Path) -> list[BatchRecord]:
+    return list(batch_log.records(job(folder).run_folder.batch_log("main")))
+
+
+async def stopped(trainer: Trainer) -> None:
+    await trainer.tell(records.Stop())
+    while not isinstance(await trainer.hear(), records.Stopped):
+        pass
+
+
+async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reported(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"), make_group("b", (1.0, 1.0)), make_group("c"))
+    async with desk(tmp_path, broker) as trainer:
+        record, replayed = await trainer.batch()
+        assert not replayed
+        assert logged(tmp_path)[0] == record
+        assert record.index.trained == ("a-0", "a-1")
+        assert unacked(broker) <= 4
+        assert not [c for c in consumed(broker) if c.trained], "not trained yet"
+        await trainer.tell(records.Stepped(version=1, fields={"loss": 0.5, "tokens_computed": 10}))
+        record, _ = await trainer.batch()
+        assert (record.index.version, record.index.trained) == (2, ("c-0", "c-1"))
+        await trainer.tell(records.Stepped(version=2))
+        await stopped(trainer)
+    assert unacked(broker) == 0
+    told = {i: c for c in consumed(broker) for i in (*c.trained, *c.dropped)}
+    assert set(told) == {"a-0", "a-1", "b-0", "b-1", "c-0", "c-1"}
+    assert told["b-0"].dropped == {"b-0": "equal_rewards", "b-1": "equal_rewards"}
+    assert (told["a-0"].version, told["c-0"].version) == (1, 2)
+    steps = [event.fields for event in broker.emitted if event.name == "step"]
+    assert [s["version"] for s in steps] == [1, 2]
+    assert steps[0]["loss"] == 0.5
+    assert sum(s["equal_groups"] for s in steps) == 0.5
+    assert {"reward", "reward_by_kind", "staleness", "tokens_sampled", "truncated", "folding"} <= steps[0].keys()
+
+
+async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_the_batch(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a", (1.0, 1.0)))
+    async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
+        await trainer.tell(records.Next())
+        message = (await anext(inbox)).message
+        assert isinstance(message, Consumed)
+        assert (message.version, message.record, set(message.dropped)) == (0, 1, {"a-0", "a-1"})
+        assert unacked(broker) == 0
+
+
+async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"), make_group("b"), make_group("c"))
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+        await trainer.tell(records.Stepped(version=1))
+        await trainer.batch()  # the trainer dies with version 2 in its hands, its newest checkpoint is of version 0
+    async with desk(tmp_path, broker) as trainer:
+        again = [await trainer.batch() for _ in range(2)]
+        assert [(r.index.trained[0], replayed) for r, replayed in again] == [("a-0", True), ("b-0", True)]
+        record, replayed = await trainer.batch()
+        assert (record.index.trained[0], replayed) == ("c-0", False)
+
+
+async def test_a_report_that_was_not_confirmed_is_made_after_a_restart(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"))
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()  # trained and checkpointed as version 1, but killed before it was told
+    async with desk(tmp_path, broker, version=1) as trainer:
+        await stopped(trainer)
+    assert [c.trained for c in consumed(broker)] == [("a-0", "a-1")]
+    async with desk(tmp_path, broker, version=1) as trainer:
+        await stopped(trainer)
+    assert len(consumed(broker)) == 1, "told twice"
+
+
+async def test_a_lost_session_costs_nothing(tmp_path: Path) -> None:
+    first, second = make_group("b")
+    broker = await broker_with(make_group("a"), [first])
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+        broker.interrupt()  # `first` waits in memory; it comes again
+        await broker.publish(READY, second)
+        await trainer.tell(records.Stepped(version=1))
+        record, _ = await trainer.batch()
+        assert record.index.trained == ("b-0", "b-1")
+        assert unacked(broker) == 0
+    ids = [i for r in logged(tmp_path) for i in r.index.trained]
+    assert ids == ["a-0", "a-1", "b-0", "b-1"]
+
+
+async def test_what_is_no_episode_of_ours_is_parked(tmp_path: Path) -> None:
+    broker = await broker_with([Ticket(run="r", ticket_id="t", kind="default")], make_group("a"))
+    broker.put(READY, b"garbage")
+    async with desk(tmp_path, broker) as trainer:
+        record, _ = await trainer.batch()
+    assert record.index.trained == ("a-0", "a-1")
+    assert len(broker.stored(topology.DEAD)) == 2
+
+
+async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_log.BatchLog.__init__, "__kwdefaults__", {"segment_bytes": 1})
+    broker = await broker_with(*(make_group(name) for name in "abc"))
+    async with desk(tmp_path, broker, keep_batches=False) as trainer:
+        for version in (1, 2, 3):
+            await trainer.batch()
+            await trainer.tell(records.Stepped(version=version))
+        await trainer.tell(records.Kept(oldest=2))
+        await stopped(trainer)
+    assert [r.index.version for r in logged(tmp_path)] == [3]
+
+
+async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(LearnerError, match="the checkpoint is of version 7"):
+        async with desk(tmp_path, await broker_with(), version=7):
+            pass
+
+
+async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from swarmq.learner import io_process
+
+    monkeypatch.setattr(io_process, "STUCK_S", -1.0)
+    monkeypatch.setattr(io_process, "STATE_EVERY_S", 0.0)
+    broker = await broker_with([make_episode("a", 0)])
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.tell(records.Next())
+        async with broker.events("r") as events:
+            async for event in events:
+                if event.name == "warning" and "1 groups begun" in event.fields["text"]:
+                    assert "1 of default missing" in event.fields["text"]
+                    break
+
+
+def test_the_io_process_never_loads_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, swarmq.learner.io_process; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A negative control: with the two swapped, a disk that is full at the wrong moment costs a group."""
+
+    async def acknowledge_first(self: Desk, record: BatchRecord) -> None:
+        for episode_id in record.index.trained:
+            await self.unacked.pop(episode_id).ack()
+        self.log.append(record)
+
+    def full(_: object, __: BatchRecord) -> None:
+        tried.set()
+        raise LearnerError("no space left")
+
+    left, tried = {}, asyncio.Event()
+    for order in (Desk._commit, acknowledge_first):
+        monkeypatch.setattr(Desk, "_commit", order)
+        monkeypatch.setattr(batch_log.BatchLog, "append", full)
+        broker = await broker_with(make_group("a"))
+        try:
+            async with desk(tmp_path / order.__name__, broker) as trainer:
+                await trainer.tell(records.Next())
+                await tried.wait()
+        except* LearnerError:
+            tried.clear()
+        left[order.__name__] = unacked(broker)
+    assert left == {"_commit": 2, "acknowledge_first": 0}

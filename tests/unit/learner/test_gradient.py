@@ -1,0 +1,255 @@
+"""The gradient of a batch against a slow float64 computation, and that no way of computing it changes it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+from support.episodes import make_group
+from swarmq.config import Loss, Train
+from swarmq.errors import LearnerError
+from swarmq.learner import tree_head
+from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.losses import LOSSES
+from swarmq.learner.metrics import Sums
+from swarmq.learner.model import load_lm
+from swarmq.learner.passes import Pass, Weigher, Work, idle, totals, work_of
+from swarmq.learner.trainer import Trainer
+from swarmq.messages import Episode, Sampling
+from swarmq.timeline import Plan, lay_rows, resolve, unfold
+
+PLAIN = Train(gradient_checkpointing=False, learning_rate=1e-3)
+LONGEST = 88
+"""Tokens of the longest call of the batch."""
+NORMALISATIONS = ["token", "episode", "constant"]
+Gradient = dict[str, torch.Tensor]
+
+
+@cache
+def groups() -> tuple[tuple[Episode, ...], ...]:
+    """Chats with forks, unequal lengths and two temperatures."""
+    made = [make_group("a", (0.0, 1.0, 0.5), turns=3), make_group("b", (2.0, 0.0), turns=5, length=12)]
+    return tuple(
+        tuple(
+            msgspec.structs.replace(
+                e,
+                turns=tuple(
+                    msgspec.structs.replace(t, sampling=Sampling(temperature=1.0 if i % 2 else 0.7))
+                    for i, t in enumerate(e.turns)
+                ),
+            )
+            for e in group
+        )
+        for group in made
+    )
+
+
+def batch() -> list[Episode]:
+    return [episode for group in groups() for episode in group]
+
+
+@pytest.fixture(scope="module")
+def trainer(tiny_qwen: Path) -> Trainer:
+    return Trainer(str(tiny_qwen), PLAIN)
+
+
+def work(trainer: Trainer, train: Train, **where: int) -> Work:
+    return work_of(batch(), train, trainer.engine, **where)
+
+
+def gradient(trainer: Trainer, train: Train, passes: Work | None = None) -> Gradient:
+    trainer.optimizer.zero_grad()
+    total = totals(batch()).of(train.normalisation)
+    trainer.accumulate(passes or work(trainer, train), train, loss=train.loss.name, total=total)
+    return gradients(trainer)
+
+
+def unfolded(trainer: Trainer, train: Train) -> Work:
+    """The oracle: every turn a row, every episode a pass."""
+    layouts = [lay_rows([(e, row) for row in unfold(resolve(turns.turns))]) for e, turns in enumerate(batch())]
+    tokens = sum(layout.num_tokens for layout in layouts)
+    plan = Plan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
+    weigh = Weigher(batch(), train)
+    return Work(passes=[weigh(layout) for layout in layouts], plan=plan, num_episodes=len(batch()))
+
+
+def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
+    """Ranks average their gradients after each multiplied its own by their number: a plain sum."""
+    trainer.optimizer.zero_grad()
+    total = totals(batch()).of(train.normalisation)
+    for rank in range(world):
+        for one in [*work(trainer, train, rank=rank, world=world).passes, idle()]:
+            sums, trained = Sums(torch.device("cpu")), torch.zeros(len(batch()))
+            trainer._backward(one, train, train.loss.name, total, sums, trained)
+    return gradients(trainer)
+
+
+def gradients(trainer: Trainer) -> Gradient:
+    return {name: p.grad.clone() for name, p in trainer.lm.named_parameters() if p.grad is not None}
+
+
+def slow_gradient(trainer: Trainer, normalisation: str) -> Gradient:
+    """`reinforce`, one turn at a time, float64, no folding, no padding, straight from the formulas."""
+    lm = load_lm(trainer.lm.config._name_or_path, gradient_checkpointing=False).double()
+    by_id = advantages(groups(), "rloo")
+    episodes = batch()
+    tokens = sum(len(t.sampled_ids) // 4 for e in episodes for t in e.turns)
+    objective = torch.zeros((), dtype=torch.float64)
+    for episode in episodes:
+        own = sum(len(turn.sampled_ids) // 4 for turn in episode.turns)
+        weight = {"token": 1 / tokens, "episode": 1 / len(episodes) / own, "constant": 1 / len(episodes) / 1024}
+        for resolved, turn, a in zip(resolve(episode.turns), episode.turns, by_id[episode.episode_id], strict=True):
+            logits = lm(input_ids=torch.tensor(resolved.token_ids.tolist())[None]).logits[0] / turn.sampling.temperature
+            for i, target in enumerate(resolved.sampled_ids.tolist()):
+                at = resolved.prompt_length + i - 1
+                theta = logits[at, target] - logits[at].exp().sum().log()
+                ratio = min(math.exp(float(theta.detach()) - float(resolved.logprobs[i])), 20.0)
+                objective = objective - weight[normalisation] * ratio * a * theta
+    objective.backward()
+    return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+
+
+def assert_same(ours: Gradient, wanted: Gradient, tolerance: float = 1e-4) -> None:
+    assert ours.keys() == wanted.keys()
+    scale = max(float(g.abs().max()) for g in wanted.values())
+    assert scale > 1e-6
+    for name, value in wanted.items():
+        assert float((ours[name].double() - value.double()).abs().max()) < tolerance * scale, name
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_the_gradient_is_the_formulas(trainer: Trainer, normalisation: str) -> None:
+    train = msgspec.structs.replace(PLAIN, normalisation=normalisation, loss=Loss(name="reinforce"))
+    assert_same(gradient(trainer, train), slow_gradient(trainer, normalisation))
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+@pytest.mark.parametrize(
+    "way",
+    ["rows", "tree", "small rows", "small tree", "unfolded", "two ranks", "four ranks", "checkpointing", "chunks"],
+)
+def test_no_way_of_computing_changes_it(
+    trainer: Trainer, normalisation: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = msgspec.structs.replace(PLAIN, normalisation=normalisation)
+    wanted = gradient(trainer, train)
+    match way.split():
+        case ["rows" | "tree" as layout]:
+            train = msgspec.structs.replace(train, layout=layout)
+            assert (work(trainer, train).plan.way, len(work(trainer, train).passes)) == (layout, 1)
+            ours = gradient(trainer, train)
+        case ["small", layout]:
+            train = msgspec.structs.replace(train, layout=layout, micro_batch_tokens=LONGEST)
+            assert len(work(trainer, train).passes) > 2
+            ours = gradient(trainer, train)
+        case ["unfolded"]:
+            assert unfolded(trainer, train).plan.tokens > work(trainer, train).plan.tokens
+            ours = gradient(trainer, train, unfolded(trainer, train))
+        case ["two" | "four" as ranks, "ranks"]:
+            ours = gradient_of_ranks(trainer, train, {"two": 2, "four": 4}[ranks])
+        case ["checkpointing"]:
+            trainer.lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            ours = gradient(trainer, train)
+            trainer.lm.gradient_checkpointing_disable()
+        case ["chunks"]:
+            monkeypatch.setattr(tree_head, "CPU_CHUNK", 128 * 7)
+            tree_head._most_logits.cache_clear()
+            ours = gradient(trainer, train)
+            tree_head._most_logits.cache_clear()
+    assert_same(ours, wanted)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("layout", ["rows", "tree"])
+def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, loss: str, layout: str) -> None:
+    """What a loss or a filter takes together is a model call, and that is whole in every layout."""
+    train = msgspec.structs.replace(PLAIN, loss=Loss(name=loss), row_k3_max=0.2, ratio_band=(0.3, 3.0))
+    wanted = gradient(trainer, train, unfolded(trainer, train))
+    ours = msgspec.structs.replace(train, layout=layout, micro_batch_tokens=LONGEST)
+    assert_same(gradient(trainer, ours), wanted)
+
+
+def test_every_rank_has_as_many_passes_and_every_token_is_trained_once(trainer: Trainer) -> None:
+    parts = [work(trainer, PLAIN, rank=rank, world=6) for rank in range(6)]
+    assert len({len(part.passes) for part in parts}) == 1
+    trained = [key for part in parts for one in part.passes if not one.idle for key in keys(one)]
+    assert len(trained) == len(set(trained)) == totals(batch()).tokens
+    assert_same(gradient_of_ranks(trainer, PLAIN, 6), gradient(trainer, PLAIN))
+
+
+def test_ranks_share_a_batch_evenly(trainer: Trainer) -> None:
+    loads = [sum(p.layout.num_tokens for p in work(trainer, PLAIN, rank=r, world=2).passes) for r in range(2)]
+    assert max(loads) < 1.2 * min(loads)
+
+
+def test_more_ranks_than_passes_leave_some_idle(trainer: Trainer) -> None:
+    parts = [work(trainer, PLAIN, rank=rank, world=20) for rank in range(20)]
+    assert any(one.idle for part in parts for one in part.passes)
+    assert_same(gradient_of_ranks(trainer, PLAIN, 20), gradient(trainer, PLAIN))
+
+
+def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> None:
+    """Calls that disagree with the engine are left out: the same gradient as a batch that never had them."""
+    episodes = batch()
+    worst = msgspec.structs.replace(
+        episodes[0],
+        turns=tuple(
+            msgspec.structs.replace(t, logprobs=b"\x00\x00\x48\xc1" * (len(t.logprobs) // 4)) for t in episodes[0].turns
+        ),
+    )  # -12.5: the learner finds these tokens far likelier than the engine said
+    train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
+    with_worst = work_of([worst, *episodes[1:]], train, trainer.engine)
+    trainer.optimizer.zero_grad()
+    fields, left = trainer.accumulate(with_worst, train, loss="tis_mask", total=totals(episodes).of("token"))
+    ours = gradients(trainer)
+    rest = [without(one, episode=0) for one in with_worst.passes]
+    trainer.optimizer.zero_grad()
+    count = sum(one.layout.num_trained for one in rest)
+    trainer.accumulate(msgspec.structs.replace(with_worst, passes=rest), PLAIN, loss="tis_mask", total=count)
+    assert fields["calls_left_out"] == len(worst.turns)
+    assert left == count < totals(episodes).tokens
+    assert_same(ours, gradients(trainer))
+
+
+def test_an_episode_that_two_ranks_share_counts_once(trainer: Trainer) -> None:
+    """A filter leaves one call of an episode; ranks would each count the episode if they only added up."""
+    train = msgspec.structs.replace(PLAIN, normalisation="episode", layout="rows", micro_batch_tokens=LONGEST)
+    whole = work(trainer, train)
+    _, left = trainer.accumulate(whole, train, loss="tis_mask", total=len(batch()))
+    assert max(Counter(e for one in whole.passes for e in {e for e, *_ in keys(one)}).values()) > 1
+    assert left == len(batch())
+    trainer.optimizer.zero_grad()
+
+
+def test_a_model_that_cannot_compute_trees_trains_rows_and_refuses_to_be_asked_for_trees(tmp_path: Path) -> None:
+    shape = {"vocab_size": 128, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    MambaForCausalLM(MambaConfig(**shape)).save_pretrained(tmp_path)
+    trainer = Trainer(str(tmp_path), PLAIN)
+    assert work(trainer, PLAIN).plan.reason.startswith("trees are not available: ")
+    assert_same(gradient(trainer, PLAIN), gradient(trainer, PLAIN, unfolded(trainer, PLAIN)))
+    with pytest.raises(LearnerError, match=r"train.layout: .* cannot compute trees .*; set it to 'auto'"):
+        Trainer(str(tmp_path), msgspec.structs.replace(PLAIN, layout="tree"))
+
+
+def keys(one: Pass) -> list[tuple[int, int, int]]:
+    """Episode, turn and offset of every token that a pass trains."""
+    layout = one.layout
+    return list(zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True))
+
+
+def without(one: Pass, *, episode: int) -> Pass:
+    """The pass as if the episode's tokens had not been sampled by the policy."""
+    kept = one.layout.episodes != episode
+    per_token = ("predictors", "targets", "logprobs", "versions", "episodes", "turns", "offsets")
+    return msgspec.structs.replace(
+        one,
+        layout=msgspec.structs.replace(one.layout, **{name: getattr(one.layout, name)[kept] for name in per_token}),
+        **{name: getattr(one, name)[kept] for name in ("advantages", "weights", "temperatures", "calls")},
+    )

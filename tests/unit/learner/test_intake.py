@@ -1,0 +1,224 @@
+"""Which episodes make a batch, which are dropped, and that nothing is ever taken twice or forgotten."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from fractions import Fraction
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from support.episodes import make_episode, make_group
+from swarmq.config import Train
+from swarmq.learner.intake import Intake, Limits, quotas
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.messages import Episode, Sampling
+
+TRAIN = Train()
+
+
+def intake(
+    groups: int = 1, *, mix: dict[str, float] | None = None, staleness: int = 4, logged: tuple[Index, ...] = ()
+) -> Intake:
+    return Intake(
+        Limits(groups_per_batch=groups, mix=mix or {"default": 1.0}, max_staleness=staleness, vocab_size=128), logged
+    )
+
+
+def take(intake: Intake, version: int = 0) -> BatchRecord | None:
+    return intake.take(version=version, at=0.0, settings=TRAIN)
+
+
+def feed(intake: Intake, *groups: list[Episode]) -> None:
+    for group in groups:
+        for episode in group:
+            assert intake.accept(episode)
+
+
+def altered(episode: Episode, **turn_fields: object) -> Episode:
+    first, *rest = episode.turns
+    return msgspec.structs.replace(episode, turns=(msgspec.structs.replace(first, **turn_fields), *rest))
+
+
+def test_a_batch_holds_whole_groups_in_order_of_completion() -> None:
+    box = intake(2)
+    a, b, c = (make_group(name) for name in "abc")
+    feed(box, a[:1], b, a[1:])
+    record = take(box)
+    assert record is not None
+    assert [e.group_id for e in record.episodes] == ["b/0", "b/0", "a/0", "a/0"]
+    assert (record.index.record, record.index.version, record.settings) == (1, 1, TRAIN)
+    feed(box, c)
+    assert take(box, 1) is None
+
+
+def test_a_group_is_not_taken_before_its_last_member_came() -> None:
+    box = intake()
+    feed(box, make_group("a", (0.0, 1.0, 2.0))[:2])
+    assert take(box) is None
+    assert box.groups_incomplete == 1
+
+
+def test_redelivery_of_what_waits_changes_nothing_and_of_what_is_logged_is_known() -> None:
+    box = intake()
+    group = make_group("a")
+    feed(box, group, group)
+    record = take(box)
+    assert record is not None
+    assert len(record.episodes) == 2
+    assert not box.accept(group[0])
+    assert not intake(logged=(record.index,)).accept(group[1])
+
+
+def test_equal_rewards_are_dropped_counted_and_recorded_but_seen_in_the_reward() -> None:
+    box = intake()
+    feed(box, make_group("a", (1.0, 1.0)))
+    assert take(box) is None
+    drops = box.drops(version=0, at=0.0)
+    assert drops is not None
+    assert drops.index.dropped == {"a-0": "equal_rewards", "a-1": "equal_rewards"}
+    assert drops.index.tally["default"].reward == 2.0
+    assert drops.index.groups_equal == 1
+    assert box.drops(version=0, at=0.0) is None
+    assert not box.accept(make_episode("a", 0))
+
+
+def test_staleness_is_judged_when_the_batch_is_made() -> None:
+    box = intake(staleness=2)
+    feed(box, make_group("old", version=3), make_group("new", version=4))
+    record = take(box, 6)
+    assert record is not None
+    assert record.index.trained == ("new-0", "new-1")
+    assert record.index.dropped == {"old-0": "stale", "old-1": "stale"}
+
+
+def test_fresh_members_of_a_partly_stale_group_are_trained_if_a_baseline_is_left() -> None:
+    box = intake(staleness=1)
+    group = [make_episode("a", i, reward=float(i), members=3, version=0 if i == 0 else 5) for i in range(3)]
+    pair = [make_episode("b", i, reward=float(i), members=2, version=0 if i == 0 else 5) for i in range(2)]
+    feed(box, pair, group)
+    record = take(box, 5)
+    assert record is not None
+    assert record.index.trained == ("a-1", "a-2")
+    assert record.index.dropped == {"a-0": "stale", "b-0": "stale", "b-1": "group_too_small"}
+
+
+def test_a_groups_drops_are_recorded_with_the_group_so_that_it_is_complete_when_it_comes_again() -> None:
+    box = intake(2)
+    bad, *good = make_group("a", (0.0, 1.0, 2.0))
+    bad = altered(bad, parent="nobody")
+    feed(box, [bad, *good])
+    assert box.drops(version=0, at=0.0) is None, "its siblings are in no record yet"
+    feed(box, make_group("b"))
+    record = take(box)
+    assert record is not None
+    assert record.index.dropped == {"a-0": "parent_unknown"}
+    assert set(record.index.trained) == {"a-1", "a-2", "b-0", "b-1"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        (
+            {"sampled_ids": (128).to_bytes(4, "little"), "logprobs": b"\0\0\0\0", "versions": ()},
+            "id_outside_vocabulary",
+        ),
+        ({"sampled_ids": b"", "logprobs": b"", "versions": ()}, "nothing_sampled"),
+        ({"sampling": Sampling(top_p=0.9)}, "truncated_sampling"),
+        ({"sampling": Sampling(temperature=0.0)}, "truncated_sampling"),
+    ],
+)
+def test_an_episode_that_cannot_be_trained_is_dropped_with_its_reason(fields: dict[str, object], reason: str) -> None:
+    box = intake()
+    good, bad = [make_episode("a", i, reward=float(i), turns=1) for i in range(2)]
+    feed(box, [good, altered(bad, **fields)])
+    drops = box.drops(version=0, at=0.0)
+    assert drops is not None
+    assert drops.index.dropped == {"a-0": "group_too_small", "a-1": reason}
+
+
+def test_an_episode_without_turns_and_a_kind_outside_the_mix_are_dropped() -> None:
+    box = intake()
+    feed(box, make_group("a", turns=0), make_group("b", kind="other"))
+    drops = box.drops(version=0, at=0.0)
+    assert drops is not None
+    assert Counter(drops.index.dropped.values()) == {"no_turns": 2, "kind_not_in_mix": 2}
+
+
+SHARES = st.lists(st.integers(1, 20), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(SHARES, st.integers(1, 12))
+def test_the_mix_is_exact_over_time(parts: list[int], groups: int) -> None:
+    mix = {f"k{i}": part / sum(parts) for i, part in enumerate(parts)}
+    carry: dict[str, float] = {}
+    taken: Counter[str] = Counter()
+    for batch in range(1, 40):
+        counts = quotas(mix, carry, groups)
+        assert sum(counts.values()) == groups
+        carry = {k: carry.get(k, 0.0) + mix[k] * groups - counts[k] for k in mix}
+        taken.update(counts)
+        for i, part in enumerate(parts):
+            assert abs(taken[f"k{i}"] - Fraction(part, sum(parts)) * groups * batch) < len(parts)
+
+
+def test_a_batch_waits_for_the_kind_that_is_owed_also_after_a_restart() -> None:
+    box = intake(1, mix={"code": 0.5, "math": 0.5})
+    feed(box, make_group("m1", kind="math"), make_group("m2", kind="math"), make_group("c1", kind="code"))
+    first = take(box)
+    assert first is not None
+    box = intake(1, mix={"code": 0.5, "math": 0.5}, logged=(first.index,))
+    other = "math" if first.episodes[0].kind == "code" else "code"
+    feed(box, make_group("x", kind=first.episodes[0].kind))
+    assert take(box, 1) is None
+    feed(box, make_group("y", kind=other))
+    second = take(box, 1)
+    assert second is not None
+    assert {e.kind for e in second.episodes} == {other}
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_whatever_crashes_and_comes_again_every_episode_is_in_exactly_one_record(seed: int) -> None:
+    """Deliveries in any order with repeats; a crash forgets all but the log, and what is in no record comes again."""
+    rng = random.Random(seed)
+    groups = [
+        make_group(
+            f"g{i}",
+            tuple(float(rng.randint(0, 2)) for _ in range(rng.randint(1, 4))),
+            turns=1,
+            version=rng.randint(0, 3),
+        )
+        for i in range(rng.randint(1, 8))
+    ]
+    waiting = [episode for group in groups for episode in group]
+    log: list[Index] = []
+    version, box = 0, intake(2, staleness=2)
+    for _ in range(200):
+        if not waiting:
+            break
+        roll = rng.random()
+        if roll < 0.05:
+            box = intake(2, staleness=2, logged=tuple(log))
+        elif roll < 0.7:
+            if not box.accept(episode := rng.choice(waiting)):
+                waiting.remove(episode)
+        else:
+            record = take(box, version) or box.drops(version=version, at=0.0)
+            if record is not None:
+                log.append(record.index)
+                version = max(version, record.index.version)
+                if rng.random() < 0.5:  # else it died before the acks
+                    gone = {*record.index.trained, *record.index.dropped}
+                    waiting = [e for e in waiting if e.episode_id not in gone]
+    ids = [i for index in log for i in (*index.trained, *index.dropped)]
+    assert len(ids) == len(set(ids))
+    assert [index.record for index in log] == list(range(1, len(log) + 1))
+    by_group = [{e.episode_id for e in group} for group in groups]
+    for index in log:
+        taken = {*index.trained, *index.dropped}
+        assert all(members <= taken or not members & taken for members in by_group), "half a group in a record"

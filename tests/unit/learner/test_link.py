@@ -1,0 +1,97 @@
+"""Rank 0's end of the I/O process, against scripted ones."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError
+from swarmq.learner.link import MAX_DEATHS, Link, StopSignal
+from swarmq.learner.records import Batch, Hello, Stepped
+
+SCRIPT = """
+import socket, sys
+from swarmq.learner import records, wire
+sock = socket.socket(fileno=int(sys.argv[-1]))
+def hear():
+    (size,) = wire.LENGTH.unpack(wire._exactly(sock, 8))
+    return wire._to_io.decode(wire._exactly(sock, size))
+def say(message):
+    body = wire._encoder.encode(message)
+    sock.sendall(wire.LENGTH.pack(len(body)) + body)
+hello = hear()
+"""
+
+
+class Idle:
+    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
+        self.calls: list[bool] = []
+        self.then = then
+
+    def __call__(self, *, again: bool) -> None:
+        self.calls.append(again)
+        self.then()
+
+
+def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | None = None) -> Link:
+    job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}})
+    pending = iter(versions or [0] * 99)
+    hello = lambda: Hello(job=job, policy="main", version=next(pending), vocab_size=9)  # noqa: E731
+    return Link(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script])
+
+
+def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
+    idle = Idle()
+    with link(
+        "hear(); say(records.Waiting()); say(records.Batch(record=b'x' * 3_000_000, replayed=False)); hear()"
+    ) as one:
+        batch = one.next(idle=idle, idle_s=60)
+    assert batch == Batch(record=b"x" * 3_000_000, replayed=False)
+    assert idle.calls == [False]
+
+
+def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
+    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.Batch(record=b'%d' % hello.version, replayed=True)); hear()"
+    with link(script, versions=[0, 5]) as one:
+        batch = one.next(idle=Idle(), idle_s=60)
+    assert batch is not None
+    assert batch.record == b"5"
+
+
+def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
+    script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.Batch(record=b'%d' % step.version, replayed=True)); hear()"
+    with link(script, versions=[0, 1]) as one:
+        one._process.wait()
+        one.tell(Stepped(version=7))
+        batch = one.next(idle=Idle(), idle_s=60)
+    assert batch is not None
+    assert batch.record == b"7"
+
+
+def test_one_that_keeps_dying_is_given_up() -> None:
+    with pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"), link("sys.exit(9)") as one:
+        one.next(idle=Idle(), idle_s=60)
+
+
+def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
+    script = "say(records.Failed(text='the disk is full'))"
+    with link(script) as one:
+        one._process.wait()
+        with pytest.raises(LearnerError, match="the disk is full"):
+            one.next(idle=Idle(), idle_s=60)
+
+
+def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
+    stop = StopSignal()
+    idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with stop.installed(), link("hear(); say(records.Waiting()); hear(); say(records.Stopped())", stop) as one:
+        assert one.next(idle=idle, idle_s=60) is None
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        one.finish()
+    assert stop.asked
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL

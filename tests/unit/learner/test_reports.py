@@ -1,0 +1,21 @@
+"""The number of the last report that is confirmed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarmq.errors import LearnerError
+from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.records import Identity
+from swarmq.learner.reports import Reports
+
+
+def test_a_disk_that_refuses_the_number_is_an_error_for_people(tmp_path: Path) -> None:
+    """Not a bare OSError, which would be taken for a crash of the I/O process and tried again without end."""
+    log = BatchLog(tmp_path, Identity(run="r", policy="main", model="m"))
+    reports = Reports(tmp_path / "gone" / "reported", log)
+    with pytest.raises(LearnerError, match="gone/reported"):
+        reports.confirm(1)
+    log.close()

@@ -1,0 +1,110 @@
+"""Beside the batch log lies what training saw of every token; the training itself does not need it."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.episodes import make_group
+from swarmq.config import Train
+from swarmq.learner import token_log
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.token_log import EpisodeTokens, TurnTokens
+from swarmq.learner.trainer import Trainer
+from swarmq.messages import unpack_floats
+from swarmq.timeline import resolve
+
+TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, micro_batch_tokens=40)
+
+
+def record(train):
+    episodes = tuple(make_group("g0", (0.0, 1.0, 0.5), turns=5) + make_group("g1", (1.0, 0.0), turns=3))
+    return BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=train)
+
+
+@pytest.fixture(scope="module")
+def stepped(tiny_qwen):
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    trainer.step(record(TRAIN))
+    return trainer
+
+
+def test_every_sampled_token_is_recorded_with_the_log_probability_that_the_model_gave_it(tiny_qwen, stepped):
+    model = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    recorded = {(e.episode_id, t.call_id): t for e in stepped.tokens for t in e.turns}
+    episodes = record(TRAIN).episodes
+    assert len(recorded) == sum(len(episode.turns) for episode in episodes)
+    for episode in episodes:
+        for turn, whole in zip(episode.turns, resolve(episode.turns), strict=True):
+            with torch.no_grad():
+                logits = model(torch.from_numpy(whole.token_ids.astype(np.int64))[None]).logits[0, :-1]
+            expected = logits.log_softmax(-1).gather(
+                -1, torch.from_numpy(whole.token_ids[1:].astype(np.int64))[:, None]
+            )
+            seen = recorded[episode.episode_id, turn.call_id]
+            np.testing.assert_allclose(
+                unpack_floats(seen.logprobs), expected[whole.prompt_length - 1 :, 0].numpy(), atol=2e-5
+            )
+            assert seen.left_out == b""
+
+
+def test_the_advantage_is_the_one_that_was_trained_with(stepped):
+    """Leave-one-out over rewards 0, 1 and 0.5."""
+    by_id = {e.episode_id: {t.advantage for t in e.turns} for e in stepped.tokens}
+    assert by_id["g0-0"] == {-0.75}
+    assert by_id["g0-1"] == {0.75}
+    assert by_id["g0-2"] == {0.0}
+
+
+def test_tokens_that_a_filter_left_out_are_marked(tiny_qwen):
+    train = msgspec.structs.replace(TRAIN, ratio_band=(0.9, 1.1))
+    trainer = Trainer(str(tiny_qwen), train)
+    trainer.step(record(train))
+    for episode in trainer.tokens:
+        sampled = {
+            turn.call_id: turn for e in record(train).episodes for turn in e.turns if e.episode_id == episode.episode_id
+        }
+        for turn in episode.turns:
+            theta = np.array(unpack_floats(turn.logprobs))
+            ratio = np.exp(theta - np.array(unpack_floats(sampled[turn.call_id].logprobs)))
+            out = np.frombuffer(turn.left_out, np.uint8) if turn.left_out else np.zeros(len(theta))
+            np.testing.assert_array_equal(out == 1, (ratio < 0.9) | (ratio > 1.1))
+
+
+def test_recording_does_not_change_the_step(tiny_qwen, stepped):
+    off = msgspec.structs.replace(TRAIN, token_log=False)
+    trainer = Trainer(str(tiny_qwen), off)
+    fields = trainer.step(record(off))
+    on = Trainer(str(tiny_qwen), TRAIN).step(record(TRAIN))
+    assert trainer.tokens == []
+    assert (fields["loss"], fields["grad_norm"]) == (on["loss"], on["grad_norm"])
+
+
+def tokens(name):
+    return EpisodeTokens(episode_id=name, turns=(TurnTokens(call_id="c", advantage=0.5, logprobs=b"\0" * 4),))
+
+
+def test_an_episode_is_found_whichever_rank_wrote_it(tmp_path):
+    token_log.write(tmp_path / "t", 7, 0, [tokens("a")])
+    token_log.write(tmp_path / "t", 7, 1, [tokens("b")])
+    assert token_log.find(tmp_path / "t", 7, "b") == tokens("b")
+    assert token_log.find(tmp_path / "t", 7, "c") is None
+    assert token_log.find(tmp_path / "t", 8, "a") is None
+    assert token_log.find(tmp_path / "never", 7, "a") is None
+
+
+def test_old_records_go_with_the_batches_of_their_steps(tmp_path):
+    for version in (1, 2, 3):
+        token_log.write(tmp_path, version, 0, [tokens("a")])
+    token_log.prune(tmp_path, 2)
+    assert [token_log.find(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
+
+
+def test_what_cannot_be_written_or_read_costs_only_the_record(tmp_path):
+    (tmp_path / "file").touch()
+    token_log.write(tmp_path / "file", 1, 0, [tokens("a")])
+    token_log.write(tmp_path, 1, 0, [tokens("a")])
+    (path,) = tmp_path.glob("*.zst")
+    path.write_bytes(path.read_bytes()[:-3])
+    assert token_log.find(tmp_path, 1, "a") is None

@@ -1,0 +1,68 @@
+"""The board says what the events said, and the screen shows it."""
+
+import io
+
+from rich.console import Console
+
+from swarmq.messages import Event
+from swarmq.observe.board import BLOCKS, Board, sparkline
+from swarmq.observe.screen import STALE_S, draw
+
+
+def event(name, source="learner.main", at=0.0, **fields):
+    return Event(run="r", source=source, name=name, at=at, fields=fields)
+
+
+def text_of(board, now=0.0):
+    console = Console(file=io.StringIO(), width=120)
+    console.print(draw(board, now=now, width=120))
+    return console.file.getvalue()
+
+
+def test_steps_warnings_and_counts_reach_the_screen():
+    board = Board(run="r")
+    for version in range(1, 4):
+        board.fold(event("step", version=version, reward=version / 4, loss=0.5, wait_s=1.0, train_s=2.0, push_s=0.25))
+    board.fold(event("state", source="collector", begun=12, trained=8, dropped={"equal_rewards": 4}))
+    board.fold(event("warning", source="collector", text="group t/0 waits for 1 of 4"))
+    board.depths = {"swarmq.r.main.ready": 7}
+    shown = text_of(board)
+    for expected in ("0.750", "1.0/2.0/0.2", "equal_rewards", "12", "group t/0 waits for 1 of 4", "main.ready", "7"):
+        assert expected in shown
+
+
+def test_the_screen_shows_how_much_drifted_and_why_turns_branched():
+    board = Board(run="r")
+    board.fold(event("state", source="proxy.0", drift_rate=0.25, repaired=1200, branches={"history_edited": 7}))
+    shown = text_of(board)
+    for expected in ("25.0%", "1,200", "branch: history edited", "7"):
+        assert expected in shown
+
+
+def test_a_part_that_went_silent_is_said_to_be():
+    board = Board(run="r")
+    board.fold(event("state", source="proxy.0", at=100.0, calls=1))
+    assert "silent" not in text_of(board, now=100.0 + STALE_S - 1)
+    assert "proxy.0 (silent 30 s)" in text_of(board, now=130.0)
+
+
+def test_the_token_rate_is_measured_over_the_window_and_added_over_proxies():
+    board = Board(run="r")
+    for at in (0.0, 50.0, 60.0):
+        board.fold(event("state", source="proxy.0", at=at, sampled_tokens=at * 100))
+        board.fold(event("state", source="proxy.1", at=at, sampled_tokens=at * 10))
+    assert board.tokens_per_s() == 110.0
+
+
+def test_a_restarted_proxy_does_not_make_the_rate_negative():
+    board = Board(run="r")
+    board.fold(event("state", source="proxy.0", at=0.0, sampled_tokens=5000))
+    board.fold(event("state", source="proxy.0", at=2.0, sampled_tokens=10))
+    assert board.tokens_per_s() == 0.0
+
+
+def test_a_sparkline_rises_where_the_values_rise():
+    assert sparkline([0.0, 0.5, 1.0], 10, low=0.0, high=1.0) == BLOCKS[0] + BLOCKS[4] + BLOCKS[7]
+    assert len(sparkline([float(i) for i in range(1000)], 40)) <= 40
+    assert sparkline([], 10) == ""
+    assert set(sparkline([2.0, 2.0], 10)) == {BLOCKS[0]}

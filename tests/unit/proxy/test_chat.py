@@ -1,0 +1,199 @@
+"""Chat completions over HTTP, against a scripted engine: answers, turns, sampling."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from support.proxy import events
+from swarmq.messages import VersionSpan, unpack_floats, unpack_ids
+from swarmq.testing.scripted_engine import END, encode
+
+HI = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+
+
+async def test_an_answer_is_in_openai_s_form(stage):
+    stage.engine.say("hello")
+    answer = await stage.ask(HI)
+    [turn] = stage.turns()
+    assert answer["id"] == turn.call_id
+    assert answer["object"] == "chat.completion"
+    assert answer["model"] == "main"
+    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
+    assert answer["choices"][0]["finish_reason"] == "stop"
+    sampled = len(encode("hello")) + 1
+    prompt = len(stage.engine.requests[0].token_ids)
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": sampled,
+        "total_tokens": prompt + sampled,
+    }
+
+
+async def test_a_turn_has_exactly_the_tokens_of_the_call(stage):
+    stage.engine.version = 17
+    stage.engine.say("hello")
+    await stage.ask(HI, key=stage.key("e7"), headers={"x-swarmq-agent": "planner", "x-stainless-retry-count": "2"})
+    [turn] = stage.turns()
+    assert (turn.episode_id, turn.policy, turn.mode, turn.agent, turn.retry) == ("e7", "main", "train", "planner", 2)
+    assert unpack_ids(turn.prompt_ids).tolist() == stage.engine.requests[0].token_ids
+    assert unpack_ids(turn.sampled_ids).tolist() == [*encode("hello"), END]
+    assert set(unpack_floats(turn.logprobs)) == {-0.5}
+    assert turn.versions == (VersionSpan(version=17, start=0, end=4),)
+    assert json.loads(turn.messages) == [HI, {"role": "assistant", "content": "hello"}]
+
+
+async def test_only_new_tokens_and_messages_travel(stage):
+    stage.engine.say("one")
+    first = await stage.ask(HI)
+    more = {"role": "user", "content": "more"}
+    stage.engine.say("two")
+    await stage.ask(HI, first["choices"][0]["message"], more)
+    earlier, later = stage.turns()
+    assert later.parent == earlier.call_id
+    assert later.shared == len(unpack_ids(earlier.prompt_ids)) + len(unpack_ids(earlier.sampled_ids))
+    sequence = [*unpack_ids(earlier.prompt_ids), *unpack_ids(earlier.sampled_ids), *unpack_ids(later.prompt_ids)]
+    assert sequence == stage.engine.requests[1].token_ids
+    assert json.loads(later.messages) == [more, {"role": "assistant", "content": "two"}]
+
+
+async def test_two_sendings_of_a_request_have_one_digest(stage):
+    body = {"model": "main", "messages": [HI], "seed": 1}
+    other = {"seed": 1, "messages": [HI], "model": "main"}
+    for sent in (body, other, {**body, "seed": 2}):
+        stage.engine.say("x")
+        await stage.post(sent)
+    one, same, different = stage.turns()
+    assert one.request_digest == same.request_digest != different.request_digest
+    assert one.call_id != same.call_id
+
+
+async def test_every_choice_is_a_turn(stage):
+    for text in ("a", "bb", "cc"):
+        stage.engine.say(text)
+    answer = await stage.ask(HI, n=3)
+    assert [choice["message"]["content"] for choice in answer["choices"]] == ["a", "bb", "cc"]
+    assert sorted(turn.call_id for turn in stage.turns()) == [f"{answer['id']}.{i}" for i in range(3)]
+
+
+async def test_a_stream_begins_with_the_first_token(stage):
+    gate = asyncio.Event()
+    stage.engine.say("abcd", gate=gate)
+    body = {"model": "main", "messages": [HI], "stream": True}
+    headers = {"authorization": f"Bearer {stage.key()}"}
+    async with stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers) as response:
+        seen = b""
+        while b'"ab"' not in seen:
+            seen += await response.content.readany()
+        gate.set()
+        seen += await response.read()
+    assert "".join(e["choices"][0]["delta"].get("content", "") for e in events(seen)[:-1]) == "abcd"
+    assert events(seen)[-1] == "[DONE]"
+
+
+async def test_the_usage_chunk_comes_when_asked_for(stage):
+    stage.engine.say("ab")
+    *_, usage, done = await stage.stream(HI, stream_options={"include_usage": True})
+    assert (usage["choices"], usage["usage"]["completion_tokens"], done) == ([], 2, "[DONE]")
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_tool_calls_and_text_before_them_are_parsed(stage, streamed):
+    stage.engine.say("ok " + CALL)
+    if streamed:
+        deltas = [event["choices"][0] for event in (await stage.stream(HI, tools=[TOOL]))[:-1]]
+        text = "".join(choice["delta"].get("content") or "" for choice in deltas)
+        calls = [call for choice in deltas for call in choice["delta"].get("tool_calls", ())]
+        finish = deltas[-1]["finish_reason"]
+    else:
+        [choice] = (await stage.ask(HI, tools=[TOOL]))["choices"]
+        text, calls, finish = choice["message"]["content"], choice["message"]["tool_calls"], choice["finish_reason"]
+    assert (text, finish) == ("ok ", "tool_calls")
+    assert calls[0]["function"] == {"name": "add", "arguments": '{"a": 1}'}
+    [turn] = stage.turns()
+    assert turn.finish_reason == "tool_calls"
+    assert unpack_ids(turn.sampled_ids).tolist() == [*encode("ok " + CALL), END]
+
+
+async def test_logprobs_only_for_who_asks(stage):
+    stage.engine.say("ab")
+    stage.engine.say("ab")
+    silent = await stage.ask(HI)
+    asked = await stage.ask(HI, logprobs=True)
+    assert silent["choices"][0]["logprobs"] is None
+    assert [entry["logprob"] for entry in asked["choices"][0]["logprobs"]["content"]] == [-0.5, -0.5]
+
+
+async def test_training_keeps_to_the_run_s_sampling_and_says_so(stage):
+    stage.engine.say("x")
+    body = {"model": "main", "messages": [HI], "temperature": 0, "presence_penalty": 1, "max_tokens": 999}
+    _, headers, _ = await stage.post(body)
+    assert headers["x-swarmq-overridden"] == "temperature, presence_penalty, max_tokens"
+    [sampled] = stage.engine.requests
+    assert sampled.sampling == {"temperature": 0.8, "max_tokens": 200, "logprobs": 0}
+    [turn] = stage.turns()
+    assert (turn.sampling.temperature, turn.sampling.max_tokens) == (0.8, 200)
+
+
+async def test_what_agrees_with_the_run_is_no_override(stage):
+    stage.engine.say("x")
+    body = {"model": "main", "messages": [HI], "temperature": 0.8, "top_p": 1, "max_tokens": 3}
+    _, headers, _ = await stage.post(body)
+    assert "x-swarmq-overridden" not in headers
+    assert stage.turns()[0].sampling.max_tokens == 3
+
+
+async def test_evaluation_keeps_to_the_agent_s_sampling(stage):
+    stage.engine.say("x")
+    stage.engine.say("x")
+    key = stage.key(mode="eval")
+    await stage.ask(HI, key=key, temperature=0, top_p=0.5, max_tokens=999)
+    await stage.ask(HI, key=key)
+    asked, silent = stage.turns()
+    assert (asked.mode, asked.sampling.temperature, asked.sampling.top_p) == ("eval", 0, 0.5)
+    assert asked.sampling.max_tokens == 999
+    assert (silent.sampling.temperature, silent.sampling.max_tokens) == (0.8, 200)
+
+
+async def test_an_answer_cut_off_by_length_is_continued_exactly(stage):
+    stage.engine.say("abcdef", finish_reason="length")
+    first = await stage.ask(HI)
+    assert first["choices"][0]["finish_reason"] == "length"
+    stage.engine.say("x")
+    await stage.ask(HI, first["choices"][0]["message"], HI)
+    earlier, later = stage.turns()
+    assert (later.parent, later.branch) == (earlier.call_id, None)
+
+
+async def test_the_model_field_chooses_the_policy(stage):
+    stage.engine.say("x")
+    await stage.ask(HI, key=stage.key(policies=("main", "other")), model="other")
+    assert stage.turns()[0].policy == "other"
+
+
+async def test_models_lists_the_key_s_policies(stage):
+    headers = {"authorization": f"Bearer {stage.key(policies=('other', 'gone'))}"}
+    async with stage.http.get(f"{stage.url}/v1/models", headers=headers) as response:
+        listed = msgspec.json.decode(await response.read())
+    assert [model["id"] for model in listed["data"]] == ["other"]
+
+
+async def test_health_says_which_policy_has_engines(stage):
+    async with stage.http.get(f"{stage.url}/health") as response:
+        assert (response.status, (await response.json())["engines"]) == (200, {"main": 1, "other": 1})
+    stage.engine.down = True
+    async with stage.http.get(f"{stage.url}/health") as response:
+        assert response.status == 503
+
+
+async def test_state_events_tell_what_was_counted(stage):
+    stage.engine.say("x")
+    await stage.ask(HI)
+    await stage.refused({"model": "no", "messages": [HI]})
+    async with stage.broker.events("r") as told:
+        fields = (await anext(told)).fields
+    assert (fields["calls"], fields["open_calls"], fields["sampled_tokens"], fields["errors"]) == (1, 0, 2, 1)
+    assert (fields["branches"], fields["repaired"]) == ({}, 0)

@@ -1,0 +1,252 @@
+"""What goes wrong: nobody gets the end of an answer that is not recorded, and everybody gets an honest status."""
+
+import asyncio
+
+import pytest
+
+from support.proxy import events
+from swarmq.broker import topology
+from swarmq.engine.protocol import Delta, Logprob
+
+HI = {"role": "user", "content": "hi"}
+BODY = {"model": "main", "messages": [HI]}
+
+
+async def test_no_body_before_the_confirm(stages):
+    async with stages(confirm_timeout_s=60.0) as stage:
+        stage.engine.say("x")
+        stage.broker.away(gone=True)
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(stage.ask(HI))
+            await _published(stage)
+            assert not answer.done()
+            stage.broker.away(gone=False)
+        assert answer.result()["choices"]
+        assert len(stage.turns()) == 1
+
+
+async def test_no_last_chunk_before_the_confirm(stages):
+    async with stages(confirm_timeout_s=60.0) as stage:
+        stage.engine.say("ab")
+        stage.broker.away(gone=True)
+        headers = {"authorization": f"Bearer {stage.key()}"}
+        body = {**BODY, "stream": True}
+        async with stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers) as response:
+            seen = b""
+            while b'"ab"' not in seen:
+                seen += await response.content.readany()
+            await _published(stage)
+            assert b'finish_reason":"stop' not in seen
+            stage.broker.away(gone=False)
+            seen += await response.read()
+        assert events(seen)[-2]["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_an_answer_that_cannot_be_recorded_is_503(stages):
+    async with stages(confirm_timeout_s=0.05) as stage:
+        stage.engine.say("x")
+        stage.broker.away(gone=True)
+        status, headers, raw = await stage.post(BODY)
+        assert (status, headers["retry-after"]) == (503, "2")
+        assert b"broker_unavailable" in raw
+
+
+async def test_a_stream_that_cannot_be_recorded_ends_with_an_error(stages):
+    async with stages(confirm_timeout_s=0.05) as stage:
+        stage.engine.say("ab")
+        stage.broker.away(gone=True)
+        *_, last = await stage.stream(HI)
+        assert last["error"]["code"] == "broker_unavailable"
+
+
+async def test_a_call_that_was_not_recorded_is_nobody_s_parent(stages):
+    async with stages(confirm_timeout_s=0.05) as stage:
+        stage.engine.say("lost")
+        stage.broker.away(gone=True)
+        await stage.post(BODY)
+        stage.broker.away(gone=False)
+        stage.engine.say("x")
+        await stage.ask(HI, {"role": "assistant", "content": "lost"}, HI)
+        [turn] = stage.turns()
+        assert turn.parent is None
+
+
+async def test_a_missing_queue_is_503(stage):
+    stage.broker.delete(topology.inbox("r"))
+    stage.engine.say("x")
+    status, error = await stage.refused(BODY)
+    assert (status, error["code"]) == (503, "broker_unavailable")
+
+
+async def test_an_engine_that_is_away_is_503_and_says_nothing_of_ours(stage):
+    stage.engine.down = True
+    status, error = await stage.refused(BODY)
+    assert (status, error["type"], error["code"]) == (503, "server_error", "engine_unavailable")
+    assert "scripted://" not in error["message"]
+
+
+async def test_another_engine_takes_a_call_that_has_not_begun(stages):
+    async with stages(engines=2) as stage:
+        stage.engines[0].down = True
+        stage.engines[1].say("x")
+        await stage.ask(HI)
+        assert len(stage.turns()) == 1
+
+
+async def test_an_episode_stays_with_its_engine_and_new_ones_spread(stages):
+    async with stages(engines=2) as stage:
+        gate = asyncio.Event()
+        stage.engines[0].say("ab", gate=gate)
+        stage.engines[0].say("x")
+        stage.engines[1].say("x")
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(stage.stream(HI, key=stage.key("a")))
+            await stage.engines[0].asked.wait()
+            await stage.ask(HI, key=stage.key("b"))
+            assert len(stage.engines[1].requests) == 1
+            gate.set()
+        await stage.ask(HI, key=stage.key("a"))
+        assert len(stage.engines[0].requests) == 2
+
+
+async def test_an_engine_that_fails_half_way_ends_the_stream_and_leaves_no_turn(stage):
+    stage.engine.say("abcd", error="it broke")
+    *_, last = await stage.stream(HI)
+    assert last["error"]["code"] == "engine_unavailable"
+    assert stage.turns() == []
+
+
+async def test_an_engine_that_stops_early_is_no_answer(stage):
+    stage.engine.say("abcd", finish_reason=None)
+    status, error = await stage.refused(BODY)
+    assert (status, error["code"]) == (503, "engine_unavailable")
+    assert stage.turns() == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_that_hangs_up_cancels_and_leaves_no_turn(stage, streamed):
+    gate = asyncio.Event()
+    stage.engine.say("abcd", gate=gate)
+    headers = {"authorization": f"Bearer {stage.key()}"}
+    async with asyncio.TaskGroup() as tasks:
+        body = {**BODY, "stream": streamed}
+        post = stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
+        call = tasks.create_task(post.__aenter__())
+        await stage.engine.asked.wait()
+        if streamed:
+            (await call).close()
+        else:
+            call.cancel()
+    await stage.engine.cancelled.wait()
+    gate.set()
+    assert stage.turns() == []
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"key": "nonsense"}, "malformed"),
+        ({"expires_in": -100.0}, "expired"),
+        ({"root": b"x" * 32}, "signature"),
+        ({"run": "other"}, "run"),
+    ],
+)
+async def test_a_key_that_is_not_ours_is_401(stage, how, words):
+    key = how.get("key") or stage.key(**how)
+    status, error = await stage.refused(BODY, key=key)
+    assert (status, error["code"]) == (401, "invalid_api_key")
+    assert words in error["message"]
+    assert key not in error["message"]
+
+
+async def test_no_key_is_401(stage):
+    async with stage.http.post(f"{stage.url}/v1/chat/completions", json=BODY) as response:
+        assert response.status == 401
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"model": None}, 404, "model"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": "hi"}, 400, "messages"),
+        ({"messages": ["hi"]}, 400, "messages"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 1000}, 400, "n"),
+        ({"n": True}, 400, "n"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"max_completion_tokens": "many"}, 400, "max_completion_tokens"),
+        ({"stream": "yes"}, 400, "stream"),
+        ({"stream_options": 3}, 400, "stream_options"),
+        ({"messages": [{"role": "user", "content": "x" * 9000}]}, 400, None),
+    ],
+)
+async def test_a_bad_request_names_its_field(stage, change, status, param):
+    got, error = await stage.refused({**BODY, **change})
+    assert (got, error["param"], error["type"]) == (status, param, "invalid_request_error")
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000])
+async def test_a_body_that_is_no_json_object_is_400(stage, raw):
+    status, error = await stage.refused(None, raw=raw)
+    assert (status, error["code"]) == (400, "invalid_json")
+
+
+async def test_a_body_that_is_too_large_is_413(stages):
+    async with stages(max_body_bytes=1000) as stage:
+        status, error = await stage.refused({**BODY, "user": "x" * 2000})
+        assert (status, error["code"]) == (413, "request_too_large")
+
+
+async def test_evaluation_that_does_not_fit_the_model_is_too_long(stage):
+    status, error = await stage.refused({**BODY, "max_tokens": 5000}, key=stage.key(mode="eval"))
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_key_s_limits_hold(stage):
+    stage.engine.say("x")
+    key = stage.key(max_calls=1)
+    await stage.ask(HI, key=key)
+    status, error = await stage.refused(BODY, key=key)
+    assert (status, error["code"]) == (403, "episode_calls_exhausted")
+    stage.engine.say("abcdef")
+    key = stage.key("e2", max_tokens=2)
+    await stage.ask(HI, key=key)
+    status, error = await stage.refused(BODY, key=key)
+    assert (status, error["code"]) == (403, "episode_tokens_exhausted")
+
+
+async def test_unknown_routes_answer_in_openai_s_form(stage):
+    async with stage.http.get(f"{stage.url}/v1/nothing") as response:
+        assert response.status == 404
+        assert "message" in (await response.json())["error"]
+
+
+async def test_a_strange_agent_tag_is_refused(stage):
+    status, _ = await stage.refused(BODY, headers={"x-swarmq-agent": "a" * 65})
+    assert status == 400
+
+
+async def _published(stage):
+    """Return once the engine was asked and the proxy had many turns of the loop to misbehave."""
+    await stage.engine.asked.wait()
+    for _ in range(50):
+        await asyncio.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "logprobs"), [("no token", []), ("not a number", [float("nan")]), ("above 0", [0.7])], ids=str
+)
+async def test_an_answer_that_cannot_be_trained_is_refused_before_anybody_has_it(stage, flaw, logprobs):
+    """A reader of the queue would park such a turn, and the episode would go on without it."""
+
+    async def generate(_, *, stream):
+        assert not stream
+        entries = [Logprob(token="x", logprob=value) for value in logprobs]
+        yield [Delta(index=0, text="x", token_ids=[1000] * len(logprobs), logprobs=entries, finish_reason="stop")]
+
+    stage.engine.generate = generate
+    status, error = await stage.refused({"model": "main", "messages": [{"role": "user", "content": "hi"}]})
+    assert (status, error["code"]) == (503, "engine_unavailable"), flaw
+    assert stage.turns() == []

@@ -1,0 +1,31 @@
+"""What the process checks before it serves."""
+
+import socket
+
+import pytest
+
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.proxy.main import _listen, serve
+
+
+def test_small_packets_are_sent_at_once():
+    with _listen("127.0.0.1", 0) as listener:
+        assert listener.proto == socket.IPPROTO_TCP, "asyncio leaves Nagle's algorithm on otherwise: 40 ms an answer"
+
+
+def test_a_taken_port_is_named():
+    with _listen("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"proxy\.port: 127\.0\.0\.1:{port}"):
+            _listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("broker", "words"), [({}, r"broker\.url"), ({"url": "amqp://nobody"}, r"policies\.main\.engine\.urls")]
+)
+async def test_a_job_without_addresses_is_refused(broker, words, monkeypatch):
+    monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
+    job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "x"}}, "broker": broker})
+    with pytest.raises(ConfigError, match=words):
+        await serve(job)

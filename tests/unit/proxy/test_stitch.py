@@ -1,0 +1,221 @@
+"""Conversations through graph and stitching, with a tokenizer that drifts and no HTTP."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from swarmq.messages import Sampling, Timings, pack_ids, unpack_ids
+from swarmq.proxy.graph import ID_BYTES, Graph, canonical, common_tokens, history_of
+from swarmq.proxy.recorder import Asked, Sampled, node_of, turn_of
+from swarmq.proxy.stitch import stitch
+from swarmq.testing.scripted_engine import END, ScriptedEngine, chat_template, decode, encode, spelled
+
+SYSTEM = {"role": "system", "content": "be brief"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {}}}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+class Episode:
+    """What proxy and engine do for a request, without either."""
+
+    def __init__(self, template=chat_template):
+        self.engine = ScriptedEngine(template=template)
+        self.graph = Graph()
+        self.turns = []
+        self.sequences = {}
+
+    async def turn(self, messages, answer, tokens, *, ended=True, cut=False, **chat):
+        """Ask with `messages`, sample `tokens`, give the agent `answer`. Returns the turn and its prompt."""
+        chat = {"messages": messages, **chat}
+        history = history_of(chat)
+        rendered = await self.engine.render(chat)
+        stitched = await stitch(self.graph, history, rendered.token_ids, self.engine)
+        asked = Asked(
+            run="r",
+            episode_id="e",
+            policy="main",
+            mode="train",
+            request_id=str(len(self.turns)),
+            retry=0,
+            request_digest="",
+            agent=None,
+            messages=messages,
+            history=history,
+            stitched=stitched,
+            fresh=pack_ids(rendered.token_ids),
+            sampling=Sampling(),
+        )
+        sampled = Sampled(
+            index=0,
+            token_ids=[*tokens, END] if ended else tokens,
+            logprobs=[-1.0] * (len(tokens) + ended),
+            versions=(),
+            finish_reason="stop" if ended else "length",
+            message=answer,
+            cut=cut,
+            timings=Timings(),
+        )
+        turn = turn_of(asked, sampled)
+        self.graph.add(node_of(asked, sampled, turn), history)
+        prompt = unpack_ids(stitched.prompt).tolist()
+        parent = self.sequences[turn.parent] if turn.parent else []
+        assert prompt == [*parent[: turn.shared], *unpack_ids(turn.prompt_ids)], "a reader finds another prompt"
+        assert decode(prompt) == self.engine.template(chat), "the prompt is not what the agent asked"
+        self.sequences[turn.call_id] = [*prompt, *unpack_ids(turn.sampled_ids)]
+        self.turns.append(turn)
+        return turn, prompt
+
+
+def spell(text, rng):
+    """Random tokens of a text: what a model samples is rarely what a tokenizer would choose."""
+    return [i for at in range(0, len(text), 3) for i in rng.choice((encode, spelled))(text[at : at + 3])]
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_characters="<", exclude_categories=("Cs",)), max_size=30)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=8), st.randoms(use_true_random=False))
+async def test_every_sampled_token_of_a_conversation_stays_as_it_was_sampled(exchanges, rng: random.Random):
+    episode = Episode()
+    messages, sequence = [SYSTEM], []
+    for question, answer, ended in exchanges:
+        messages = [*messages, user(question)]
+        tokens = spell(answer, rng)
+        turn, prompt = await episode.turn(messages, said(answer), tokens, ended=ended)
+        assert prompt[: len(sequence)] == sequence
+        assert turn.branch is None
+        assert turn.repaired == (prompt != encode(chat_template({"messages": messages})))
+        sequence = [*prompt, *unpack_ids(turn.sampled_ids)]
+        messages = [*messages, said(answer)]
+    sent = sum(len(unpack_ids(turn.prompt_ids)) + len(unpack_ids(turn.sampled_ids)) for turn in episode.turns)
+    assert sent == len(sequence), "a token travelled twice"
+
+
+def test_the_tokenizer_drifts():
+    tokens = spell("hello there, you", random.Random(0))
+    assert decode(tokens) == "hello there, you"
+    assert encode(decode(tokens)) != tokens
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.randoms(use_true_random=False))
+async def test_any_tree_of_conversations_gives_prompts_that_say_what_was_asked(rng: random.Random):
+    """Forks, retries, edits, compaction, tools that come and go: `Episode.turn` asserts the claim for each."""
+    episode = Episode()
+    known = [[SYSTEM, user("go")]]
+    for number in range(12):
+        messages = list(rng.choice(known))
+        move = rng.randrange(5)
+        if move == 0 and len(messages) > 2:
+            messages[rng.randrange(len(messages))] = user(f"edited {number}")
+        elif move == 1:
+            messages = [SYSTEM, user(f"summary {number}")]
+        chat = {"tools": [TOOL]} if move == 2 else {}
+        answer = f"answer {number} to {len(messages)}"
+        await episode.turn(messages, said(answer), spell(answer, rng), **chat)
+        known.append([*messages, said(answer), user(f"next {number}")])
+
+
+async def test_a_fork_continues_its_node_without_being_a_branch():
+    episode = Episode()
+    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    for text in ("left", "right"):
+        turn, _ = await episode.turn([user("a"), said("xyz"), user(text)], said("z"), spelled("z"))
+        assert (turn.parent, turn.branch, turn.repaired) == (first.call_id, None, True)
+
+
+async def test_an_edited_answer_is_a_branch_and_says_why():
+    episode = Episode()
+    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    turn, _ = await episode.turn([user("a"), said("xyz!"), user("b")], said("z"), spelled("z"))
+    assert (turn.branch, turn.parent) == ("history_edited", None)
+    turn, _ = await episode.turn(
+        [user("a"), said("xyz"), user("b"), said("never said"), user("c")], said("z"), spelled("z")
+    )
+    assert (turn.branch, turn.parent) == ("history_edited", first.call_id)
+    assert turn.shared == len(episode.sequences[first.call_id]), "what was said before the edit stays exact"
+
+
+async def test_changed_tools_are_a_branch_and_say_why():
+    episode = Episode()
+    await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"), tools=[TOOL])
+    assert turn.branch == "tools_changed"
+
+
+async def test_a_stop_string_that_was_cut_off_is_a_branch_and_says_why():
+    episode = Episode()
+    first, prompt = await episode.turn([user("a")], said("xyz"), spelled("xyz STOP"), cut=True)
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"))
+    assert (turn.branch, turn.parent) == ("answer_cut", first.call_id)
+    assert turn.shared == len(prompt), "up to the answer the tokens are still the same"
+
+
+async def test_a_template_that_drops_thoughts_branches_but_keeps_what_came_before():
+    episode = Episode()
+    first, _ = await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    thought = {"role": "assistant", "content": "b", "reasoning": "hm"}
+    second, prompt = await episode.turn(
+        [user("a"), said("xyz"), user("b")], thought, [*encode("<think>hm</think>"), *spelled("b")]
+    )
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b"), said("b"), user("c")], said("z"), encode("z"))
+    assert (turn.branch, turn.parent, turn.shared) == ("template_rewrote_history", second.call_id, len(prompt))
+    assert turn.repaired, "the first answer's own tokens are still there"
+    following, _ = await episode.turn(
+        [user("a"), said("xyz"), user("b"), said("b"), user("c"), said("z"), user("d")], said("y"), encode("y")
+    )
+    assert (following.branch, following.parent) == (None, turn.call_id)
+    assert first.call_id in episode.sequences
+
+
+async def test_after_a_restart_an_unknown_history_is_just_a_turn_without_a_parent():
+    episode = Episode()
+    turn, _ = await episode.turn([user("a"), said("xyz"), user("b")], said("z"), spelled("z"))
+    assert (turn.parent, turn.branch) == (None, None)
+
+
+async def test_a_second_conversation_in_an_episode_is_no_branch():
+    episode = Episode()
+    await episode.turn([user("a")], said("xyz"), spelled("xyz"))
+    turn, _ = await episode.turn([user("sub-agent"), said("an example"), user("b")], said("z"), spelled("z"))
+    assert (turn.parent, turn.branch) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [
+        {"role": "assistant", "content": "x", "refusal": None, "annotations": [], "audio": None},
+        {"role": "assistant", "content": [{"type": "text", "text": "x"}]},
+        {"role": "assistant", "content": "x", "tool_calls": None, "reasoning": "dropped or not"},
+    ],
+)
+def test_a_message_is_recognised_in_the_forms_that_agents_send_it_back(returned):
+    assert canonical(returned) == canonical({"role": "assistant", "content": "x"})
+
+
+def test_tool_calls_are_recognised_by_name_and_arguments():
+    def call(arguments, identity):
+        function = {"name": "f", "arguments": arguments}
+        return canonical({"role": "assistant", "content": None, "tool_calls": [{"id": identity, "function": function}]})
+
+    assert call('{"a":1,"b":2}', "1") == call('{"b": 2, "a": 1}', "2")
+    assert call('{"a":1}', "1") != call('{"a":2}', "1")
+
+
+@given(st.binary(max_size=40), st.binary(max_size=40), st.binary(max_size=40))
+def test_common_tokens_counts_whole_tokens(head, one, other):
+    one, other = head + one, head + other
+    count = common_tokens(one, other)
+    assert one[: count * ID_BYTES] == other[: count * ID_BYTES]
+    longer = (count + 1) * ID_BYTES
+    assert longer > min(len(one), len(other)) or one[:longer] != other[:longer]

@@ -1,0 +1,70 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from swarmq.timeline import Cost, plan, standalone
+
+PER_TOKEN = Cost(token=1.0, pair=0.0)
+
+
+def chat(turns, prompt=50):
+    history, made = list(range(prompt)), []
+    for i in range(turns):
+        made.append(standalone(history, [100 + i] * 5, [-1.0] * 5))
+        history = [*history, *[100 + i] * 5, 7, 8]
+    return made
+
+
+def test_a_linear_chat_keeps_packed_rows():
+    assert plan([chat(5)], 1000, cost=PER_TOKEN).way == "rows"
+
+
+def test_a_group_with_a_shared_prompt_takes_the_tree_and_says_why():
+    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    chosen = plan(group, 2000, cost=PER_TOKEN)
+    assert chosen.way == "tree"
+    assert chosen.tokens == 240
+    assert chosen.tokens_unfolded == 1640
+    assert "240 tokens where rows need 1640" in chosen.reason
+
+
+@pytest.mark.parametrize("way", ["rows", "tree"])
+def test_what_is_asked_for_is_taken_and_it_is_said_why(way):
+    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    for episodes in (group, [chat(5)]):
+        chosen = plan(episodes, 2000, cost=PER_TOKEN, only=way, because="asked for")
+        assert (chosen.way, chosen.reason) == (way, "asked for")
+
+
+def test_rows_may_go_into_smaller_passes_than_trees():
+    rows, tree = [[standalone(range(200), [300] * 5, [-1.0] * 5)]] * 8, [chat(9)] * 8
+    assert [each.num_tokens for each in plan(rows, 2000, cost=PER_TOKEN, only="rows", row_pass=500).layouts] == [
+        410
+    ] * 4
+    assert len(plan(rows, 2000, cost=PER_TOKEN, only="rows", row_pass=1).layouts) == 8
+    assert len(plan(tree, 2000, cost=PER_TOKEN, row_pass=100).layouts) == 1
+
+
+def test_a_tree_that_a_tight_budget_makes_no_cheaper_is_not_taken():
+    group = [[standalone(range(200), [300 + e] * 5, [-1.0] * 5)] for e in range(8)]
+    assert plan(group, 205, cost=PER_TOKEN).way == "rows"
+
+
+@given(data=st.data())
+def test_whichever_way_the_same_tokens_are_trained(groups, data):
+    batch = data.draw(groups())
+    budget = max(len(turn) for turns in batch for turn in turns) + 20
+    both = [plan(batch, budget, cost=PER_TOKEN, only=only) for only in (None, "rows")]
+    assert trained(both[0]) == trained(both[1])
+    assert both[0].tokens <= both[1].tokens <= both[1].tokens_unfolded
+
+
+def trained(chosen):
+    return sorted(
+        row
+        for each in chosen.layouts
+        for row in np.stack(
+            [each.episodes, each.turns, each.offsets, each.targets, each.versions, each.logprobs], axis=1
+        ).tolist()
+    )

@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from swarmq.learner.tree_head import CPU_CHUNK, Form, Head, score, score_logits
+
+TOKENS, WIDTH, VOCAB = 11, 6, 37
+SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS = CPU_CHUNK // 8
+
+
+def make_inputs(vocab=VOCAB):
+    torch.manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, requires_grad=True)
+    weight = torch.randn(vocab, WIDTH, requires_grad=True)
+    bias = torch.randn(vocab, requires_grad=True)
+    return hidden, weight, bias, torch.randint(vocab, (TOKENS,)), torch.rand(TOKENS) + 0.5
+
+
+@pytest.fixture
+def inputs():
+    return make_inputs()
+
+
+def plainly(hidden, weight, bias, form, targets, temperatures):
+    logits = (hidden @ weight.t() + bias) * form.multiplier
+    if form.softcap is not None:
+        logits = form.softcap * torch.tanh(logits / form.softcap)
+    distribution = (logits / temperatures[:, None]).log_softmax(-1)
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    return distribution.gather(1, targets[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS])
+@pytest.mark.parametrize("form", [Form(), Form(0.3, None), Form(1.0, 2.0), Form(0.5, 3.0)])
+def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
+    hidden, weight, bias, targets, temperatures = make_inputs(vocab)
+    scored = score(hidden, Head(weight, bias, form), targets, temperatures)
+    expected, entropy = plainly(hidden, weight, bias, form, targets, temperatures)
+    assert torch.allclose(scored.logprobs, expected, atol=1e-5)
+    assert torch.allclose(scored.entropies, entropy, rtol=1e-4, atol=1e-5)
+    upstream = torch.randn(TOKENS)
+    ours = torch.autograd.grad((scored.logprobs * upstream).sum(), (hidden, weight, bias))
+    theirs = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a - b).norm() < 2e-4 * b.norm()
+
+
+def test_no_tokens_give_no_gradient_but_a_gradient(inputs):
+    """A rank without work still takes part in the exchange of gradients."""
+    hidden, weight, bias, _, _ = inputs
+    none = torch.empty(0, dtype=torch.long)
+    scored = score(hidden[:0], Head(weight, bias), none, torch.empty(0))
+    scored.logprobs.sum().backward()
+    assert not weight.grad.any()
+    assert not bias.grad.any()
+
+
+def test_entropies_carry_no_gradient(inputs):
+    hidden, weight, bias, targets, temperatures = inputs
+    assert not score(hidden, Head(weight, bias), targets, temperatures).entropies.requires_grad
+    assert not score_logits(hidden @ weight.t(), targets, temperatures).entropies.requires_grad
+
+
+def test_logits_never_exist_at_once(inputs):
+    """The largest tensor kept for the backward pass is an input, not [tokens, vocabulary]."""
+    hidden, weight, bias, targets, temperatures = inputs
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        score(hidden, Head(weight, bias), targets, temperatures)
+    assert max(kept) == weight.numel() < TOKENS * VOCAB

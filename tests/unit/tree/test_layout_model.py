@@ -1,0 +1,175 @@
+import numpy as np
+import pytest
+import torch
+
+from swarmq.errors import LearnerError
+from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.timeline import PrefixTree, lay_rows, row_layouts, standalone, unfold
+
+CPU = torch.device("cpu")
+
+
+def score(model, layout, **options):
+    return model(Placed.of(layout, CPU), **options).logprobs
+
+
+def neighbours(first_token):
+    """Two episodes in one packed layout; the first one's prompt begins with `first_token`."""
+    episodes = [[standalone([first_token, 2, 3], [4, 5], [-1] * 2)], [standalone([6, 7], [8, 9, 10], [-1] * 3)]]
+    (layout,) = row_layouts(episodes, budget=100)
+    return layout
+
+
+def test_changing_a_row_changes_nothing_for_its_neighbour(make_model):
+    model = LayoutModel(make_model("mistral"))
+    before, after = neighbours(1), neighbours(30)
+    other = torch.from_numpy(before.episodes == 1)
+    assert other.any()
+    assert torch.equal(score(model, before)[other], score(model, after)[other])
+    assert not torch.equal(score(model, before)[~other], score(model, after)[~other])
+
+
+def test_no_gradient_flows_into_a_neighbour(make_model):
+    model = LayoutModel(make_model("qwen3"))
+    layout = neighbours(1)
+    score(model, layout)[torch.from_numpy(layout.episodes == 1)].sum().backward()
+    touched = model.model.get_input_embeddings().weight.grad.abs().sum(1) > 0
+    ids = torch.from_numpy(layout.token_ids)
+    mine = torch.isin(torch.arange(len(touched)), ids[:5] if layout.token_ids[0] == 6 else ids[5:])
+    embedded = touched & torch.isin(torch.arange(len(touched)), ids)
+    assert embedded.any()
+    assert not (embedded & ~mine).any()
+
+
+def test_changing_a_branch_changes_nothing_for_its_sibling(make_model):
+    model = LayoutModel(make_model("gemma3"))
+    scored = []
+    for token in (20, 30):
+        turns = [standalone([1, 2, 3, token], [5, 6], [-1] * 2), standalone([1, 2, 3, 7], [8], [-1])]
+        (layout,) = PrefixTree([turns]).layouts(100)
+        scored.append(score(model, layout)[torch.from_numpy(layout.turns == 1)])
+    assert torch.equal(*scored)
+
+
+def test_a_model_whose_state_runs_along_the_tokens_computes_rows_one_by_one_and_says_why(make_model):
+    model = LayoutModel(make_model("qwen3-next"))
+    assert model.rows_only == "it has layers of kind linear_attention"
+    turns = [standalone([1, 2, 3], [4, 5], [-1] * 2), standalone([6, 7], [8, 9], [-1] * 2)]
+    expected = torch.cat([score(model, lay_rows([(0, row)])) for row in unfold(turns)])
+    (packed,) = row_layouts([turns], 100)
+    assert torch.allclose(score(model, packed), expected, atol=1e-6)
+
+
+def test_a_tree_given_to_such_a_model_is_refused(make_model):
+    model = LayoutModel(make_model("qwen3-next"))
+    (tree,) = PrefixTree([[standalone([1, 2], [3], [-1]), standalone([1, 2], [4], [-1])]]).layouts(100)
+    with pytest.raises(LearnerError, match="packed rows only"):
+        score(model, tree)
+
+
+def test_a_model_that_mixes_tokens_behind_the_attentions_back_is_found_out(make_model):
+    lm = make_model("llama")
+    lm.model.layers[1].mlp.register_forward_hook(lambda _m, _i, out: out + out.cumsum(1))
+    model = LayoutModel(lm)
+    assert "a small example is off by" in model.rows_only
+    assert lm.config._attn_implementation == "sdpa"
+
+
+def test_a_head_that_does_something_of_its_own_is_found_out_and_still_computed(make_model):
+    lm = make_model("llama")
+    lm.lm_head.register_forward_hook(lambda _m, _i, out: out.sin())
+    model = LayoutModel(lm)
+    assert not model.head_apart
+    assert model.rows_only is None
+    (layout,) = row_layouts([[standalone([1, 2, 3], [4, 5], [-1] * 2)]], 100)
+    expected = make_model("llama")(input_ids=torch.tensor([[1, 2, 3, 4, 5]])).logits[0, 2:4].sin()
+    expected = expected.log_softmax(-1)[[0, 1], [4, 5]]
+    assert torch.allclose(score(model, layout), expected, atol=1e-5)
+
+
+def test_a_model_prepared_for_layouts_refuses_to_be_called_without_one(make_model):
+    model = LayoutModel(make_model("llama"))
+    with pytest.raises(LearnerError, match="LayoutModel"):
+        model.model(input_ids=torch.tensor([[1, 2, 3]]))
+
+
+def test_attention_dropout_is_refused(make_model):
+    lm = make_model("llama")
+    for layer in lm.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    model = LayoutModel(lm)
+    with pytest.raises(LearnerError, match="dropout"):
+        score(model, neighbours(1))
+
+
+def test_checking_leaves_the_model_as_it_was(make_model):
+    lm = make_model("llama")
+    before = {name: value.clone() for name, value in lm.state_dict().items()}
+    LayoutModel(lm)
+    assert lm.training
+    assert all(parameter.grad is None for parameter in lm.parameters())
+    assert all(torch.equal(before[name], value) for name, value in lm.state_dict().items())
+
+
+def test_temperature_may_differ_by_token(make_model):
+    model = LayoutModel(make_model("llama"))
+    layout = neighbours(1)
+    temperatures = torch.linspace(0.5, 1.5, layout.num_trained)
+    each = [score(model, layout, temperatures=float(t))[i] for i, t in enumerate(temperatures)]
+    assert torch.allclose(score(model, layout, temperatures=temperatures), torch.stack(each), atol=1e-6)
+
+
+def test_the_gradient_of_forks_is_the_same_to_the_bit_whichever_thread_is_first(make_model):
+    """Hundreds of answers to one prompt: as many gradients meet at its last token."""
+    model = LayoutModel(make_model("llama"))
+    turns = [standalone([1, 2, 3], [i % 48, i // 48], [-1] * 2) for i in range(600)]
+    (layout,) = PrefixTree([turns]).layouts(2000)
+    weights = torch.linspace(-1, 1, layout.num_trained)
+    torch.set_num_threads(4)
+    gradients = set()
+    for _ in range(8):
+        model.zero_grad()
+        (score(model, layout) * weights).sum().backward()
+        gradients.add(b"".join(p.grad.numpy().tobytes() for p in model.parameters()))
+    assert len(gradients) == 1
+
+
+def test_half_precision_by_autocast_stays_close_and_keeps_full_gradients(make_model):
+    model = LayoutModel(make_model("llama"))
+    layout = neighbours(1)
+    with torch.autocast("cpu", torch.bfloat16):
+        half = score(model, layout)
+    half.sum().backward()
+    assert half.dtype == torch.float32
+    assert (half - score(model, layout)).abs().max() < 0.2
+    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_the_cost_model_counts_parameters_inside_and_pairs(make_model):
+    model = LayoutModel(make_model("llama"))
+    inner = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
+    assert model.cost.token == 2 * inner
+    assert model.cost.pair == 4 * 32 * 3
+
+
+def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_group):
+    from swarmq.learner.tree_attention import BLOCK, Visibility
+    from swarmq.timeline.layout import visible
+
+    group = make_group(seed=5, episodes=6, turns=40)
+    (layout,) = PrefixTree(group).layouts(10_000)
+    visibility = Visibility(layout, CPU, compiled=True)
+    size = visibility.padded_length
+    for window in (None, 50):
+        mask = visibility.block_mask(window)
+        index = torch.arange(size)
+        exact = mask.mask_mod(None, None, index[:, None], index[None, :])
+        assert torch.equal(exact[: layout.num_tokens, : layout.num_tokens], torch.from_numpy(visible(layout, window)))
+        blocks = exact.reshape(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
+        computed = mask.to_dense()[0, 0].bool()
+        assert not (blocks.any(3).any(1) & ~computed).any()
+        whole = torch.zeros_like(computed)
+        for q, count in enumerate(mask.full_kv_num_blocks[0, 0].tolist()):
+            whole[q, mask.full_kv_indices[0, 0, q, :count].long()] = True
+        assert not (whole & ~blocks.all(3).all(1)).any()
+        assert computed.sum() < np.tril(np.ones((size // BLOCK,) * 2)).sum()
