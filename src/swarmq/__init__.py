@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from swarmq.client.episode import AsyncEpisode as AsyncEpisode
     from swarmq.client.episode import Episode as Episode
-    from swarmq.client.outcome import Outcome as Outcome
     from swarmq.client.report import EvalReport as EvalReport
     from swarmq.client.report import RunSummary as RunSummary
     from swarmq.client.session import AsyncSwarmClient as AsyncSwarmClient
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from swarmq.config import SwarmJob as SwarmJob
     from swarmq.errors import SwarmqError as SwarmqError
     from swarmq.keys import Invite as Invite
+    from swarmq.outcome import Outcome as Outcome
 
 __version__ = "0.1.0"
 
@@ -34,7 +34,7 @@ _HOMES = {
     "Episode": "swarmq.client.episode",
     "EvalReport": "swarmq.client.report",
     "Invite": "swarmq.keys",
-    "Outcome": "swarmq.client.outcome",
+    "Outcome": "swarmq.outcome",
     "RunSummary": "swarmq.client.report",
     "SwarmClient": "swarmq.client.sync_client",
     "SwarmJob": "swarmq.config",

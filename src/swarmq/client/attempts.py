@@ -13,8 +13,8 @@ import msgspec
 
 from swarmq.client.episode import AsyncEpisode, Episode
 from swarmq.client.loops import LoopThread, in_thread
-from swarmq.client.outcome import Outcome, as_outcome
 from swarmq.errors import TaskError
+from swarmq.outcome import Outcome, as_outcome
 
 if TYPE_CHECKING:
     from swarmq.client.session import AsyncSwarmClient

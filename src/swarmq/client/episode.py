@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from swarmq.client.loops import Make, T, blocking, hop
-from swarmq.client.outcome import Outcome
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import SwarmqError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
+from swarmq.outcome import Outcome
 
 if TYPE_CHECKING:
     from swarmq.client.session import AsyncSwarmClient

@@ -23,21 +23,20 @@ from typing import Any, Self
 import msgspec
 import structlog
 
-from swarmq.broker import AmqpBroker, Broker, topology
+from swarmq.broker import AmqpBroker, Broker, TicketDesk, topology
 from swarmq.client import runner
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
 from swarmq.client.invites import find_invite
 from swarmq.client.loops import LoopThread
-from swarmq.client.notice import noticed
-from swarmq.client.outcome import Outcome, finished, unfinished
 from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
-from swarmq.client.tickets import TicketDesk
 from swarmq.config import Proxy
 from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
+from swarmq.notice import noticed
+from swarmq.outcome import Outcome, finished, unfinished
 
 DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""

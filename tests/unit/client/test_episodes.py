@@ -8,11 +8,11 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.client import notice, session
-from swarmq.client.outcome import Outcome
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
 from swarmq.messages import Slot
+from swarmq.outcome import Outcome
 
 ROOT = b"r" * 32
 RUN = "r1"

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarmq.client.outcome import Outcome
 from swarmq.client.runner import plan
 from swarmq.client.tasks import Numbering, SwarmTask
 from swarmq.errors import EpisodeError, TaskError
+from swarmq.outcome import Outcome
 
 FAST = {"retry_pause_s": 0.0, "progress": False}
 TASKS = [{"id": f"t{number}", "n": number} for number in range(5)]

@@ -17,10 +17,11 @@ from collections.abc import AsyncIterator
 
 import structlog
 
-from swarmq.broker import Broker, Deliveries, Delivery
-from swarmq.client.notice import noticed
+from swarmq.broker.delivery import Deliveries, Delivery
+from swarmq.broker.protocol import Broker
 from swarmq.errors import BrokerError, BrokerLostError, SwarmqError
 from swarmq.messages import Ticket
+from swarmq.notice import noticed
 
 LINGER_S = 2.0
 """How long the consumer stays open with nobody waiting."""

@@ -5,9 +5,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from swarmq.client.outcome import MAX_REASON, Outcome, as_outcome, finished, unfinished
 from swarmq.errors import OutcomeError
 from swarmq.messages import EpisodeBegin, Slot, check
+from swarmq.outcome import MAX_REASON, Outcome, as_outcome, finished, unfinished
 
 
 def begin(*policies):
