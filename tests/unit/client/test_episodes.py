@@ -6,8 +6,9 @@ import time
 
 import pytest
 
+from swarmq import notice
 from swarmq.broker import topology
-from swarmq.client import notice, session
+from swarmq.client import session
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
