@@ -10,13 +10,14 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
-from swarmq import __version__
+from swarmq import __version__, keys
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError, MissingExtraError, SwarmqError
+from swarmq.keys import Role
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp"),
@@ -461,6 +462,31 @@ def _one_policy(job: SwarmJob, policy: str | None) -> str:
     if policy not in trained:
         raise ConfigError(f"--policy: say which of {', '.join(trained)}")
     return policy
+
+
+@main.command()
+@RUN
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(get_args(Role)),
+    multiple=True,
+    required=True,
+    help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
+)
+@click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
+@click.option("--days", default=30.0, show_default=True, help="How long it is valid.")
+def token(run: Path, roles: tuple[Role, ...], name: str, days: float) -> None:
+    """Print an operator token for the proxy's control routes (docs/control.md).
+
+    \b
+    swarmq token runs/demo --role rollout --name java-agents
+    curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
+    """
+    job = _resolved(run)
+    root = keys.load_root(RunFolder(run).root_secret)
+    made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
+    click.echo(keys.mint_operator(keys.operator_secret(root, name), made))
 
 
 def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:

@@ -5,6 +5,9 @@ One root secret per run gives every client its own secret, HMAC(root, client nam
     root ──HMAC(name)──> client secret ──HMAC(claims)──> sq1.<claims>.<mac>
 
 so a leaked client secret is revoked by its name, and a proxy needs the root alone.
+
+Operator tokens open the control routes in the same way (sqt1.<operator>.<mac>). Whoever holds the root signs them with
+any roles; a client signs with its own secret, and what it signs may only roll out.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ import binascii
 import hashlib
 import hmac
 import secrets
+import zlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal, TypeVar
 
 import msgspec
 
@@ -22,6 +28,7 @@ from swarmq.errors import KeyRefusedError
 from swarmq.messages import Mode
 
 PREFIX = "sq1"
+OPERATOR_PREFIX = "sqt1"
 CLOCK_LEEWAY_S = 60.0
 """How far a client's clock may run ahead or behind before its fresh keys count as expired."""
 
@@ -42,6 +49,27 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     agent: str | None = None
 
 
+Role = Literal["rollout", "read", "admin"]
+"""rollout: begin and end episodes; read: status, episodes, metrics; admin: both of these, and add and remove engines."""
+
+
+class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who may use the control routes of a run until `expires_at` (Unix seconds), and what for."""
+
+    run: str
+    name: str
+    roles: tuple[Role, ...]
+    expires_at: float
+    by_client: bool = False
+    """Signed with the secret of the client `name`."""
+
+    def may(self, role: Role) -> bool:
+        return role in self.roles or "admin" in self.roles
+
+
+Sealed = TypeVar("Sealed", Claims, Operator)
+
+
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
     """Everything a client needs to join a run, in one line to paste."""
 
@@ -50,11 +78,18 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     secret: bytes
     amqp_url: str
     base_url: str
-    """The proxy's, ending in `/v1`."""
+    """The first proxy's, ending in `/v1`."""
     policies: tuple[str, ...]
     kinds: tuple[str, ...]
     group_size: int
     ticketed: bool = True
+    base_urls: tuple[str, ...] = ()
+    """Of all proxies, where there are several."""
+
+    def base_url_of(self, episode_id: str) -> str:
+        """The proxy that an episode is to use: always the same one, so that it finds its conversation there."""
+        urls = self.base_urls or (self.base_url,)
+        return urls[zlib.crc32(episode_id.encode()) % len(urls)]
 
     def encode(self) -> str:
         return "swarmq-invite." + _b64(msgspec.msgpack.encode(self))
@@ -90,28 +125,68 @@ def client_secret(root: bytes, client: str) -> bytes:
     return hmac.digest(root, f"client:{client}".encode(), hashlib.sha256)
 
 
+def operator_secret(root: bytes, name: str) -> bytes:
+    return hmac.digest(root, f"operator:{name}".encode(), hashlib.sha256)
+
+
 def mint(secret: bytes, claims: Claims) -> str:
-    """The api key for one episode."""
-    body = _b64(msgspec.msgpack.encode(claims))
-    return f"{PREFIX}.{body}.{_b64(hmac.digest(secret, body.encode(), hashlib.sha256))}"
+    """The api key for one episode. `secret` is the client's."""
+    return _seal(PREFIX, claims, secret)
+
+
+def mint_operator(secret: bytes, operator: Operator) -> str:
+    """An operator token. `secret` is the operator's, or the client's where it is `by_client`."""
+    return _seal(OPERATOR_PREFIX, operator, secret)
 
 
 def verify(root: bytes, key: str, *, run: str, now: float) -> Claims:
     """The claims of a genuine, current key of this run. Raises KeyRefusedError, which never repeats the key."""
-    try:
-        prefix, body, mac = key.split(".")
-        claims = msgspec.msgpack.decode(_unb64(body), type=Claims)
-        given = _unb64(mac)
-    except (ValueError, msgspec.MsgspecError, KeyRefusedError) as error:
-        raise KeyRefusedError("the api key is malformed: use the one `begin_episode()` returned") from error
-    wanted = hmac.digest(client_secret(root, claims.client), body.encode(), hashlib.sha256)
-    if prefix != PREFIX or not hmac.compare_digest(given, wanted):
-        raise KeyRefusedError("the api key's signature is wrong: it was made for another run or changed")
-    if claims.run != run:
-        raise KeyRefusedError(f"the api key is for run {claims.run!r}, this proxy serves {run!r}")
-    if claims.expires_at + CLOCK_LEEWAY_S < now:
-        raise KeyRefusedError("the api key has expired: its episode is over; begin a new one")
+    what = "api key"
+    hint = "use the one `begin_episode()` returned"
+    claims = _unseal(key, PREFIX, Claims, lambda made: client_secret(root, made.client), what=what, hint=hint)
+    _check_current(claims, what, "its episode is over; begin a new one", run=run, now=now)
     return claims
+
+
+def verify_operator(root: bytes, token: str, *, run: str, now: float) -> Operator:
+    """The operator of a genuine, current token of this run. Raises KeyRefusedError, which never repeats the token."""
+
+    def secret(made: Operator) -> bytes:
+        return client_secret(root, made.name) if made.by_client else operator_secret(root, made.name)
+
+    what = "operator token"
+    operator = _unseal(token, OPERATOR_PREFIX, Operator, secret, what=what, hint="`swarmq token` makes one")
+    _check_current(operator, what, "make a new one with `swarmq token`", run=run, now=now)
+    if operator.by_client and operator.roles != ("rollout",):
+        raise KeyRefusedError("the operator token is signed by a client: its only role may be rollout")
+    return operator
+
+
+def _seal(prefix: str, record: Claims | Operator, secret: bytes) -> str:
+    body = _b64(msgspec.msgpack.encode(record))
+    return f"{prefix}.{body}.{_b64(hmac.digest(secret, body.encode(), hashlib.sha256))}"
+
+
+def _unseal(
+    text: str, prefix: str, kind: type[Sealed], secret: Callable[[Sealed], bytes], *, what: str, hint: str
+) -> Sealed:
+    try:
+        head, body, mac = text.split(".")
+        record = msgspec.msgpack.decode(_unb64(body), type=kind)
+        given = _unb64(mac)
+    except (ValueError, msgspec.MsgspecError, RecursionError, KeyRefusedError) as error:
+        raise KeyRefusedError(f"the {what} is malformed: {hint}") from error
+    wanted = hmac.digest(secret(record), body.encode(), hashlib.sha256)
+    if not hmac.compare_digest(given, wanted) or head != prefix:
+        raise KeyRefusedError(f"the {what}'s signature is wrong: it was made for another run or changed")
+    return record
+
+
+def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str, now: float) -> None:
+    if record.run != run:
+        raise KeyRefusedError(f"the {what} is for run {record.run!r}, this proxy serves {run!r}")
+    if not record.expires_at + CLOCK_LEEWAY_S >= now:
+        raise KeyRefusedError(f"the {what} has expired: {hint}")
 
 
 def _b64(raw: bytes) -> str:

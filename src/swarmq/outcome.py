@@ -31,12 +31,21 @@ class Outcome(msgspec.Struct, frozen=True):
     """call_id -> reward."""
 
 
+class Ends(msgspec.Struct, frozen=True, kw_only=True):
+    """What an end needs to know of its episode, where its begin is not at hand."""
+
+    run: str
+    episode_id: str
+    client_id: str
+    policies: tuple[str, ...]
+
+
 def as_outcome(returned: Any) -> Outcome:
     """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else."""
     return returned if isinstance(returned, Outcome) else Outcome(reward=number("reward", returned))
 
 
-def finished(begin: EpisodeBegin, outcome: Outcome) -> EpisodeEnd:
+def finished(begin: EpisodeBegin | Ends, outcome: Outcome) -> EpisodeEnd:
     """The end of an episode that was scored. Raises OutcomeError naming the field that is wrong."""
     if outcome.success is not None and type(outcome.success).__name__ not in {"bool", "bool_"}:
         raise OutcomeError(f"success is {outcome.success!r}: give True, False or None")
@@ -57,7 +66,7 @@ def finished(begin: EpisodeBegin, outcome: Outcome) -> EpisodeEnd:
     )
 
 
-def unfinished(begin: EpisodeBegin, status: Literal["aborted", "failed"], reason: str) -> EpisodeEnd:
+def unfinished(begin: EpisodeBegin | Ends, status: Literal["aborted", "failed"], reason: str) -> EpisodeEnd:
     """The end of an episode that has no reward: it is never trained and never counted as a 0."""
     return EpisodeEnd(
         run=begin.run,
@@ -86,7 +95,7 @@ def number(name: str, value: Any) -> float:
     return result
 
 
-def _rewards(begin: EpisodeBegin, outcome: Outcome) -> dict[str, float]:
+def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome) -> dict[str, float]:
     if outcome.rewards is None:
         reward = number("reward", outcome.reward)
         return dict.fromkeys(begin.policies, reward)
@@ -99,7 +108,7 @@ def _rewards(begin: EpisodeBegin, outcome: Outcome) -> dict[str, float]:
     return _numbers("rewards", outcome.rewards)
 
 
-def _known(begin: EpisodeBegin, field: str, policy: str) -> str:
+def _known(begin: EpisodeBegin | Ends, field: str, policy: str) -> str:
     if policy not in begin.policies:
         raise OutcomeError(f"{field} names {policy!r}; this episode's policies are {', '.join(begin.policies)}")
     return policy

@@ -27,6 +27,8 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterable
 
+import msgspec
+
 from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw
 from swarmq.collector.groups import Groups
@@ -105,7 +107,7 @@ class Core:
 
     def _begin(self, begin: EpisodeBegin, body: bytes, now: float) -> list[do.Effect]:
         episode = self.open.get(begin.episode_id)
-        if (episode is None and self.past.ended(begin.episode_id)) or (episode and episode.begin == begin):
+        if (episode is None and self.past.ended(begin.episode_id)) or (episode and _same(episode.begin, begin)):
             self.counts["duplicates"] += 1
             return self._use_ticket(begin)
         if episode and episode.begin:
@@ -378,6 +380,11 @@ class Core:
             episode.heard_at = episode.held_since = now
             if episode.begin and episode.begin.mode == "train":
                 self._join(episode.begin)
+
+
+def _same(one: EpisodeBegin | None, other: EpisodeBegin) -> bool:
+    """A begin that is sent again through another proxy has another ticket."""
+    return one is not None and msgspec.structs.replace(one, ticket_id=other.ticket_id) == other
 
 
 def _kind_of_repeat(reason: str, digest: bytes, body: bytes) -> str:

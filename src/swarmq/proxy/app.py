@@ -16,15 +16,20 @@ import structlog
 from litestar import Litestar, Request, get, post
 from litestar.background_tasks import BackgroundTask
 from litestar.exceptions import HTTPException
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.spec import Components, SecurityScheme
 from litestar.response import Response, Stream
 from litestar.types import Receive
 
-from swarmq import keys
+from swarmq import __version__, keys
+from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.messages import Event
 from swarmq.proxy import chat
 from swarmq.proxy.completion import Completions
+from swarmq.proxy.control import Control
+from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_router
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
@@ -48,7 +53,7 @@ def create_app(
     *,
     root: bytes,
     engines: Mapping[str, Sequence[Engine]],
-    broker: Publisher,
+    broker: Broker,
     source: str = "proxy.0",
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
@@ -123,6 +128,17 @@ def create_app(
         status = 200 if all(alive.values()) else 503
         return Response({"status": "ok" if status == 200 else "degraded", "engines": alive}, status_code=status)
 
+    def status() -> ProxyStatus:
+        engines = {name: [lane.engine.url for lane in pool.lanes] for name, pool in pools.items()}
+        return ProxyStatus(run=job.run, source=source, policies=engines, episodes=len(episodes), counts=meter.fields())
+
+    control = Control(job, broker, root=root, now=now)
+
+    @asynccontextmanager
+    async def controlling(_: Litestar) -> AsyncIterator[None]:
+        async with control.serve():
+            yield
+
     @asynccontextmanager
     async def reporting(_: Litestar) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
@@ -138,8 +154,13 @@ def create_app(
         return Response(refusal.body, status_code=refusal.status, headers=refusal.headers)
 
     return Litestar(
-        [chat_completions, models, health],
-        lifespan=[reporting],
+        [chat_completions, models, health, control_router(control, Authority(root, job.run, now), episodes, status)],
+        lifespan=[reporting, controlling],
+        openapi_config=OpenAPIConfig(
+            title="swarmq proxy",
+            version=__version__,
+            components=Components(security_schemes={SECURITY: SecurityScheme(type="http", scheme="bearer")}),
+        ),
         exception_handlers={Exception: refuse, HTTPException: refuse},
         request_max_body_size=job.proxy.max_body_bytes,
         logging_config=None,

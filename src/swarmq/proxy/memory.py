@@ -5,12 +5,26 @@ from __future__ import annotations
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import islice
+
+import msgspec
 
 from swarmq.proxy.graph import Graph
 from swarmq.proxy.pool import Lane
 
 LIMIT_BYTES = 512 * 1024 * 1024
 """Tokens and keys of all remembered episodes together."""
+
+
+class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """What this proxy knows of an episode."""
+
+    episode_id: str
+    policies: tuple[str, ...]
+    """That it has called here."""
+    calls: int
+    sampled_tokens: int
+    idle_s: float
 
 
 class Memory:
@@ -51,6 +65,23 @@ class Episodes:
         memory.used_at = self._clock()
         self._memories.move_to_end(episode_id)
         return memory
+
+    def views(self, limit: int) -> list[EpisodeView]:
+        """The most recently used first."""
+        return [self._view(name, memory) for name, memory in islice(reversed(self._memories.items()), limit)]
+
+    def view(self, episode_id: str) -> EpisodeView | None:
+        memory = self._memories.get(episode_id)
+        return self._view(episode_id, memory) if memory else None
+
+    def _view(self, episode_id: str, memory: Memory) -> EpisodeView:
+        return EpisodeView(
+            episode_id=episode_id,
+            policies=tuple(memory.graphs),
+            calls=memory.calls,
+            sampled_tokens=memory.sampled_tokens,
+            idle_s=round(self._clock() - memory.used_at, 3),
+        )
 
     def sweep(self) -> None:
         """Forget idle episodes, and the oldest ones while all together are too large."""

@@ -7,7 +7,15 @@ from typing import Any
 import msgspec
 from litestar.exceptions import HTTPException
 
-from swarmq.errors import BrokerError, EngineError, EngineRefusedError, KeyRefusedError, MessageError, SwarmqError
+from swarmq.errors import (
+    BrokerError,
+    EngineError,
+    EngineRefusedError,
+    KeyRefusedError,
+    MessageError,
+    OutcomeError,
+    SwarmqError,
+)
 
 RETRY_AFTER_S = 2
 """What an agent's client library is told to wait when a part of ours is away."""
@@ -38,7 +46,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER_S)} if self.status == 503 else {}
+        return {"retry-after": str(RETRY_AFTER_S)} if self.status in {429, 503} else {}
 
 
 def too_long(message: str) -> RefusedError:
@@ -58,6 +66,8 @@ def refusal_of(error: Exception) -> Refusal:
             return _server_fault(503, "the model's engine is not available; try again", "engine_unavailable")
         case BrokerError():
             return _server_fault(503, "the answer could not be recorded; try again", "broker_unavailable")
+        case OutcomeError():
+            return _client_fault(400, str(error), "invalid_outcome")
         case MessageError():
             return _client_fault(400, str(error), "turn_too_large")
         case HTTPException():

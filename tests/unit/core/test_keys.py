@@ -78,3 +78,59 @@ def test_the_root_secret_is_made_once_and_for_its_owner_alone(tmp_path):
     assert keys.load_root(path) == root
     assert len(root) == 32
     assert path.stat().st_mode & 0o077 == 0
+
+
+def operator(*roles, **how):
+    return keys.Operator(**{"run": "r", "name": "ops", "roles": roles, "expires_at": 1000.0, **how})
+
+
+def test_a_genuine_operator_token_gives_its_roles():
+    made = operator("read", "rollout")
+    token = keys.mint_operator(keys.operator_secret(ROOT, "ops"), made)
+    assert keys.verify_operator(ROOT, token, run="r", now=999.0) == made
+    assert [made.may(role) for role in ("read", "rollout", "admin")] == [True, True, False]
+    assert operator("admin").may("read")
+
+
+def test_a_client_may_roll_out_and_nothing_else():
+    secret = keys.client_secret(ROOT, "alice")
+    made = operator("rollout", name="alice", by_client=True)
+    assert keys.verify_operator(ROOT, keys.mint_operator(secret, made), run="r", now=0.0) == made
+    for roles, by_client in ((("admin",), True), (("rollout", "read"), True), (("rollout",), False)):
+        forged = keys.mint_operator(secret, operator(*roles, name="alice", by_client=by_client))
+        with pytest.raises(KeyRefusedError):
+            keys.verify_operator(ROOT, forged, run="r", now=0.0)
+
+
+def test_a_key_is_no_token_and_a_token_is_no_key():
+    with pytest.raises(KeyRefusedError):
+        keys.verify_operator(ROOT, KEY, run="r", now=0.0)
+    secret = keys.client_secret(ROOT, "alice")
+    token = keys.mint_operator(secret, operator("rollout", name="alice", by_client=True))
+    with pytest.raises(KeyRefusedError):
+        keys.verify(ROOT, token, run="r", now=0.0)
+
+
+@pytest.mark.parametrize(("how", "reason"), [({"run": "other"}, "for run"), ({"expires_at": float("nan")}, "expired")])
+def test_a_token_that_is_not_good_here_is_refused_with_the_reason(how, reason):
+    token = keys.mint_operator(keys.operator_secret(ROOT, "ops"), operator("read", **how))
+    with pytest.raises(KeyRefusedError, match=reason):
+        keys.verify_operator(ROOT, token, run="r", now=0.0)
+
+
+def test_an_episode_always_gets_the_same_of_several_proxies_and_all_are_used():
+    urls = tuple(f"http://h:{port}/v1" for port in range(3))
+    invite = keys.Invite(
+        run="r",
+        client="c",
+        secret=b"",
+        amqp_url="",
+        base_url=urls[0],
+        policies=(),
+        kinds=(),
+        group_size=1,
+        base_urls=urls,
+    )
+    chosen = [invite.base_url_of(f"episode-{n}") for n in range(60)]
+    assert chosen == [invite.base_url_of(f"episode-{n}") for n in range(60)]
+    assert set(chosen) == set(urls)

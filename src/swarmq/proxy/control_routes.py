@@ -1,0 +1,191 @@
+"""The routes of `control.py`, and who may call them: operator tokens with the roles rollout, read and admin."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Annotated, Any, cast
+
+import msgspec
+from litestar import Request, Router, get, post
+from litestar.connection import ASGIConnection
+from litestar.datastructures import ResponseHeader
+from litestar.exceptions import ValidationException
+from litestar.handlers import BaseRouteHandler
+from litestar.openapi.datastructures import ResponseSpec
+from litestar.params import Body, Parameter
+from litestar.response import Response
+
+from swarmq import keys
+from swarmq.proxy.control import (
+    AbortRequest,
+    BeginRequest,
+    BegunEpisode,
+    Control,
+    EndedEpisode,
+    EndRequest,
+)
+from swarmq.proxy.memory import Episodes, EpisodeView
+from swarmq.proxy.refusals import RefusedError, refusal_of
+
+PATH = "/v1/control"
+SECURITY = "operatorToken"
+OPERATOR = "swarmq_operator"
+
+Connection = ASGIConnection[Any, Any, Any, Any]
+Guard = Callable[[Connection, BaseRouteHandler], None]
+EpisodeId = Annotated[str, Parameter(pattern=r"^[0-9A-Za-z._:-]{1,64}$")]
+
+
+class Fault(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class FaultBody(msgspec.Struct):
+    """What every error looks like, as OpenAI's."""
+
+    error: Fault
+
+
+class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """Of this proxy alone."""
+
+    run: str
+    source: str
+    policies: dict[str, Any]
+    """Policy -> its engines."""
+    episodes: int
+    """Of which calls are remembered."""
+    counts: dict[str, Any]
+
+
+FAULTS = {
+    400: ResponseSpec(FaultBody, description="The request is wrong; the message names the field."),
+    401: ResponseSpec(FaultBody, description="No token, or one that is forged, expired or of another run."),
+    403: ResponseSpec(FaultBody, description="The token lacks the role."),
+    503: ResponseSpec(FaultBody, description="Not confirmed in time; send it again after `Retry-After` seconds."),
+}
+CONFLICT = ResponseSpec(FaultBody, description="The episode has begun or ended otherwise; nothing was sent.")
+NO_TICKET = ResponseSpec(FaultBody, description="No ticket in time; ask again with the same episode id.")
+UNKNOWN = ResponseSpec(FaultBody, description="This proxy does not know the episode.")
+
+
+class Authority:
+    """Knows who may do what in a run."""
+
+    def __init__(self, root: bytes, run: str, now: Callable[[], float] = time.time) -> None:
+        self._root = root
+        self._run = run
+        self._now = now
+
+    def needs(self, role: keys.Role) -> Guard:
+        """A guard that leaves the operator in the request's state."""
+
+        def guard(connection: Connection, _: BaseRouteHandler) -> None:
+            scheme, _space, token = connection.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer" or not token:
+                raise RefusedError(
+                    "no operator token: send `Authorization: Bearer <token>`; `swarmq token` makes one",
+                    status=401, code="invalid_api_key",
+                )  # fmt: skip
+            operator = keys.verify_operator(self._root, token.strip(), run=self._run, now=self._now())
+            if not operator.may(role):
+                raise RefusedError(
+                    f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
+                    status=403, code="role_missing",
+                )  # fmt: skip
+            connection.state[OPERATOR] = operator.name
+
+        return guard
+
+
+def control_router(
+    control: Control, authority: Authority, episodes: Episodes, status: Callable[[], ProxyStatus]
+) -> Router:
+    """Everything below `PATH`."""
+
+    @get("/status", guards=[authority.needs("read")], responses=FAULTS, operation_id="status")
+    async def show_status() -> ProxyStatus:
+        """What this proxy is doing, and the engines it knows."""
+        return status()
+
+    @get("/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes")
+    async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[EpisodeView]:
+        """Episodes whose calls this proxy remembers, the most recently used first."""
+        return episodes.views(limit)
+
+    @get(
+        "/episodes/{episode_id:str}",
+        guards=[authority.needs("read")],
+        responses={**FAULTS, 404: UNKNOWN},
+        operation_id="showEpisode",
+    )
+    async def show_episode(episode_id: EpisodeId) -> EpisodeView:
+        """One of them."""
+        if view := episodes.view(episode_id):
+            return view
+        raise RefusedError(
+            f"this proxy has answered no call of episode {episode_id!r}", status=404, code="episode_unknown"
+        )
+
+    @post(
+        "/episodes",
+        guards=[authority.needs("rollout")],
+        responses={**FAULTS, 409: CONFLICT, 429: NO_TICKET},
+        response_headers=[ResponseHeader(name="retry-after", description="Seconds.", documentation_only=True)],
+        operation_id="beginEpisode",
+    )
+    async def begin(data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
+        """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
+        base_url = str(request.base_url).rstrip("/") + "/v1"
+        return await control.begin(data, operator=_operator(request), base_url=base_url)
+
+    @post(
+        "/episodes/{episode_id:str}/end",
+        guards=[authority.needs("rollout")],
+        status_code=200,
+        responses={**FAULTS, 409: CONFLICT},
+        operation_id="endEpisode",
+    )
+    async def end(
+        episode_id: EpisodeId, data: Annotated[EndRequest, Body()], request: Request[Any, Any, Any]
+    ) -> EndedEpisode:
+        """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
+        return await control.end(episode_id, data, operator=_operator(request))
+
+    @post(
+        "/episodes/{episode_id:str}/abort",
+        guards=[authority.needs("rollout")],
+        status_code=200,
+        responses={**FAULTS, 409: CONFLICT},
+        operation_id="abortEpisode",
+    )
+    async def abort(
+        episode_id: EpisodeId, data: Annotated[AbortRequest, Body()], request: Request[Any, Any, Any]
+    ) -> EndedEpisode:
+        """Give an episode up: never trained, never a reward of 0. Repeatable."""
+        return await control.abort(episode_id, data, operator=_operator(request))
+
+    return Router(
+        PATH,
+        route_handlers=[show_status, list_episodes, show_episode, begin, end, abort],
+        exception_handlers={ValidationException: _refuse_invalid},
+        security=[{SECURITY: []}],
+        tags=["control"],
+    )
+
+
+def _operator(request: Request[Any, Any, Any]) -> str:
+    return cast("str", request.state[OPERATOR])
+
+
+def _refuse_invalid(_: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
+    """Which field is wrong, and how."""
+    flaws = error.extra if isinstance(error.extra, list) else []
+    words = "; ".join(f"{flaw.get('key', 'body')}: {flaw.get('message')}" for flaw in flaws) or error.detail
+    param = str(flaws[0].get("key")) if flaws and flaws[0].get("key") else None
+    refusal = refusal_of(RefusedError(words, param=param))
+    return Response(refusal.body, status_code=refusal.status)
