@@ -1,6 +1,7 @@
 """Break everything, again and again, and count: every finished episode is trained exactly once, whatever dies.
 
     python -m benchmarks.faults --injections 1000 --seed 7
+    python -m benchmarks.faults --injections 1000 --seed 7 --keep DIR              goes on in DIR if it was cut short
     python -m benchmarks.faults --injections 60 --break acknowledge-before-log     a negative control: must be caught
 
 The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
@@ -14,17 +15,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from benchmarks.faults_check import Verdict, Weights, judge, replayed
-from benchmarks.faults_inject import FAULTS, HangError, Nemesis, plan
+from benchmarks.faults_inject import FAULTS, HANG_S, HangError, Nemesis, plan
+from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
 from benchmarks.report import parser, save, table
 from swarmq import logs
@@ -33,18 +36,18 @@ from swarmq.collector.ledger import fates
 from swarmq.errors import BrokerError, CollectorError
 from swarmq.messages import Episode
 
-WARM_S = 120.0
-DRAIN_S = 240.0
 DRAIN_BROKEN_S = 12.0
 """With a rule broken some episodes never come to an end, and what is wrong shows at once."""
 QUIET_S = 4.0
-GRACE_S = 60.0
+GRACE_S = 180.0
 
 
 class Result(msgspec.Struct, kw_only=True):
     """All that a run says."""
 
     seconds: float
+    interruptions: int
+    """How often the run was cut short and gone on with."""
     injections: int
     hangs: list[str]
     verdict: Verdict
@@ -62,6 +65,7 @@ class Result(msgspec.Struct, kw_only=True):
 
 async def play(
     folder: Path,
+    nursery: Nursery,
     *,
     injections: int,
     seed: int,
@@ -71,30 +75,34 @@ async def play(
     vllm: bool = False,
     only: tuple[str, ...] = (),
 ) -> Result:
-    """One run in `folder`: up, break, drain, stop in order, judge."""
-    began = time.monotonic()
+    """One run in `folder`: up, break, drain, stop in order, judge. What was interrupted there before goes on.
+
+    SIGTERM and SIGINT end the injections early, and what there is by then is judged.
+    """
     hangs: list[str] = []
-    async with World.open(folder, model=model, broken=broken, vllm=vllm) as world:
-        with (folder / "faults.jsonl").open("w") as log:
-            nemesis = Nemesis(world, seed=seed, log=log)
-            world.feeding.set()
-            await _until(lambda: world.segment() is not None and bool(world.lines()), WARM_S, "the first batch")
-            world.stalls.clear()
-            try:
-                await nemesis.run(plan(injections, seed=seed, only=only), gap_s=gap_s)
-            except HangError as hang:
-                hangs.append(str(hang))
-            hangs += await _drain(world, DRAIN_BROKEN_S if broken else DRAIN_S)
+    async with World.open(folder, nursery, model=model, broken=broken, vllm=vllm) as world:
+        nemesis = Nemesis(world, seed=seed)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, nemesis.stop.set)
+        world.feeding.set()
+        try:
+            await _until(lambda: world.segment() is not None and bool(world.lines()), HANG_S, "the first batch")
+            world.watching.set()
+            await nemesis.run(plan(injections, seed=seed, only=only), gap_s=gap_s)
+        except HangError as hang:
+            hangs.append(str(hang))
+        hangs += await _drain(world, broken=bool(broken))
         dead = await _dead_letters(world)
         for name in (*(part for part in world.parts if part.startswith("client")), "proxy", "learner", "collector"):
             if (status := await world.parts[name].stop(GRACE_S)) != 0:
                 hangs.append(f"{name} was asked to stop and ended with status {status}")
         left = await _left_for_learner(world)
-        verdict = judge(world.job, world.lines(), nemesis.injections, world.stalls, left=left, texts=not vllm)
+        verdict = judge(world.job, world.lines(), nemesis.injections, world.stalls.found, left=left, texts=not vllm)
         journal = None if vllm else folder / "engine.jsonl"
         weights = None if broken else await asyncio.to_thread(replayed, world.job, journal)
         return Result(
-            seconds=time.monotonic() - began,
+            seconds=time.time() - world.opened.found[0],
+            interruptions=len(world.opened.found) - 1,
             injections=len(nemesis.injections),
             hangs=hangs,
             verdict=verdict,
@@ -102,23 +110,26 @@ async def play(
             own_deaths=world.story(),
             starts={name: part.starts for name, part in world.parts.items()},
             dead_letters=dead,
-            longest_stall_s=max((seconds for _, seconds in world.stalls), default=0.0),
+            longest_stall_s=max((stall.seconds for stall in world.stalls.found), default=0.0),
         )
 
 
-async def _drain(world: World, within_s: float) -> list[str]:
+async def _drain(world: World, *, broken: bool) -> list[str]:
     """No more tasks, no more faults: everything that was begun comes to its end. What did not, in words."""
     world.feeding.clear()
     for relay in world.relays.values():
         relay.release()
-    try:
-        await _until(lambda: not _unsettled(world) and world.still_s > QUIET_S, within_s, "the end of all episodes")
-    except HangError as hang:
-        return [f"{hang}: {_unsettled(world)}"]
+    left, since = _unsettled(world), time.monotonic()
+    while left or world.still_s < QUIET_S:
+        if time.monotonic() - max(since, 0.0 if broken else world.moved_at) > (DRAIN_BROKEN_S if broken else HANG_S):
+            return [f"the end of all episodes did not come, {left}"]
+        await asyncio.sleep(0.5)
+        if (now := _unsettled(world)) != left:
+            left, since = now, since if broken else time.monotonic()
     with contextlib.suppress(BrokerError):
-        left = await world.broker.depths([topology.tasks(RUN, KIND)])
-        if any(depth.ready for depth in left.values()):
-            return [f"tasks were left: {left}"]
+        tasks = await world.broker.depths([topology.tasks(RUN, KIND)])
+        if any(depth.ready for depth in tasks.values()):
+            return [f"tasks were left: {tasks}"]
     return []
 
 
@@ -134,7 +145,7 @@ def _unsettled(world: World) -> str:
     return ""
 
 
-async def _until(there: Any, within_s: float, what: str) -> None:
+async def _until(there: Callable[[], bool], within_s: float, what: str) -> None:
     try:
         async with asyncio.timeout(within_s):
             while not there():  # noqa: ASYNC110 - files have no event
@@ -171,7 +182,7 @@ def report(result: Result) -> str:
     lines = [
         table(heads, rows),
         "",
-        f"{result.injections} faults in {result.seconds:.0f} s; processes started: {result.starts}",
+        f"{result.injections} faults in {result.seconds:.0f} s, {result.interruptions} interruptions; processes started: {result.starts}",
         (
             f"episodes begun {account.begun}, outcomes confirmed {account.confirmed}, trained {account.trained}, dropped "
             f"{_reasons(Counter(account.dropped))}, waiting {account.waiting}, dead-lettered {result.dead_letters}"
@@ -203,24 +214,25 @@ def main() -> None:
     options.add_argument("--break", dest="broken", default="", help="a rule that a part is to break; see faults_broken")
     options.add_argument("--only", action="append", default=[], choices=FAULTS, help="only this fault; repeatable")
     options.add_argument("--name", default="faults", help="name of the result")
-    options.add_argument("--keep", type=Path, help="run in this folder and keep it")
+    options.add_argument("--keep", type=Path, help="run in this folder and keep it; what was cut short there goes on")
     given = options.parse_args()
     logs.configure(role="faults", run=RUN)
     folder = given.keep or Path(tempfile.mkdtemp(prefix="swarmq-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
-    model = given.model or make_model(folder / "model")
-    result = asyncio.run(
-        play(
-            folder,
-            injections=given.injections,
-            seed=given.seed,
-            gap_s=given.gap_s,
-            model=model,
-            broken=given.broken,
-            vllm=given.engine == "vllm",
-            only=tuple(given.only),
+    with Nursery.open() as nursery:
+        result = asyncio.run(
+            play(
+                folder,
+                nursery,
+                injections=given.injections,
+                seed=given.seed,
+                gap_s=given.gap_s,
+                model=given.model or make_model(folder / "model"),
+                broken=given.broken,
+                vllm=given.engine == "vllm",
+                only=tuple(given.only),
+            )
         )
-    )
     print(report(result))
     if given.broken:
         sys.exit(0 if result.verdict.faults else "the broken rule was not caught")

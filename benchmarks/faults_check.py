@@ -19,7 +19,7 @@ import msgspec
 from benchmarks import faults_engine as scripted
 from benchmarks.faults_client import Line, digest
 from benchmarks.faults_inject import Injection
-from benchmarks.faults_world import POLICY
+from benchmarks.faults_world import POLICY, Stall
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
 from swarmq.demo.closing import Account, account_of
@@ -81,7 +81,7 @@ def judge(
     job: SwarmJob,
     lines: Sequence[Line],
     injections: Sequence[Injection],
-    stalls: Sequence[tuple[float, float]],
+    stalls: Sequence[Stall],
     *,
     left: set[str],
     texts: bool,
@@ -128,7 +128,7 @@ def _text(sampled: bytes) -> str:
 def _rows(
     confirmed: Sequence[Line],
     injections: Sequence[Injection],
-    stalls: Sequence[tuple[float, float]],
+    stalls: Sequence[Stall],
     trained: Counter[str],
     dropped: dict[str, str],
     lost: set[str],
@@ -151,10 +151,9 @@ def _rows(
         row.lost += episode in lost
         if episode in dropped:
             row.dropped[dropped[episode]] += 1
-    for at, seconds in stalls:
-        if times and at > times[0]:
-            row = row_at(at - seconds)
-            row.longest_stall_s = max(row.longest_stall_s, seconds)
+    for stall in stalls:
+        row = row_at(stall.began)
+        row.longest_stall_s = max(row.longest_stall_s, stall.seconds)
     return sorted(rows.values(), key=lambda row: row.fault)
 
 

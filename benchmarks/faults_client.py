@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import msgspec
 from openai import OpenAI
@@ -28,10 +28,14 @@ THINK_S = 0.05
 """Mean time an environment takes between two calls."""
 
 
+Words = Literal["ending", "confirmed", "failed"]
+T = TypeVar("T")
+
+
 class Line(msgspec.Struct, frozen=True, kw_only=True):
     """A line of a client's ledger."""
 
-    event: Literal["ending", "confirmed", "failed"]
+    event: Words
     episode_id: str
     slot: str
     at: float
@@ -40,23 +44,34 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     """Call id -> digest of the text that the agent received."""
 
 
-class Ledger:
-    """Lines that survive a SIGKILL of the process that wrote them."""
+class Appender(Generic[T]):
+    """A file of JSON lines that survive a SIGKILL of the process that writes them."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
 
-    def add(self, event: Literal["ending", "confirmed", "failed"], ep: Episode, answers: dict[str, str]) -> None:
-        line = Line(event=event, episode_id=ep.episode_id, slot=ep.slot.id, at=time.time(), answers=answers)
+    def add(self, line: T) -> None:
         with self._lock:
             self._file.write(msgspec.json.encode(line) + b"\n")
 
 
-def read_ledger(path: Path) -> list[Line]:
-    """The whole lines of a ledger; one that a kill has cut is left out."""
+class Lines(Appender[T]):
+    """One whose lines, those of earlier processes too, are in `found`."""
+
+    def __init__(self, path: Path, kind: type[T]) -> None:
+        self.found = read_lines(path, kind)
+        super().__init__(path)
+
+    def add(self, line: T) -> None:
+        self.found.append(line)
+        super().add(line)
+
+
+def read_lines(path: Path, kind: type[T]) -> list[T]:
+    """The whole lines of a file; one that a kill has cut is left out."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [msgspec.json.decode(line, type=Line) for line in lines if line.endswith(b"\n")]
+    return [msgspec.json.decode(line, type=kind) for line in lines if line.endswith(b"\n")]
 
 
 def digest(text: str) -> str:
@@ -66,7 +81,7 @@ def digest(text: str) -> str:
 class Player:
     """The agent: one to three turns of chat, streamed or not, and a reward that depends on the answers."""
 
-    def __init__(self, base_url: str, ledger: Ledger) -> None:
+    def __init__(self, base_url: str, ledger: Appender[Line]) -> None:
         self._openai = OpenAI(base_url=base_url, api_key="set per episode", max_retries=6, timeout=20.0)
         self._ledger = ledger
 
@@ -75,12 +90,17 @@ class Player:
         try:
             reward = self._play(ep, answers)
         except Exception:
-            self._ledger.add("failed", ep, answers)
+            self._note("failed", ep, answers)
             raise
-        self._ledger.add("ending", ep, answers)
+        self._note("ending", ep, answers)
         ep.end(reward)
-        self._ledger.add("confirmed", ep, answers)
+        self._note("confirmed", ep, answers)
         time.sleep(random.expovariate(1 / THINK_S))  # the environment is torn down; the task is still held
+
+    def _note(self, event: Words, ep: Episode, answers: dict[str, str]) -> None:
+        self._ledger.add(
+            Line(event=event, episode_id=ep.episode_id, slot=ep.slot.id, at=time.time(), answers=dict(answers))
+        )
 
     def _play(self, ep: Episode, answers: dict[str, str]) -> float:
         client = self._openai.with_options(api_key=ep.api_key)
@@ -113,7 +133,7 @@ class Player:
 
 def main() -> None:
     client = AsyncSwarmClient(code_version="faults")
-    player = Player(client.invite.base_url, Ledger(Path(sys.argv[1])))
+    player = Player(client.invite.base_url, Appender(Path(sys.argv[1])))
     run_worker(client, player, concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False)
 
 

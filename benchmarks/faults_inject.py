@@ -17,10 +17,11 @@ import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import IO
 
 import msgspec
+import structlog
 
+from benchmarks.faults_client import Lines
 from benchmarks.faults_world import GROUP_SIZE, KIND, NUM_CLIENTS, POLICY, ROLES, RUN, World
 from swarmq.broker import topology
 from swarmq.errors import BrokerError, SwarmqError
@@ -28,10 +29,14 @@ from swarmq.learner import batch_log
 from swarmq.messages import Consumed, Message, Ticket, decode
 from swarmq.testing.relay import TcpRelay, Way
 
+log = structlog.get_logger()
+
 PATIENCE_S = 10.0
 """How long an injection waits for the run to have moved since the one before."""
-HANG_S = 180.0
-"""Nothing at all moved for so long: that is a hang."""
+CALM_S = 45.0
+"""Nothing has moved for so long: no more faults until something does."""
+HANG_S = 600.0
+"""Nothing has moved for so long although every outage is over: that is a hang, on the busiest of machines."""
 AIM_S = 12.0
 RECENT_TASKS = 120
 TRIES = 10
@@ -61,42 +66,52 @@ class HangError(Exception):
 class Nemesis:
     """Injects a plan into a world."""
 
-    def __init__(self, world: World, *, seed: int, log: IO[str]) -> None:
+    def __init__(self, world: World, *, seed: int) -> None:
         self.world = world
-        self.rng = random.Random(seed)
-        self.injections: list[Injection] = []
-        self.hangs = 0
-        self._log = log
+        self.log = Lines(world.folder / "faults.jsonl", Injection)
+        self.rng = random.Random(f"{seed} {len(self.injections)}")
+        self.stop = asyncio.Event()
+        """No more faults."""
         self._locks: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._lasting: set[asyncio.Task[None]] = set()
 
+    @property
+    def injections(self) -> list[Injection]:
+        """All so far, those before an interruption too."""
+        return self.log.found
+
     async def run(self, plan: list[str], *, gap_s: float) -> None:
-        """All of the plan. Raises HangError."""
-        for number, name in enumerate(plan, 1):
-            await asyncio.sleep(self.rng.expovariate(1 / gap_s))
+        """What is left of the plan. Raises HangError."""
+        for number, name in list(enumerate(plan, 1))[len(self.injections) :]:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.rng.expovariate(1 / gap_s)):
+                    await self.stop.wait()
             await self._until_moved()
+            if self.stop.is_set():
+                break
             for _ in range(TRIES):
                 began = time.time()
                 if (hit := await FAULTS[name](self)) is not None:
-                    self._note(Injection(number=number, fault=name, at=began, hit=hit))
+                    self.log.add(Injection(number=number, fault=name, at=began, hit=hit))
                     break
                 await asyncio.sleep(1.0)  # its target is being started again
         if self._lasting:
             await asyncio.wait(self._lasting)
 
     async def _until_moved(self) -> None:
-        """Faults upon a run that stands still are no load test; but after a while the next one comes all the same."""
+        """Faults upon a run that stands still are no load test; but after a while the next one comes all the same,
+        unless nothing moves for so long that what is still under way must be given the time to end."""
         moves, since = self.world.moves, time.monotonic()
         while self.world.moves == moves and time.monotonic() - since < PATIENCE_S:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-        if self.world.still_s > HANG_S:
-            self.hangs += 1
-            raise HangError(f"nothing has moved for {self.world.still_s:.0f} s")
-
-    def _note(self, injection: Injection) -> None:
-        self.injections.append(injection)
-        self._log.write(msgspec.json.encode(injection).decode() + "\n")
-        self._log.flush()
+        if self.world.still_s > CALM_S:
+            if self._lasting:
+                await asyncio.wait(self._lasting)
+            over = time.monotonic()
+            while self.world.still_s > CALM_S:
+                if time.monotonic() - over > HANG_S:
+                    raise HangError(f"nothing has moved for {self.world.still_s:.0f} s")
+                await asyncio.sleep(0.2)
 
     def lasting(self, what: Awaitable[None]) -> None:
         """Go on with the next fault while this one lasts."""
@@ -107,7 +122,7 @@ class Nemesis:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._lasting.discard(task)
         if not task.cancelled() and (error := task.exception()):
-            self._log.write(f'{{"harness": {str(error)!r}}}\n')
+            log.error("the harness failed", fault=task.get_name(), error=repr(error))
 
     @contextlib.asynccontextmanager
     async def alone(self, what: str) -> AsyncIterator[None]:
@@ -185,7 +200,11 @@ async def broker_killed(nemesis: Nemesis) -> str | None:
         async with nemesis.alone("broker"):
             await nemesis.world.node.kill()
             await asyncio.sleep(_seconds(nemesis.rng, 2.0))
-            await nemesis.world.node.start()
+            while True:
+                try:
+                    return await nemesis.world.node.start()
+                except BrokerError as error:
+                    log.warning("not up, trying again", error=str(error))
 
     nemesis.lasting(restart())
     return "RabbitMQ"

@@ -5,7 +5,8 @@
        └────relay────────┴────────────relay─────────────────┴──────────────relay────> RabbitMQ (private node)
 
 A part that ends is started again after a moment, whatever it died of; deaths that nobody injected are kept with the
-last lines of its log. The harness itself only feeds tasks, and looks.
+last lines of its log. The harness itself only feeds tasks, and looks. What it sees goes into files of the folder: a
+world that is opened again in the same folder goes on, like anything else that was killed.
 """
 
 from __future__ import annotations
@@ -15,16 +16,15 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import msgspec
 
-from benchmarks.faults_client import Line, read_ledger
+from benchmarks.faults_client import Line, Lines, read_lines
+from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
 from swarmq.broker import AmqpBroker, topology
 from swarmq.broker.node import PrivateNode
@@ -32,7 +32,7 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import BrokerError
 from swarmq.messages import Slot, Task
-from swarmq.process import die_with_parent, free_port, stop_group, tail
+from swarmq.process import free_port, tail
 from swarmq.testing.relay import TcpRelay
 
 RUN, KIND, POLICY = "faults", "default", "main"
@@ -43,13 +43,15 @@ SPARE_TASKS = 40
 """Tasks kept waiting in the queue."""
 RESTART_S = 0.3
 LOOK_S = 0.2
+STALL_S = 0.5
+"""Shorter ones are the usual pace."""
 DISK_BYTES = 96 << 20
 PORT = 5672
 
 ROLES = ("proxy", "collector", "learner", *(f"client{n}" for n in range(NUM_CLIENTS)))
 
 
-class Death(NamedTuple):
+class Death(msgspec.Struct, frozen=True):
     """A part ended and nobody had killed it."""
 
     part: str
@@ -57,13 +59,23 @@ class Death(NamedTuple):
     words: str
 
 
+class Stall(msgspec.Struct, frozen=True):
+    """A stretch without any progress."""
+
+    began: float
+    """Unix time."""
+    seconds: float
+
+
 class Part:
     """A process that is to be running."""
 
-    def __init__(self, name: str, argv: list[str], log_path: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, name: str, arguments: list[str], nursery: Nursery, log_path: Path, environment: dict[str, str]
+    ) -> None:
         self.name, self.log_path = name, log_path
-        self._argv, self._environment = argv, environment
-        self._process: asyncio.subprocess.Process | None = None
+        self._arguments, self._nursery, self._environment = arguments, nursery, environment
+        self._process: Child | None = None
         self._killed = 0
         self.wanted = True
         self.starts = 0
@@ -72,19 +84,11 @@ class Part:
     def pid(self) -> int | None:
         return self._process.pid if self._process and self._process.returncode is None else None
 
-    async def start(self) -> None:
+    def start(self) -> None:
         self.starts += 1
-        with self.log_path.open("ab") as sink:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._argv,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                preexec_fn=die_with_parent,
-            )
+        self._process = self._nursery.start(self._arguments, self._environment, self.log_path)
 
-    async def keep(self, deaths: list[Death]) -> None:
+    async def keep(self, deaths: Lines[Death]) -> None:
         """Start it again whenever it ends, until it is no longer wanted."""
         while True:
             assert self._process is not None
@@ -92,10 +96,10 @@ class Part:
             if not self.wanted:
                 return
             if status != -signal.SIGKILL or not self._killed:
-                deaths.append(Death(self.name, status, tail(self.log_path, 3)))
+                deaths.add(Death(self.name, status, tail(self.log_path, 3)[-300:]))
             self._killed = 0
             await asyncio.sleep(RESTART_S)
-            await self.start()
+            self.start()
 
     def signal(self, number: int) -> None:
         if self.pid is not None:
@@ -105,41 +109,44 @@ class Part:
     async def stop(self, grace_s: float) -> int:
         """Drain; the exit status, or SIGKILL's when it did not end in time."""
         self.wanted = False
-        assert self._process is not None
-        await stop_group(self._process, grace_s=grace_s)
-        return self._process.returncode or 0
+        return await self._process.stop(grace_s=grace_s) if self._process else 0
 
 
 class World:
     """Everything that runs; `open` brings it up and takes it down."""
 
-    def __init__(self, folder: Path, job: SwarmJob, node: PrivateNode, *, broken: str = "") -> None:
+    def __init__(self, folder: Path, job: SwarmJob, node: PrivateNode, nursery: Nursery, *, broken: str = "") -> None:
         self.folder, self.job, self.node, self.broken = folder, job, node, broken
+        self.nursery = nursery
         self.run_folder: RunFolder = job.run_folder
         self.parts: dict[str, Part] = {}
         self.relays: dict[str, TcpRelay] = {}
-        self.deaths: list[Death] = []
+        self.opened = Lines(folder / "opened.jsonl", float)
+        """Unix time of every time that this folder was opened."""
+        self.opened.add(time.time())
+        self.deaths = Lines(folder / "deaths.jsonl", Death)
+        self.stalls = Lines(folder / "stalls.jsonl", Stall)
         self.fed: list[Task] = []
         self.engine: EngineProcess | None = None
         """The real vLLM, where that is asked for."""
         self.disk: Path | None = None
         """The batch log's own file system, where we may mount one."""
-        self.feeding = asyncio.Event()
+        self.feeding, self.watching = asyncio.Event(), asyncio.Event()
         self.broker: AmqpBroker
         self._seen: dict[Path, int] = {}
         self.moved_at = time.monotonic()
         self.moves = 0
-        self.stalls: list[tuple[float, float]] = []
-        """Unix time at which a stretch without any progress ended, and its seconds."""
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: Path, *, model: Path, broken: str = "", vllm: bool = False) -> AsyncIterator[World]:
+    async def open(
+        cls, folder: Path, nursery: Nursery, *, model: Path, broken: str = "", vllm: bool = False
+    ) -> AsyncIterator[World]:
         """`broken` names a rule that one of the parts is to break."""
         async with contextlib.AsyncExitStack() as stack:
             job = _job(folder, model, proxy_port=free_port())
             node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-            world = cls(folder, job, node, broken=broken)
+            world = cls(folder, job, node, nursery, broken=broken)
             world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
             await world._connect(stack, vllm=vllm)
             async with asyncio.TaskGroup() as tasks:
@@ -172,19 +179,19 @@ class World:
             self.engine = EngineProcess(policy, port=engine_port, log_path=self.folder / "engine.log")
             await stack.enter_async_context(self.engine)
         else:
-            self._add("engine", ["-m", "benchmarks.faults_engine", str(engine_port), str(journal)])
+            self._add("engine", ["benchmarks.faults_engine", str(engine_port), str(journal)])
         for role in ("proxy", "collector", "learner"):
             job = str(self._job_of(role))
             if self.broken and self._breaks(role):
-                self._add(role, ["-m", "benchmarks.faults_broken", role, job, self.broken])
+                self._add(role, ["benchmarks.faults_broken", role, job, self.broken])
             else:
-                self._add(role, ["-m", "swarmq", role, job, *(["--no-collector"] if role == "learner" else [])])
+                self._add(role, ["swarmq", role, job, *(["--no-collector"] if role == "learner" else [])])
         for number in range(NUM_CLIENTS):
             name = f"client{number}"
             invite = {"SWARMQ_INVITE": self._invite(name), "SWARMQ_SPOOL": str(self.folder / "spool")}
-            self._add(name, ["-m", "benchmarks.faults_client", str(self.ledger(name))], **invite)
+            self._add(name, ["benchmarks.faults_client", str(self.ledger(name))], **invite)
         for part in self.parts.values():
-            await part.start()
+            part.start()
 
     def _breaks(self, role: str) -> bool:
         from benchmarks.faults_broken import RULES  # noqa: PLC0415  (imports every part; only where one is broken)
@@ -192,17 +199,16 @@ class World:
         return RULES[self.broken] == role
 
     def _add(self, name: str, arguments: list[str], **environment: str) -> None:
-        path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
         known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
-        given = {**known, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
-        self.parts[name] = Part(name, [sys.executable, *arguments], self.folder / f"{name}.log", given)
+        given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        self.parts[name] = Part(name, arguments, self.nursery, self.folder / f"{name}.log", given)
 
     def ledger(self, client: str) -> Path:
         return self.folder / f"{client}.jsonl"
 
     def lines(self) -> list[Line]:
         """What all clients have written."""
-        return [line for number in range(NUM_CLIENTS) for line in read_ledger(self.ledger(f"client{number}"))]
+        return [line for number in range(NUM_CLIENTS) for line in read_lines(self.ledger(f"client{number}"), Line)]
 
     def io_pid(self) -> int | None:
         """The learner's I/O process."""
@@ -260,7 +266,7 @@ class World:
     async def _feed(self) -> None:
         """Keep tasks waiting while `feeding` is set: all repeats of one after another."""
         queue = topology.tasks(RUN, KIND)
-        number = 0
+        opening, number = len(self.opened.found), 0
         while True:
             await self.feeding.wait()
             with contextlib.suppress(BrokerError, TimeoutError):
@@ -268,7 +274,7 @@ class World:
                     depth = (await self.broker.depths([queue]))[queue].ready
                 while depth < SPARE_TASKS and self.feeding.is_set():
                     for repeat in range(GROUP_SIZE):
-                        slot = Slot(task_id=f"t{number}", repeat=repeat)
+                        slot = Slot(task_id=f"t{opening}.{number}", repeat=repeat)
                         task = Task(run=RUN, slot=slot, kind=KIND, group_size=GROUP_SIZE)
                         await self.broker.publish(queue, task)
                         self.fed.append(task)
@@ -283,7 +289,8 @@ class World:
             sizes = {path: path.stat().st_size for path in paths if path and path.exists()}
             now = time.monotonic()
             if sizes != self._seen:
-                self.stalls.append((time.time(), now - self.moved_at))
+                if (seconds := now - self.moved_at) > STALL_S and self.watching.is_set():
+                    self.stalls.add(Stall(time.time() - seconds, seconds))
                 self._seen, self.moved_at = sizes, now
                 self.moves += 1
             await asyncio.sleep(LOOK_S)
@@ -295,11 +302,13 @@ class World:
 
     def story(self) -> Counter[str]:
         """Deaths that nobody injected, by part and last word."""
-        return Counter(f"{death.part} (status {death.status}): {death.words[-300:]}" for death in self.deaths)
+        return Counter(f"{death.part} (status {death.status}): {death.words}" for death in self.deaths.found)
 
 
 def make_model(folder: Path) -> Path:
-    """A random Qwen3 of two layers for 128 tokens."""
+    """A random Qwen3 of two layers for 128 tokens, once."""
+    if folder.exists():
+        return folder
     import torch  # noqa: PLC0415  (seconds; not where a model is given)
     from transformers import Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
 
@@ -357,10 +366,12 @@ def _small_disk(folder: Path, at: Path) -> Iterator[Path | None]:
     """Mount a file system of its own at `at`, so that it can be filled; None where we may not."""
     image = folder / "disk.img"
     at.mkdir(parents=True, exist_ok=True)
-    with image.open("wb") as file:
-        file.truncate(DISK_BYTES)
     try:
-        subprocess.run(["mkfs.ext4", "-q", "-F", image], capture_output=True, check=True)
+        if not image.exists():
+            with image.open("wb") as file:
+                file.truncate(DISK_BYTES)
+            subprocess.run(["mkfs.ext4", "-q", "-F", image], capture_output=True, check=True)
+        subprocess.run(["umount", "-l", at], capture_output=True, check=False)  # of a run that was killed
         subprocess.run(["mount", "-o", "loop", image, at], capture_output=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         yield None

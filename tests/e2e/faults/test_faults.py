@@ -18,8 +18,8 @@ REVEALED_BY = {
 """Rule -> faults that show what it is for."""
 
 
-async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, model):
-    result = await play(tmp_path, injections=25, seed=3, gap_s=0.4, model=model)
+async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_path, nursery, model):
+    result = await play(tmp_path, nursery, injections=25, seed=3, gap_s=0.4, model=model)
     assert result.passed, report(result)
     assert result.injections == 25
     assert result.dead_letters == 0
@@ -29,7 +29,7 @@ async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("rule", RULES)
-async def test_a_broken_rule_is_caught(rule, tmp_path, model):
+async def test_a_broken_rule_is_caught(rule, tmp_path, nursery, model):
     """Negative controls: each part that breaks one rule is found out by the same comparison.
 
     Faults strike at random moments, and not every schedule meets the broken rule; one of three must.
@@ -38,7 +38,7 @@ async def test_a_broken_rule_is_caught(rule, tmp_path, model):
         folder = tmp_path / str(seed)
         folder.mkdir()
         result = await play(
-            folder, injections=14, seed=seed, gap_s=0.5, model=model, broken=rule, only=REVEALED_BY[rule]
+            folder, nursery, injections=14, seed=seed, gap_s=0.5, model=model, broken=rule, only=REVEALED_BY[rule]
         )
         if result.verdict.faults:
             return
