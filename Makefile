@@ -20,12 +20,13 @@ check: install ## formatting, lint, strict types, layer rules
 	@echo "== types"; $(BIN)/mypy
 	@echo "== layer rules"; $(BIN)/lint-imports
 
-unit: install ## tests that need neither RabbitMQ nor vLLM
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit $(ARGS)
+unit: install ## unit tests, and the contract of the broker on memory and on RabbitMQ; no engine
+	@echo "== tests of the parts"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile tests/unit tests/contract $(ARGS)
 
-test: check ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
-	@echo "== tests (they start their own RabbitMQ and vLLM on free ports)"
-	@$(TEST_ENV) $(BIN)/python -m pytest $(ARGS)
+test: check unit ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
+	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/integration tests/e2e tests/gpu $(ARGS)
 
 demo: install ## train a real agent on this machine in about ten minutes
 	@$(BIN)/swarmq demo $(ARGS)

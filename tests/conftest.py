@@ -10,9 +10,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import settings
 
 if TYPE_CHECKING:
     from swarmq.broker.node import PrivateNode
+
+# Enough to catch a broken claim within a second or two; HYPOTHESIS_PROFILE=thorough searches for the rare ones.
+settings.register_profile("quick", max_examples=30, deadline=None, derandomize="CI" in os.environ)
+settings.register_profile("thorough", max_examples=1000, deadline=None)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
 @pytest.fixture(scope="session")

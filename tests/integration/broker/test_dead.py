@@ -23,7 +23,7 @@ def end(run: str, number: int) -> EpisodeEnd:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def broker(node: PrivateNode, run_name: str) -> AsyncIterator[AmqpBroker]:
-    async with AmqpBroker.open(node.amqp_url, name="dead") as broker, asyncio.timeout(60):
+    async with AmqpBroker.open(node.amqp_url, name="dead") as broker, asyncio.timeout(240):
         await broker.declare(run_name, policies=["main"], kinds=["math"])
         yield broker
         await purge(node.amqp_url)

@@ -58,7 +58,7 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
 ) -> None:
     total, workers = 600, 20
     inbox = topology.inbox(run_name)
-    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(100):
+    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         third, confirmed = asyncio.Event(), 0
 
         async def publish(numbers: range) -> None:
@@ -85,7 +85,7 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
 async def test_a_memory_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
     node: PrivateNode, run_name: str, logs
 ) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         for number in range(5):
             await broker.publish(topology.inbox(run_name), end(run_name, number))
         await node.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
@@ -116,7 +116,7 @@ async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: Privat
         for number in numbers:
             await broker.publish(inbox, end(run_name, number))
 
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         await node.ctl("set_policy", run_name, f"^{inbox}$".replace(".", r"\."), '{"max-length": 5}')
         try:
             async with asyncio.TaskGroup() as group:
@@ -174,7 +174,7 @@ async def test_a_wire_cut_again_and_again_loses_nothing(node: PrivateNode, run_n
     async with (
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay), run_name) as broker,
-        asyncio.timeout(60),
+        asyncio.timeout(240),
     ):
 
         async def publish(number: int) -> None:
@@ -196,7 +196,7 @@ async def test_a_silent_wire_is_noticed_and_replaced(node: PrivateNode, run_name
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay, SHORT_HEARTBEAT), run_name) as broker,
         broker.consume(topology.inbox(run_name), prefetch=1) as deliveries,
-        asyncio.timeout(60),
+        asyncio.timeout(240),
         asyncio.TaskGroup() as group,
     ):
         relay.hold(way)
@@ -210,7 +210,7 @@ async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode
     async with (
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay), run_name) as broker,
-        asyncio.timeout(60),
+        asyncio.timeout(240),
     ):
         await node.ctl("change_password", node.user, "another")
         try:
@@ -228,7 +228,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
     impatient = PrivateNode(
         tmp_path, config="consumer_timeout = 2000\n", advanced="[{rabbit, [{channel_tick_interval, 1000}]}]."
     )
-    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
         async with broker.consume(inbox, prefetch=1) as deliveries:
@@ -244,7 +244,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
 async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
     node: PrivateNode, run_name: str, logs
 ) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
         consumer = consuming(node.amqp_url, inbox, prefetch=5, name="x", bury=broker._bury, recycle_s=0.5)
@@ -257,7 +257,7 @@ async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
 
 
 async def test_a_deleted_queue_ends_its_consumer_with_its_name(node: PrivateNode, run_name: str) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(60):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         inbox = topology.inbox(run_name)
         async with broker.consume(inbox, prefetch=1) as deliveries:
             await node.ctl("delete_queue", inbox)
@@ -268,7 +268,7 @@ async def test_a_deleted_queue_ends_its_consumer_with_its_name(node: PrivateNode
 
 
 async def test_a_queue_with_other_arguments_is_refused_with_its_name(node: PrivateNode, run_name: str) -> None:
-    async with AmqpBroker.open(node.amqp_url, name="x") as broker, asyncio.timeout(60):
+    async with AmqpBroker.open(node.amqp_url, name="x") as broker, asyncio.timeout(240):
         await broker.declare(run_name, policies=[], kinds=[])
         session = await broker._control.session()  # type: ignore[union-attr]
         await session.call(session.channel.declare_queue(topology.ready(run_name, "main"), durable=True))
@@ -284,7 +284,7 @@ async def test_a_client_with_only_the_right_to_write_can_publish(node: PrivateNo
     async with (
         opened(node.amqp_url, run_name) as owner,
         AmqpBroker.open(limited, name="limited") as broker,
-        asyncio.timeout(60),
+        asyncio.timeout(240),
     ):
         inbox = topology.inbox(run_name)
         await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))  # refused, and nobody notices
@@ -302,6 +302,6 @@ async def test_a_client_that_may_not_write_is_told_so(node: PrivateNode, run_nam
     await node.ctl("add_user", run_name, "secret")
     await node.ctl("set_permissions", run_name, "^$", "^$", "^$")
     url = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
-    async with AmqpBroker.open(url, name="limited") as broker, asyncio.timeout(60):
+    async with AmqpBroker.open(url, name="limited") as broker, asyncio.timeout(240):
         with pytest.raises(BrokerError, match="lacks this right"):
             await broker.publish(topology.inbox(run_name), end(run_name, 1))

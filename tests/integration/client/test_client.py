@@ -62,7 +62,7 @@ async def test_a_whole_run_of_episodes(run_in):
 async def test_twenty_threads_on_one_client(run_in):
     async with run_in() as run:
         await run.issue(100)
-        together = threading.Barrier(20, timeout=60)
+        together = threading.Barrier(20, timeout=120)
 
         def everything():
             with SwarmClient(run.invite) as client:

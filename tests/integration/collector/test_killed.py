@@ -144,7 +144,7 @@ async def learn(broker, job, trained):
 
 async def gone(broker, job):
     """Returns once the last report is in the ledger."""
-    async with asyncio.timeout(60), broker.events(job.run) as events:
+    async with asyncio.timeout(240), broker.events(job.run) as events:
         async for event in events:
             if event.name == "state" and event.fields["trained"] == NUM_GROUPS * GROUP_SIZE:
                 return

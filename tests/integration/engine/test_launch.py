@@ -52,7 +52,7 @@ def children(pid: int) -> list[int]:
 
 
 async def until_gone(session_id: int) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while family(session_id):  # noqa: ASYNC110 - they are not our children, nothing tells of their end
             await asyncio.sleep(0.05)
 

@@ -64,7 +64,6 @@ def _of(episode: object, run: str) -> object:
     return msgspec.structs.replace(episode, run=run, turns=turns)  # type: ignore[type-var]
 
 
-@pytest.mark.timeout(300)
 async def test_one_rank_and_two_learn_the_same_and_report_every_episode(
     tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:
@@ -91,7 +90,6 @@ async def test_one_rank_and_two_learn_the_same_and_report_every_episode(
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5)
 
 
-@pytest.mark.timeout(300)
 async def test_a_signal_finishes_with_a_checkpoint_and_a_second_learner_is_refused(
     tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:

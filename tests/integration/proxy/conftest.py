@@ -24,7 +24,7 @@ class Stage(Agent):
     async def turns(self, count: int) -> list[Turn]:
         """The next turns of the inbox."""
         async with self.broker.consume(topology.inbox(self.run), prefetch=100) as deliveries:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 found = []
                 while len(found) < count:
                     delivery = await anext(deliveries)

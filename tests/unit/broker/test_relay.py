@@ -21,7 +21,7 @@ async def relay() -> AsyncIterator[TcpRelay]:
         writer.close()
 
     server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    async with server, TcpRelay.to("127.0.0.1", server.sockets[0].getsockname()[1]) as relay, asyncio.timeout(10):
+    async with server, TcpRelay.to("127.0.0.1", server.sockets[0].getsockname()[1]) as relay, asyncio.timeout(120):
         yield relay
 
 

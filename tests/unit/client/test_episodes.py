@@ -101,7 +101,7 @@ async def test_a_cancelled_wait_gives_its_ticket_to_the_next(swarm_of):
 
 async def test_a_wait_cancelled_in_the_moment_of_its_ticket_passes_the_ticket_on(swarm_of):
     swarm = await swarm_of()
-    async with swarm.client() as client, asyncio.timeout(20):
+    async with swarm.client() as client, asyncio.timeout(120):
         waiting = asyncio.ensure_future(client.begin_episode("t"))
         await settled(lambda: client._desks and client._desks["math"]._waiting)
         await swarm.issue(1)

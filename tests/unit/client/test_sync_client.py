@@ -45,7 +45,7 @@ def arrived(broker, kind):
 
 
 def test_twenty_threads_share_one_client(broker, open_client):
-    together = threading.Barrier(20, timeout=30)
+    together = threading.Barrier(20, timeout=120)
     with open_client() as client:
 
         def work(number):

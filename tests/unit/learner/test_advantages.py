@@ -6,7 +6,7 @@ import statistics
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
@@ -15,14 +15,12 @@ from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, has_s
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
 
 
-@settings(deadline=None)
 @given(REWARDS)
 def test_rloo_is_the_reward_against_the_mean_of_the_others(rewards: list[float]) -> None:
     wanted = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
     assert WITHIN_GROUP["rloo"](rewards) == pytest.approx(wanted, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(REWARDS)
 def test_centered_and_grpo_follow_their_formulas(rewards: list[float]) -> None:
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)

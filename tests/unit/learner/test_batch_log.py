@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_group
@@ -64,7 +64,6 @@ def test_replay_leaves_out_records_of_drops(tmp_path: Path) -> None:
     assert [i.record for i in log.step(1)[1]] == [1]
 
 
-@settings(max_examples=60, deadline=None)
 @given(cut=st.integers(min_value=1, max_value=400), garbage=st.binary(max_size=40))
 def test_a_torn_tail_is_cut_wherever_it_tore(
     tmp_path_factory: pytest.TempPathFactory, cut: int, garbage: bytes

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
@@ -151,7 +151,6 @@ def test_an_episode_without_turns_and_a_kind_outside_the_mix_are_dropped() -> No
 SHARES = st.lists(st.integers(1, 20), min_size=1, max_size=5)
 
 
-@settings(deadline=None)
 @given(SHARES, st.integers(1, 12))
 def test_the_mix_is_exact_over_time(parts: list[int], groups: int) -> None:
     mix = {f"k{i}": part / sum(parts) for i, part in enumerate(parts)}
@@ -181,7 +180,6 @@ def test_a_batch_waits_for_the_kind_that_is_owed_also_after_a_restart() -> None:
     assert {e.kind for e in second.episodes} == {other}
 
 
-@settings(max_examples=150, deadline=None)
 @given(seed=st.integers(0, 2**32))
 def test_whatever_crashes_and_comes_again_every_episode_is_in_exactly_one_record(seed: int) -> None:
     """Deliveries in any order with repeats; a crash forgets all but the log, and what is in no record comes again."""

@@ -92,7 +92,7 @@ async def test_the_proxy_s_state_and_its_warning_say_how_much_drifted(stages):
         stage.engine.say("x")
         await stage.ask(*messages)
         warning = state = None
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             async for event in events:
                 state = event if event.name == "state" else state
                 warning = event if event.name == "warning" else warning

@@ -116,7 +116,6 @@ words = st.text(
 
 
 @every
-@settings(max_examples=40, deadline=None)
 @given(words, st.randoms(use_true_random=False))
 def test_each_tokenizer_drifts(family, text, rng):
     """Nearly every text has a spelling that re-tokenisation does not give back."""
@@ -127,7 +126,7 @@ def test_each_tokenizer_drifts(family, text, rng):
 
 
 @every
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(st.lists(st.tuples(words, words), min_size=2, max_size=4), st.integers(0, 1000))
 async def test_a_chat_never_drifts(family, exchanges, seed):
     """All answers are sampled in tokens of their own, and every one of them is in the next prompt as it was sampled."""

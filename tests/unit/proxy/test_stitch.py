@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.messages import Sampling, Timings, pack_ids, unpack_ids
@@ -83,7 +83,6 @@ def spell(text, rng):
 texts = st.text(st.characters(codec="utf-8", exclude_characters="<", exclude_categories=("Cs",)), max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.lists(st.tuples(texts, texts, st.booleans()), min_size=1, max_size=8), st.randoms(use_true_random=False))
 async def test_every_sampled_token_of_a_conversation_stays_as_it_was_sampled(exchanges, rng: random.Random):
     episode = Episode()
@@ -107,7 +106,6 @@ def test_the_tokenizer_drifts():
     assert encode(decode(tokens)) != tokens
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.randoms(use_true_random=False))
 async def test_any_tree_of_conversations_gives_prompts_that_say_what_was_asked(rng: random.Random):
     """Forks, retries, edits, compaction, tools that come and go: `Episode.turn` asserts the claim for each."""

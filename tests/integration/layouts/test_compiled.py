@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from support.forks import make_group, make_model
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import PrefixTree, row_layouts
 
@@ -8,10 +9,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")  # of compilers
 @pytest.mark.parametrize("name", ["qwen3", "gemma2"])
-def test_flex_attention_computes_what_plain_attention_computes(make_model, make_group, name):
+def test_flex_attention_computes_what_plain_attention_computes(name):
     """On a CPU the compiler knows the forward pass only; tests/gpu holds the backward pass too."""
     model = LayoutModel(make_model(name).eval())
     group = make_group(seed=1, episodes=5, turns=30)
