@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.util
 import signal
 import sys
@@ -226,29 +227,58 @@ def _resolved(run: Path) -> SwarmJob:
 @click.option("--repeats", type=int, help="Attempts per task and epoch; the job's group size by default.")
 @click.option("--epochs", default=1, show_default=True)
 @click.option("--seed", type=int, help="Shuffle, differently in each epoch.")
+@click.option("--limit", type=int, help="Only the first N tasks of DATA.")
+@click.option("--require", multiple=True, metavar="FIELD", help="A field that every row must have; may be repeated.")
 @click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
 def feed(
-    run: Path, data: str, kind: str | None, repeats: int | None, epochs: int, seed: int | None, restart: bool
+    run: Path,
+    data: str,
+    kind: str | None,
+    repeats: int | None,
+    epochs: int,
+    seed: int | None,
+    limit: int | None,
+    require: tuple[str, ...],
+    restart: bool,
 ) -> None:
     """Put a data set on the task queue of a kind, for `swarmq worker` anywhere to attempt.
 
-    DATA is a .jsonl, .csv or .parquet file, `module:function` that gives an iterable, or `reasoning-gym:NAME`.
+    DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
+    `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
+    Killed and started again it goes on exactly where it was.
 
     \b
     swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
-    swarmq feed runs/demo reasoning-gym:chain_sum --kind math
+    swarmq feed runs/demo "reasoning-gym:chain_sum?size=500&seed=1" --kind math
+    swarmq feed runs/demo "hf:openai/gsm8k:train?name=main" --require question --require answer
     """
-    run_until_signalled(_feed(run, data, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart))
+    tasks = functools.partial(_read_tasks, data, limit=limit, require=require)
+    run_until_signalled(
+        _feed(run, data, tasks, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart)
+    )
+
+
+def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> Iterator[Any]:
+    from swarmq.client.readers import read_tasks
+
+    return read_tasks(data, limit=limit, require=require)
 
 
 async def _feed(
-    run: Path, data: str, *, kind: str | None, repeats: int | None, epochs: int, seed: int | None, resume: bool
+    run: Path,
+    data: str,
+    read: Callable[[], Iterator[Any]],
+    *,
+    kind: str | None,
+    repeats: int | None,
+    epochs: int,
+    seed: int | None,
+    resume: bool,
 ) -> None:
     from rich.progress import Progress
 
     from swarmq.broker import AmqpBroker
     from swarmq.client.feed import default_progress_file, feed
-    from swarmq.client.readers import read_tasks
 
     job = _resolved(run)
     chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
@@ -260,7 +290,7 @@ async def _feed(
             fed = await feed(
                 broker,
                 job.run,
-                read_tasks(data),
+                read(),
                 chosen,
                 repeats=repeats or job.groups.group_size,
                 epochs=epochs,

@@ -2,7 +2,8 @@
 
     AmqpBroker ── link "<name>.publish" ── Publisher (confirms)   + a channel for events
                ├─ link "<name>.control" ── declare, depths        (opened at first use)
-               └─ link "<name>.consume" ── one per `consume` and `events`
+               ├─ link "<name>.consume" ── one per `consume` and `events`
+               └─ link "<name>.receipts" ── one per `receipts`
 
 Publishing and consuming never share a connection: an alarm blocks publishers, and whoever drains the queues must go on.
 """
@@ -25,8 +26,9 @@ from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arri
 from swarmq.broker.events import Emitter, listening
 from swarmq.broker.faults import address
 from swarmq.broker.link import Link
-from swarmq.broker.protocol import Depth
+from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
+from swarmq.broker.receipts import receipts
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.messages import Event, Message, encode, key_of
@@ -80,6 +82,9 @@ class AmqpBroker:
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
         return consuming(self._url, queue, prefetch=prefetch, name=f"{self._name}.consume", bury=self._bury)
+
+    def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
+        return receipts(self._url, book, name=self._name)
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         await self._park(delivery.arrival, reason)

@@ -18,6 +18,19 @@ class Depth(NamedTuple):
     consumers: int
 
 
+class Receipts(Protocol):
+    """Publishes in batches, each message exactly once although publishers may be killed; see `Broker.receipts`."""
+
+    async def publish(self, queue: str, messages: Sequence[Message]) -> None:
+        """Return when all are confirmed. Those for which there is a receipt are not sent again. Raises UnroutableError."""
+
+    async def clear(self) -> None:
+        """Forget all receipts: the caller has noted elsewhere that these messages are out."""
+
+    async def close(self) -> None:
+        """Remove the book, when nobody will go on with it."""
+
+
 class Broker(Protocol):
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         """Return once the broker has confirmed that `message` is durably in `queue`.
@@ -29,6 +42,9 @@ class Broker(Protocol):
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
         """Deliveries of `queue`, at most `prefetch` of them unacknowledged. Raises UnroutableError: no such queue."""
+
+    def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
+        """A book of receipts by name, held by one process at a time, that outlives its holder."""
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""

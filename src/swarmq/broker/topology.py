@@ -4,6 +4,7 @@
     collector              ──> swarmq.<run>.<policy>.ready    ──> learner   (one at a time, in order)
     collector              ──> swarmq.<run>.tickets.<kind>    ──> clients, competing
     feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
+    feeder                 ──> swarmq.<run>.fed.<kind>.<data> ──> the feeder that goes on after it was killed
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
@@ -49,6 +50,11 @@ def tickets(run: str, kind: str) -> str:
 
 def tasks(run: str, kind: str) -> str:
     return f"swarmq.{run}.tasks.{kind}"
+
+
+def receipts(run: str, kind: str, data: str) -> str:
+    """The receipts of one feed, by the digest of its data; gone when it is complete."""
+    return f"swarmq.{run}.fed.{kind}.{data[:16]}"
 
 
 def event_key(run: str, source: str, name: str) -> str:

@@ -1,13 +1,14 @@
 """Put a data set on the tasks queue of a kind; N workers on N machines then compete for it.
 
-The order is a pure function of the data, the seed and the epoch, so "the first n are confirmed" is all that has to
-be remembered to go on exactly there. A progress file holds that; what was published after its last writing is
-published again, as the same slots, and no slot is trained twice.
+    window: publish what has no receipt ──> progress file, fsynced ──> receipts cleared ──> next window
+
+The order is a pure function of the data, the seed and the epoch, so "the first n are confirmed" is all that has to be
+remembered to go on exactly there. A progress file holds that, and the broker keeps receipts of what was published after
+its last writing: a feed that is killed anywhere and started again puts every task on the queue once.
 """
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import random
@@ -23,7 +24,10 @@ from swarmq.errors import TaskError
 from swarmq.messages import Slot, Task
 
 WINDOW = 128
-"""Publishes whose confirms are awaited together; the progress file is written after each window."""
+"""Tasks that are published together; the progress file is written after each window."""
+
+KIND_MARK = ":"
+"""Between kind and id in a fed slot's task id: two data sets of two kinds may well both begin with "1"."""
 
 log = structlog.get_logger()
 
@@ -59,17 +63,22 @@ async def feed(
     if not bodies or repeats < 1 or epochs < 1:
         raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
     data = _digest(bodies, kind, repeats, seed)
-    start = _confirmed(progress_file, data) if resume else 0
     total = len(bodies) * repeats * epochs
-    if start >= total:
-        log.info("nothing_left_to_feed", confirmed=start, hint="raise epochs to feed more of it")
-    report(min(start, total), total)
     queue = topology.tasks(run, kind)
-    for begin in range(start, total, WINDOW):
-        window = range(begin, min(begin + WINDOW, total))
-        await _publish_all(broker, queue, plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window))
-        _write(progress_file, Fed(data=data, confirmed=window.stop))
-        report(window.stop, total)
+    async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
+        start = _confirmed(progress_file, data) if resume else 0  # now that no other feed of it runs
+        if start >= total:
+            log.info("nothing_left_to_feed", confirmed=start, hint="raise epochs to feed more of it")
+        report(min(start, total), total)
+        if not resume:
+            await receipts.clear()
+        for begin in range(start, total, WINDOW):
+            window = range(begin, min(begin + WINDOW, total))
+            await receipts.publish(queue, list(plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)))
+            _write(progress_file, Fed(data=data, confirmed=window.stop))
+            await receipts.clear()
+            report(window.stop, total)
+        await receipts.close()
     return max(0, total - start)
 
 
@@ -92,7 +101,7 @@ def plan(
         task_id, payload = bodies[order[place // repeats]]
         yield Task(
             run=run,
-            slot=Slot(task_id=task_id, repeat=place % repeats, epoch=epoch),
+            slot=Slot(task_id=f"{kind}{KIND_MARK}{task_id}", repeat=place % repeats, epoch=epoch),
             kind=kind,
             group_size=repeats,
             payload=msgspec.Raw(payload),
@@ -103,15 +112,6 @@ def default_progress_file(folder: Path, run: str, kind: str, source: str) -> Pat
     """One per run, kind and data set."""
     digest = hashlib.sha256(source.encode()).hexdigest()[:8]
     return folder / f"feed-{run}-{kind}-{digest}.json"
-
-
-async def _publish_all(broker: Broker, queue: str, tasks: Iterable[Task]) -> None:
-    try:
-        async with asyncio.TaskGroup() as publishes:
-            for task in tasks:
-                publishes.create_task(broker.publish(queue, task))
-    except BaseExceptionGroup as group:
-        raise group.exceptions[0] from None  # all of them say the same
 
 
 def _order(count: int, seed: int | None, epoch: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Data sets as tasks, from wherever people keep them; every error names the file, the line and the field.
 
-questions.jsonl   questions.csv   questions.parquet   reasoning-gym:NAME?size=500&seed=1   hf:owner/name:train
-module:function   (a function that returns an iterable)
+questions.jsonl   questions.csv   questions.parquet   a folder or `hf:owner/name:train` of Hugging Face `datasets`
+reasoning-gym:NAME?size=500&seed=1   verifiers:NAME   module:function (a function that returns an iterable)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from swarmq.client.targets import load
-from swarmq.client.tasks import SwarmTask, as_task
+from swarmq.client.tasks import MAX_ID, SwarmTask, as_task
 from swarmq.errors import MissingExtraError, TaskError
 
 Row = tuple[str, Any]
@@ -31,18 +31,20 @@ ID_FIELDS = ("id", "task_id")
 def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = None) -> Iterator[SwarmTask]:
     """The tasks of a data set, in its own order, read as they are needed.
 
-    A row is named by its `id` or `task_id`; where no row has one, by its number. `require` lists fields that every
+    A row is named by its `id` or `task_id`; where no row has one, by the source's name and its number. `require` lists fields that every
     row must have. Raises TaskError for a row that breaks this and for an id that comes twice, naming the line.
     """
     seen: dict[str, str] = {}
     has_ids: bool | None = None
+    name = _name(source)
     for number, (where, row) in enumerate(islice(_rows(source), limit)):
         _check_fields(where, row, require)
         named = isinstance(row, SwarmTask) or _has_id(row)
         has_ids = named if has_ids is None else has_ids
-        if has_ids and not named:
-            raise TaskError(f"{where}: no `id` (or `task_id`), though the rows before have one")
-        task = as_task(row) if named else SwarmTask(str(number), payload=row)
+        if named != has_ids:
+            odd, before = ("no `id` (or `task_id`)", "one") if has_ids else ("an `id`", "none")
+            raise TaskError(f"{where}: {odd}, though the rows before have {before}: name all of them, or none")
+        task = as_task(row) if named else SwarmTask(f"{name}-{number}", payload=row)
         if task.id in seen:
             raise TaskError(f"{where}: the id {task.id!r} is that of {seen[task.id]} too")
         seen[task.id] = where
@@ -54,13 +56,15 @@ def _rows(source: str) -> Iterator[Row]:
     if scheme in _SCHEMES and colon:
         return _SCHEMES[scheme](rest)
     suffix = Path(source).suffix.lower()
+    if Path(source).expanduser().is_dir():
+        return _hugging_face(source)
     if suffix in _SUFFIXES:
         return _file(Path(source).expanduser(), _SUFFIXES[suffix])
     if colon:
         return _python(source)
     raise TaskError(
-        f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, reasoning-gym:NAME?size=N&seed=S, hf:NAME:SPLIT or "
-        "module:function"
+        f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
+        "reasoning-gym:NAME?size=N&seed=S, verifiers:NAME or module:function"
     )
 
 
@@ -119,16 +123,25 @@ def _parquet(path: Path) -> Iterator[Row]:
         raise TaskError(f"{path}: not Parquet: {error}") from error
 
 
-def _hugging_face(name: str) -> Iterator[Row]:
-    _need("datasets", name)
-    datasets: Any = importlib.import_module("datasets")
-    path, _, split = name.partition(":")
+def _hugging_face(text: str) -> Iterator[Row]:
+    """A folder or a name on the hub; `:SPLIT` is `train` unless given, what stands behind `?` goes to `load_dataset`."""
+    _need("datasets", text)
+    import datasets  # noqa: PLC0415
+
+    rest, settings = _settings(text)
+    path, _, split = rest.partition(":")
+    split = split or "train"
+    folder = Path(path).expanduser()
     try:
-        rows = datasets.load_dataset(path, split=split or "train")
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(str(folder))
+            rows = found[split] if isinstance(found, dict) else found
+        else:
+            rows = datasets.load_dataset(str(folder) if folder.is_dir() else path, split=split, **settings)
     except Exception as error:  # the library raises whatever its readers raise
-        raise TaskError(f"hf:{name}: cannot be loaded: {error}") from error
+        raise TaskError(f"{text}: the data set cannot be loaded: {type(error).__name__}: {error}") from error
     for number, row in enumerate(rows, 1):
-        yield f"hf:{name} row {number}", dict(row)
+        yield f"{text} row {number}", dict(row)
 
 
 def _gym(text: str) -> Iterator[Row]:
@@ -136,10 +149,9 @@ def _gym(text: str) -> Iterator[Row]:
     _need("reasoning_gym", text)
     import reasoning_gym  # noqa: PLC0415
 
-    name, _, query = text.partition("?")
-    settings: dict[str, Any] = {"seed": 0}
+    name, given = _settings(text)
+    settings = {"seed": 0, **given}
     try:
-        settings |= {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
         entries = reasoning_gym.create_dataset(name, **settings)
     except (ValueError, TypeError, AssertionError) as error:
         raise TaskError(f"reasoning-gym:{text}: {error}") from error
@@ -148,6 +160,35 @@ def _gym(text: str) -> Iterator[Row]:
             f"reasoning-gym:{text} number {number}",
             {"id": f"{name}-{settings['seed']}-{number}", "dataset": name, **entry},
         )
+
+
+def _verifiers(text: str) -> Iterator[Row]:
+    """The data of an environment for `verifiers`; what stands behind `?` configures it. Rewards stay the agent's business."""
+    _need("verifiers", text)
+    name, settings = _settings(text)
+    try:
+        rows = _environment(name, settings)
+    except Exception as error:  # an environment is somebody's Python package
+        raise TaskError(f"verifiers:{text}: cannot be loaded: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows):
+        data = msgspec.to_builtins(row.data.model_dump(mode="json") if hasattr(row, "data") else dict(row))
+        yield f"verifiers:{text} number {number}", {"environment": name, **data, "id": f"{name}-{number}"}
+
+
+def _environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
+    """Tasks of version 1 (`verifiers.v1`), or rows of the data set of an earlier one."""
+    if importlib.util.find_spec("verifiers.v1") is None:
+        old: Any = importlib.import_module("verifiers")
+        rows: Iterable[Any] = old.load_environment(name, **settings).get_dataset()
+        return rows
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    kind: Any = loaders.taskset_class(name)
+    config: Any = loaders.concrete_type(kind, loaders.TasksetConfig) or loaders.TasksetConfig
+    taskset: Any = kind(config.model_validate({"id": name, **settings}))
+    if not taskset.bounded:
+        raise ValueError("it has no end: give a module:function that takes some of it")
+    tasks: Iterable[Any] = iter(taskset)
+    return tasks
 
 
 def _python(target: str) -> Iterator[Row]:
@@ -172,6 +213,20 @@ def _has_id(row: Any) -> bool:
     return any((row.get(name) if isinstance(row, dict) else getattr(row, name, None)) is not None for name in ID_FIELDS)
 
 
+def _name(source: str) -> str:
+    """What rows without an id are named after: a file's name, or the source as it was written."""
+    return (Path(source).stem if Path(source).suffix.lower() in _SUFFIXES else source)[: MAX_ID - 20]
+
+
+def _settings(text: str) -> tuple[str, dict[str, Any]]:
+    """`name?key=value&...`. Raises TaskError when what stands behind `?` is not of that form."""
+    name, _, query = text.partition("?")
+    try:
+        return name, {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+    except ValueError as error:
+        raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
+
+
 def _literal(text: str) -> Any:
     try:
         return msgspec.json.decode(text)
@@ -181,13 +236,18 @@ def _literal(text: str) -> Any:
 
 def _need(package: str, what: Any) -> None:
     if importlib.util.find_spec(package) is None:
-        raise MissingExtraError(f"reading {what} needs {package}: pip install {package.replace('_', '-')}")
+        raise MissingExtraError(f"reading {what} needs {package}: pip install {_PACKAGES.get(package, package)}")
 
 
+_PACKAGES = {"pyarrow": "'swarmq[data]'", "datasets": "'swarmq[data]'", "reasoning_gym": "reasoning-gym"}
 _SUFFIXES: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".csv": _csv,
     ".parquet": _parquet,
 }
-_SCHEMES: dict[str, Callable[[str], Iterator[Row]]] = {"reasoning-gym": _gym, "hf": _hugging_face}
+_SCHEMES: dict[str, Callable[[str], Iterator[Row]]] = {
+    "reasoning-gym": _gym,
+    "hf": _hugging_face,
+    "verifiers": _verifiers,
+}

@@ -24,6 +24,7 @@ import structlog
 from swarmq.broker import Deliveries, Delivery, topology
 from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt, check_signature
 from swarmq.client.episode import AsyncEpisode
+from swarmq.client.feed import KIND_MARK
 from swarmq.client.loops import LoopThread
 from swarmq.client.progress import Display
 from swarmq.client.report import RunSummary, Tally
@@ -155,7 +156,9 @@ class Worker:
 
     async def _begin(self, task: Task) -> AsyncEpisode:
         return await self._client.begin_episode(
-            SwarmTask(task.slot.task_id, task.kind, msgspec.msgpack.decode(task.payload)),
+            SwarmTask(
+                task.slot.task_id.removeprefix(task.kind + KIND_MARK), task.kind, msgspec.msgpack.decode(task.payload)
+            ),
             mode=task.mode,
             kind=task.kind,
             slot=task.slot,

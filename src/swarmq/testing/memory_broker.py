@@ -37,6 +37,8 @@ class MemoryBroker:
         self._feeds: list[tuple[str, Feed]] = []
         self._present = asyncio.Event()
         self._present.set()
+        self._books: dict[str, asyncio.Lock] = {}
+        self._receipts: dict[str, set[str]] = {}
         self.emitted: list[Event] = []
         """Every event, for tests to look at."""
 
@@ -53,6 +55,11 @@ class MemoryBroker:
     def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None) -> None:
         """Put raw bytes into a queue, poison included."""
         self._queue(queue).put(Stored(body=body, headers=headers or {}))
+
+    @asynccontextmanager
+    async def receipts(self, book: str) -> AsyncIterator[_Receipts]:
+        async with self._books.setdefault(book, asyncio.Lock()):
+            yield _Receipts(self, self._receipts.setdefault(book, set()))
 
     @asynccontextmanager
     async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Deliveries]:
@@ -132,6 +139,26 @@ class MemoryBroker:
 
     def _park(self, arrival: Arrival, reason: str) -> None:
         self.put(topology.DEAD, arrival.body, {**arrival.headers, REASON_HEADER: reason, QUEUE_HEADER: arrival.queue})
+
+
+class _Receipts:
+    """Implements `swarmq.broker.protocol.Receipts`."""
+
+    def __init__(self, broker: MemoryBroker, keys: set[str]) -> None:
+        self._broker = broker
+        self._keys = keys
+
+    async def publish(self, queue: str, messages: Sequence[Message]) -> None:
+        for message in messages:
+            if key_of(message) not in self._keys:
+                await self._broker.publish(queue, message)
+                self._keys.add(key_of(message))
+
+    async def clear(self) -> None:
+        self._keys.clear()
+
+    async def close(self) -> None:
+        self._keys.clear()
 
 
 class _Queue:

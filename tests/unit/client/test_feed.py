@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.broker import topology
+from swarmq.client import feed as feeding
 from swarmq.client.feed import WINDOW, default_progress_file, feed, plan
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import TaskError, UnroutableError
@@ -26,6 +27,10 @@ def progress(tmp_path):
 
 async def fed(swarm):
     return [message.slot for message in swarm.arrived(TASKS)]
+
+
+def named(slots):
+    return [slot.task_id.removeprefix("math:") for slot in slots]
 
 
 async def test_every_repeat_of_every_task_in_every_epoch_is_fed_once_and_siblings_together(swarm, progress):
@@ -51,18 +56,40 @@ async def test_every_repeat_of_every_task_in_every_epoch_is_fed_once_and_sibling
 
 async def test_shuffling_is_the_same_for_a_seed_and_different_between_epochs(swarm, progress):
     await feed(swarm.broker, RUN, data(20), "math", repeats=1, epochs=2, seed=1, progress_file=progress)
-    names = [slot.task_id for slot in await fed(swarm)]
+    names = named(await fed(swarm))
     assert names[:20] != names[20:]
     assert sorted(names[:20]) == sorted(names[20:])
     assert names[:20] != [str(number) for number in range(20)]
     bodies = [(str(number), b"") for number in range(20)]
-    again = [task.slot.task_id for task in plan(RUN, bodies, "math", repeats=1, seed=1, numbers=range(40))]
-    assert again == names
+    again = [task.slot for task in plan(RUN, bodies, "math", repeats=1, seed=1, numbers=range(40))]
+    assert named(again) == names
 
 
 async def test_without_a_seed_the_order_is_that_of_the_data(swarm, progress):
     await feed(swarm.broker, RUN, data(5), "math", repeats=1, progress_file=progress)
-    assert [slot.task_id for slot in await fed(swarm)] == ["0", "1", "2", "3", "4"]
+    assert named(await fed(swarm)) == ["0", "1", "2", "3", "4"]
+
+
+def test_tasks_of_two_kinds_with_the_same_id_are_different_slots():
+    slots = [
+        task.slot
+        for kind in ("math", "code")
+        for task in plan(RUN, [("1", b"")], kind, repeats=2, seed=0, numbers=range(2))
+    ]
+    assert len({slot.id for slot in slots}) == 4
+
+
+async def test_what_was_published_before_the_progress_was_written_is_not_published_again(swarm, progress, monkeypatch):
+    def disk_full(_path, _fed):
+        raise OSError(28, "no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(feeding, "_write", disk_full)
+        with pytest.raises(OSError, match="no space"):
+            await feed(swarm.broker, RUN, data(10), "math", repeats=1, progress_file=progress)
+    assert len(await fed(swarm)) == 10
+    await feed(swarm.broker, RUN, data(10), "math", repeats=1, progress_file=progress)
+    assert len(await fed(swarm)) == 10
 
 
 async def test_it_goes_on_exactly_where_it_was_interrupted(swarm, progress):

@@ -1,6 +1,8 @@
 """Every data set that cannot be used names its line."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
@@ -33,8 +35,10 @@ def test_csv_rows_are_tasks(file):
     assert [(task.id, task.payload["question"]) for task in tasks] == [("1", "6 * 7, or so"), ("2", "two\nlines")]
 
 
-def test_rows_without_ids_are_named_by_their_number(file):
-    assert [task.id for task in read(file("a.jsonl", '{"q": 1}\n{"q": 1}\n'))] == ["0", "1"]
+def test_rows_without_ids_are_named_by_source_and_number(file):
+    rows = '{"q": 1}\n{"q": 1}\n'
+    assert [task.id for task in read(file("a.jsonl", rows))] == ["a-0", "a-1"]
+    assert {task.id for task in read(file("b.jsonl", rows))} == {"b-0", "b-1"}, "two files in one run do not collide"
 
 
 def test_a_limit_reads_no_further(file):
@@ -48,6 +52,7 @@ def test_a_limit_reads_no_further(file):
         ("a.jsonl", '{"id": 1}\n[1]\n', "line 2: a list, not an object"),
         ("a.jsonl", '{"id": 1}\n{"id": 2}\n{"id": 1}\n', r"line 3: the id '1' is that of .*line 1 too"),
         ("a.jsonl", '{"id": 1}\n{"q": 2}\n', "line 2: no `id`"),
+        ("a.jsonl", '{"q": 1}\n{"id": 2}\n', "line 2: an `id`"),
         ("a.jsonl", b'{"id": "\xff"}\n', "not UTF-8"),
         ("a.jsonl", '{"id": ""}\n', "1 to 200 characters"),
         ("a.csv", "id,q\n1,2,3\n", "line 2: more values than the 2 columns"),
@@ -99,7 +104,90 @@ def test_reasoning_gym_is_read_by_name_and_always_the_same():
         read("reasoning-gym:chain_sum?sise=3")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="pyarrow is installed")
-def test_a_reader_whose_package_is_missing_says_which(file):
-    with pytest.raises(MissingExtraError, match="pip install pyarrow"):
-        read(file("a.parquet", b"PAR1"))
+ROWS = [{"id": "x", "question": "6 * 7", "answer": 42}, {"id": "y", "question": "2 + 2", "answer": 4}]
+
+
+def test_parquet_rows_are_tasks(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    assert [task.payload for task in read(str(path))] == ROWS
+    with pytest.raises(TaskError, match=r"a\.parquet row 1: no 'solution'"):
+        read(str(path), require=["solution"])
+    path.write_bytes(b"PAR1")
+    with pytest.raises(TaskError, match="not Parquet"):
+        read(str(path))
+
+
+def test_a_hugging_face_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
+    """In a process of its own: the library leaves files and threads behind."""
+    script = (
+        "import datasets, sys; from swarmq.client.readers import read_tasks\n"
+        f"rows = {ROWS!r}\n"
+        "datasets.Dataset.from_list(rows).save_to_disk('alone')\n"
+        "datasets.DatasetDict({'train': datasets.Dataset.from_list(rows[:1])}).save_to_disk('splits')\n"
+        "assert [task.payload for task in read_tasks('alone')] == rows\n"
+        "assert [task.id for task in read_tasks('hf:splits')] == ['x']\n"
+        "try: list(read_tasks('hf:splits:test'))\n"
+        "except Exception as error: print(type(error).__name__, error)\n"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "TaskError splits:test: the data set cannot be loaded" in done.stdout
+
+
+OLD_VERIFIERS = """
+class Environment:
+    def get_dataset(self):
+        return [{"question": "6 * 7", "answer": "42"}]
+def load_environment(name, **settings):
+    if name != "sums": raise ValueError("no environment " + name)
+    return Environment()
+"""
+NEW_VERIFIERS = """
+class TasksetConfig:
+    @classmethod
+    def model_validate(cls, data): return data
+class Data:
+    def model_dump(self, mode): return {"idx": 0, "prompt": "6 * 7"}
+class Task:
+    data = Data()
+class Sums:
+    bounded = True
+    def __init__(self, config): self.endless = config.get("endless")
+    def __iter__(self): return iter([Task()])
+class Endless(Sums):
+    bounded = False
+def taskset_class(name): return {"sums": Sums, "endless": Endless}[name]
+def concrete_type(kind, bound): return None
+"""
+
+
+@pytest.mark.parametrize(("path", "code"), [("__init__.py", OLD_VERIFIERS), ("v1/utils/loaders.py", NEW_VERIFIERS)])
+def test_an_environment_of_verifiers_gives_its_data(tmp_path, monkeypatch, path, code):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+    module = tmp_path / "verifiers" / path
+    module.parent.mkdir(parents=True)
+    (tmp_path / "verifiers" / "__init__.py").touch()
+    module.write_text(code)
+    [task] = read("verifiers:sums")
+    assert task.id == "sums-0"
+    assert "6 * 7" in task.payload.values()
+    with pytest.raises(TaskError, match="verifiers:endless: cannot be loaded"):
+        read("verifiers:endless")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "verifiers"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_a_reader_whose_package_is_missing_says_which(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'swarmq\[data\]'"):
+        read("a.parquet")
+    with pytest.raises(MissingExtraError, match="pip install verifiers"):
+        read("verifiers:sums")
