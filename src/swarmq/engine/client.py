@@ -89,8 +89,12 @@ class VllmEngine:
             return False
 
     async def render(self, chat: Json) -> Rendered:
-        model = (await self.info()).model
-        reply = await self._json("POST", "/v1/chat/completions/render", {**chat, "model": model})
+        request = {**chat, "model": (await self.info()).model}
+        if "prompt" in chat:
+            del request["messages"]
+            [prompt] = await self._json("POST", "/v1/completions/render", request)
+            return Rendered(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
+        reply = await self._json("POST", "/v1/chat/completions/render", request)
         carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
         calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
         return Rendered(
@@ -156,11 +160,11 @@ class VllmEngine:
         reply = await self._json("POST", "/detokenize", {"tokens": token_ids})
         return str(reply["prompt"])
 
-    async def _json(self, method: str, path: str, body: Json | None) -> Json:
+    async def _json(self, method: str, path: str, body: Json | None) -> Any:
         async with self._post(path, body, self._lookup, method=method) as response:
             raw = await response.read()
         try:
-            reply: Json = msgspec.json.decode(raw)
+            reply = msgspec.json.decode(raw)
         except msgspec.MsgspecError as error:
             raise EngineError(f"{self.url}{path} answered something that is not JSON: is it a vLLM server?") from error
         return reply

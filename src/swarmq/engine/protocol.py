@@ -81,7 +81,10 @@ class Engine(Protocol):
         """Whether it answers at all; never raises."""
 
     async def render(self, chat: Json) -> Rendered:
-        """Token ids and sampling parameters of a chat request; its `model` is filled in."""
+        """Token ids and sampling parameters of a chat request; its `model` is filled in.
+
+        Where it has a `prompt` (text or token ids), that is the prompt as it stands, without a template.
+        """
 
     def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
         """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels."""

@@ -1,51 +1,38 @@
-"""The HTTP side of the proxy: routes, keys, disconnects, and the `state` event.
-
-agent ──POST──> key ──> body ──> dialect.parse ──> Completions.begin ──┬─> whole  ──> JSON
-                                                                      └─> stream ──> server-sent events
-"""
+"""The HTTP side of the proxy put together: routes, keys, errors, and the `state` event."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
-from litestar import Litestar, Request, get, post
-from litestar.background_tasks import BackgroundTask
-from litestar.exceptions import HTTPException
+from litestar import Litestar, Request, get
+from litestar.exceptions import HTTPException, NotFoundException
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.spec import Components, SecurityScheme
-from litestar.response import Response, Stream
-from litestar.types import Receive
+from litestar.response import Response
 
 from swarmq import __version__, keys
 from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.messages import Event
-from swarmq.proxy import chat
+from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
 from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_router
+from swarmq.proxy.dialects import dialect_of
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
 from swarmq.proxy.recorder import Publisher, Recorder
-from swarmq.proxy.refusals import RefusedError, refusal_of
+from swarmq.proxy.refusals import refusal_of
 
 STATE_EVERY_S = 2.0
-GONE = 499
-"""What the log says of an agent that hung up; nobody receives it."""
-
-T = TypeVar("T")
 log = structlog.get_logger()
-
-
-class GoneError(Exception):
-    """The agent hung up."""
 
 
 def create_app(
@@ -72,54 +59,7 @@ def create_app(
     )
 
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise RefusedError(
-                "no api key: send `Authorization: Bearer <key>`, the key that `begin_episode()` returned",
-                status=401, code="invalid_api_key",
-            )  # fmt: skip
-        return keys.verify(root, key.strip(), run=job.run, now=now())
-
-    @post("/v1/chat/completions", status_code=200)
-    async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
-        """OpenAI's chat completions, plain and streamed."""
-        claims = claims_of(request)
-        call = chat.parse(
-            await request.body(),
-            claims,
-            retry=request.headers.get("x-stainless-retry-count"),
-            agent=request.headers.get("x-swarmq-agent"),
-        )
-        if call.policy not in pools:
-            raise RefusedError(
-                f"policy {call.policy!r} is not in run {job.run!r}", status=404, code="model_not_found", param="model"
-            )
-        meter.open_calls += 1
-        try:
-            begun = await unless_gone(request.receive, completions.begin(call))
-            if not call.stream:
-                choices = await unless_gone(request.receive, completions.whole(begun))
-                return Response(
-                    chat.completion(begun, choices), media_type="application/json", headers=chat.headers(begun)
-                )
-        except GoneError:
-            return Response(b"", status_code=GONE)
-        finally:
-            meter.open_calls -= 1
-        events = _counted(chat.events(completions, begun, meter), meter)
-        return Stream(
-            events,
-            media_type="text/event-stream",
-            headers={**chat.headers(begun), "cache-control": "no-cache"},
-            background=BackgroundTask(events.aclose),
-        )
-
-    @get("/v1/models")
-    async def models(request: Request[Any, Any, Any]) -> dict[str, Any]:
-        """The policies that the key may call."""
-        names = [name for name in claims_of(request).policies if name in pools]
-        card = {"object": "model", "created": 0, "owned_by": "swarmq"}
-        return {"object": "list", "data": [{"id": name, **card} for name in names]}
+        return keys.verify(root, key_of(request), run=job.run, now=now())
 
     @get("/health")
     async def health() -> Response[dict[str, Any]]:
@@ -146,66 +86,34 @@ def create_app(
             yield
             reporter.cancel()
 
-    def refuse(_: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
+    def refuse(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
+        path = request.url.path
+        if isinstance(error, NotFoundException):
+            error = not_served(request.method, path)
         refusal = refusal_of(error)
         meter.errors += 1
         if refusal.status >= 500:
             log.warning("call_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
-        return Response(refusal.body, status_code=refusal.status, headers=refusal.headers)
+        return Response(dialect_of(path).refusal(refusal), status_code=refusal.status, headers=refusal.headers)
 
+    asked = agent_routes(completions, claims_of=claims_of, pools=pools, episodes=episodes, meter=meter)
     return Litestar(
-        [chat_completions, models, health, control_router(control, Authority(root, job.run, now), episodes, status)],
+        [*asked, health, control_router(control, Authority(root, job.run, now), episodes, status)],
         lifespan=[reporting, controlling],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
             version=__version__,
-            components=Components(security_schemes={SECURITY: SecurityScheme(type="http", scheme="bearer")}),
+            components=Components(
+                security_schemes={
+                    AGENT_KEY: SecurityScheme(type="http", scheme="bearer"),
+                    SECURITY: SecurityScheme(type="http", scheme="bearer"),
+                }
+            ),
         ),
         exception_handlers={Exception: refuse, HTTPException: refuse},
         request_max_body_size=job.proxy.max_body_bytes,
         logging_config=None,
     )
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the agent hangs up. Raises GoneError then."""
-    outcome: list[T] = []
-    failure: list[Exception] = []
-    gone = False
-
-    async def watch() -> None:
-        nonlocal gone
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        gone = True
-        worker.cancel()
-
-    async def run() -> None:
-        try:
-            outcome.append(await work)
-        except Exception as error:
-            failure.append(error)  # as itself, not in a group
-        finally:
-            watcher.cancel()
-
-    async with asyncio.TaskGroup() as tasks:
-        watcher = tasks.create_task(watch())
-        worker = tasks.create_task(run())
-    if failure:
-        raise failure[0]
-    if gone or not outcome:
-        raise GoneError
-    return outcome[0]
-
-
-async def _counted(events: AsyncGenerator[bytes, None], meter: Meter) -> AsyncGenerator[bytes, None]:
-    meter.open_calls += 1
-    try:
-        async for event in events:
-            yield event
-    finally:
-        meter.open_calls -= 1
-        await events.aclose()
 
 
 async def _alive(pool: Pool) -> int:

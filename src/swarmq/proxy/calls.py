@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -24,6 +24,22 @@ OURS = frozenset(
 """Fields of a chat request that the proxy answers for itself or keeps from the engine."""
 
 
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """A conversation that later requests may name instead of sending it again."""
+
+    messages: list[Json]
+    name: Callable[[str, Json], str]
+    """Of the conversation through an answer, by the answer's call id and message."""
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """What a dialect makes of a request."""
+
+    chat: Json
+    """As in OpenAI's chat completions."""
+    kept: Kept | None = None
+
+
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """One request, whatever its dialect."""
 
@@ -31,7 +47,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     policy: str
     request_id: str
     chat: Json
-    """As in OpenAI's chat completions."""
+    """As in OpenAI's chat completions; a `prompt` goes before its messages."""
+    body: Json = {}
+    """As it came."""
+    kept: Kept | None = None
     stream: bool
     retry: int
     digest: str

@@ -29,7 +29,7 @@ from swarmq.proxy.graph import history_of
 from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Lane, Pool
-from swarmq.proxy.recorder import Asked, Recorder, Sampled
+from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
 from swarmq.proxy.refusals import RefusedError
 from swarmq.proxy.sampling import effective
 from swarmq.proxy.stitch import stitch
@@ -121,8 +121,14 @@ class Completions:
                 await _derender(begun, ordered)
             return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
 
+    async def count(self, call: Call) -> int:
+        """Tokens of the prompt. Raises EngineRefusedError or EngineError."""
+        memory = self._episodes.of(call.claims.episode_id)
+        lane, *_ = self._pools[call.policy].order(memory.lanes.get(call.policy))
+        return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
+
     async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
-        chat = {key: value for key, value in call.chat.items() if key not in OURS}
+        chat = _for_engine(call.chat)
         with lane.occupied():
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
@@ -182,6 +188,9 @@ class Completions:
             ),
         )
         await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))
+        if kept := begun.call.kept:
+            name = kept.name(call_id(begun.call.request_id, choice.index), choice.message)
+            memory.conversations.keep(name, [*kept.messages, choice.message])
         return Ended(
             index=choice.index,
             finish_reason=sampled.finish_reason,
@@ -236,6 +245,10 @@ async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
         extend(choice.message, choice.trim(message, met=met, ended=True))
         if choice.message.get("tool_calls") and not choice.message["content"].strip():
             choice.message["content"] = ""  # some templates write a line break more for it than was sampled
+
+
+def _for_engine(chat: Json) -> Json:
+    return {key: value for key, value in chat.items() if key not in OURS}
 
 
 def _check_budget(claims: Claims, memory: Memory) -> None:

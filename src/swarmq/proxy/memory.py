@@ -9,6 +9,7 @@ from itertools import islice
 
 import msgspec
 
+from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.graph import Graph
 from swarmq.proxy.pool import Lane
 
@@ -34,6 +35,7 @@ class Memory:
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, Lane] = {}
         """Policy -> the engine that answered last."""
+        self.conversations = Conversations()
         self.calls = 0
         self.sampled_tokens = 0
         self.used_at = 0.0
@@ -43,7 +45,7 @@ class Memory:
 
     @property
     def size_bytes(self) -> int:
-        return 1024 + sum(graph.size_bytes for graph in self.graphs.values())
+        return 1024 + self.conversations.size_bytes + sum(graph.size_bytes for graph in self.graphs.values())
 
 
 class Episodes:

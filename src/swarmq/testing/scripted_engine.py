@@ -116,13 +116,16 @@ class ScriptedEngine:
 
     async def render(self, chat: Json) -> Rendered:
         self._answer_or_fail()
-        ids = encode(self.template(chat))
+        prompt = chat.get("prompt")
+        ids = list(prompt) if isinstance(prompt, list) else encode(prompt or self.template(chat))
         if len(ids) >= self.max_model_len:
             raise EngineRefusedError(
                 f"maximum context length is {self.max_model_len}", status=400, code="context_length_exceeded"
             )
         given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
-        return Rendered(token_ids=ids, sampling=given, parsed=self.parsed or bool(chat.get("tools")))
+        return Rendered(
+            token_ids=ids, sampling=given, parsed=prompt is None and (self.parsed or bool(chat.get("tools")))
+        )
 
     async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
         self._answer_or_fail()

@@ -1,0 +1,215 @@
+"""What agents ask over HTTP: a route for each dialect, counting tokens, models, and honest words for the rest.
+
+agent ──POST──> key ──> body ──> read ──> Completions.begin ──┬─> whole ──> JSON
+                                                              └─> stream ──> server-sent events
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+from litestar import Request, get, post
+from litestar.background_tasks import BackgroundTask
+from litestar.handlers import HTTPRouteHandler
+from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody
+from litestar.params import FromPath
+from litestar.response import Response, Stream
+from litestar.types import Receive
+
+from swarmq.keys import Claims
+from swarmq.proxy.calls import Call
+from swarmq.proxy.completion import Completions
+from swarmq.proxy.dialects import DIALECTS, CountTokens, Dialect, events, headers, read, schemas
+from swarmq.proxy.memory import Episodes
+from swarmq.proxy.meter import Meter
+from swarmq.proxy.pool import Pool
+from swarmq.proxy.refusals import RefusedError
+
+Json = dict[str, Any]
+T = TypeVar("T")
+
+GONE = 499
+"""What the log says of an agent that hung up; nobody receives it."""
+MODELS = "/v1/models"
+AGENT_KEY = "agentKey"
+"""The keys of `begin_episode()` in the OpenAPI document."""
+STATUSES = {
+    400: "The request is wrong, or the model cannot do it; the message names the field.",
+    401: "No key, or one that is forged, expired or of another run.",
+    403: "The episode has used up its calls or tokens.",
+    404: "The model is not one of the key's policies.",
+    413: "The body is too large.",
+    429: "The proxy has as many calls as it takes; again after `Retry-After` seconds.",
+    503: "The engine or the broker is away; again after `Retry-After` seconds.",
+}
+
+
+class GoneError(Exception):
+    """The agent hung up."""
+
+
+def agent_routes(
+    completions: Completions,
+    *,
+    claims_of: Callable[[Request[Any, Any, Any]], Claims],
+    pools: Mapping[str, Pool],
+    episodes: Episodes,
+    meter: Meter,
+) -> list[HTTPRouteHandler]:
+    """`claims_of` reads a request's key, or raises RefusedError."""
+
+    async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> Call:
+        claims = claims_of(request)
+        conversations = episodes.of(claims.episode_id).conversations
+        call = read(dialect, await request.body(), claims, request.headers, conversations)
+        if call.policy not in pools:
+            raise _no_model(call.policy)
+        return call
+
+    async def answer(request: Request[Any, Any, Any], dialect: Dialect) -> Response[Any]:
+        call = await read_call(request, dialect)
+        meter.open_calls += 1
+        try:
+            begun = await unless_gone(request.receive, completions.begin(call))
+            if not call.stream:
+                choices = await unless_gone(request.receive, completions.whole(begun))
+                return Response(dialect.answer(begun, choices), headers=headers(begun))
+        except GoneError:
+            return Response(b"", status_code=GONE)
+        finally:
+            meter.open_calls -= 1
+        said = _counted(events(dialect, completions, begun, meter), meter)
+        return Stream(
+            said,
+            media_type="text/event-stream",
+            headers={**headers(begun), "cache-control": "no-cache"},
+            background=BackgroundTask(said.aclose),
+        )
+
+    def route(dialect: Dialect) -> HTTPRouteHandler:
+        @post(
+            dialect.path, status_code=200, name=dialect.path, operation_class=_operation(dialect.summary, dialect.body)
+        )
+        async def ask(request: Request[Any, Any, Any]) -> Response[Any]:
+            return await answer(request, dialect)
+
+        return ask
+
+    counting = CountTokens()
+
+    @post(counting.path, status_code=200, operation_class=_operation(counting.summary, counting.body))
+    async def count_tokens(request: Request[Any, Any, Any]) -> Json:
+        return {"input_tokens": await completions.count(await read_call(request, counting))}
+
+    def cards(request: Request[Any, Any, Any]) -> list[Json]:
+        card = {"object": "model", "created": 0, "owned_by": "swarmq"}
+        return [{"id": name, **card} for name in claims_of(request).policies if name in pools]
+
+    @get(MODELS, operation_class=_operation("The policies that the key may call"))
+    async def models(request: Request[Any, Any, Any]) -> Json:
+        return {"object": "list", "data": cards(request)}
+
+    @get(MODELS + "/{model:str}", operation_class=_operation("One of them"))
+    async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
+        for card in cards(request):
+            if card["id"] == model:
+                return card
+        raise _no_model(model)
+
+    return [*map(route, DIALECTS), count_tokens, models, model]
+
+
+def not_served(method: str, path: str) -> RefusedError:
+    served = ", ".join([*(dialect.path for dialect in DIALECTS), CountTokens.path, MODELS])
+    return RefusedError(
+        f"{method} {path:.200} is not served: a policy answers at {served}", status=404, code="unknown_url"
+    )
+
+
+def key_of(request: Request[Any, Any, Any]) -> str:
+    """From where either of the two client libraries puts it. Raises RefusedError."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and key:
+        return key.strip()
+    if key := request.headers.get("x-api-key", ""):
+        return key.strip()
+    raise RefusedError(
+        "no api key: send `Authorization: Bearer <key>` or `x-api-key: <key>`, the key that `begin_episode()` returned",
+        status=401, code="invalid_api_key",
+    )  # fmt: skip
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the agent hangs up. Raises GoneError then."""
+    outcome: list[T] = []
+    failure: list[Exception] = []
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        gone = True
+        worker.cancel()
+
+    async def run() -> None:
+        try:
+            outcome.append(await work)
+        except Exception as error:
+            failure.append(error)  # as itself, not in a group
+        finally:
+            watcher.cancel()
+
+    async with asyncio.TaskGroup() as tasks:
+        watcher = tasks.create_task(watch())
+        worker = tasks.create_task(run())
+    if failure:
+        raise failure[0]
+    if gone or not outcome:
+        raise GoneError
+    return outcome[0]
+
+
+async def _counted(said: AsyncGenerator[bytes, None], meter: Meter) -> AsyncGenerator[bytes, None]:
+    meter.open_calls += 1
+    try:
+        async for event in said:
+            yield event
+    finally:
+        meter.open_calls -= 1
+        await said.aclose()
+
+
+def _no_model(name: str) -> RefusedError:
+    return RefusedError(
+        f"model {name!r:.200} is not a policy of this run that the key may call",
+        status=404, code="model_not_found", param="model",
+    )  # fmt: skip
+
+
+def _operation(told: str, body: Json | None = None) -> type[Operation]:
+    """How a route stands in the OpenAPI document. Bodies are read by hand: their errors are a dialect's."""
+
+    @dataclass
+    class Documented(Operation):
+        def __post_init__(self) -> None:
+            self.summary = told
+            self.security = [{AGENT_KEY: []}]
+            answered = {"application/json": _media({"type": "object"})}
+            if body is not None:
+                self.request_body = RequestBody(required=True, content={"application/json": _media(body)})
+                answered["text/event-stream"] = _media({"type": "string"})
+            refused = {"application/json": _media(schemas.ERROR)}
+            self.responses = {
+                "200": OpenAPIResponse(description="The answer; events when it is streamed.", content=answered),
+                **{str(status): OpenAPIResponse(description=why, content=refused) for status, why in STATUSES.items()},
+            }
+
+    return Documented
+
+
+def _media(schema: Json) -> OpenAPIMediaType:
+    return OpenAPIMediaType(schema=cast("Any", schema))

@@ -1,0 +1,47 @@
+"""The messages of an episode, each kept once, for agents that name a conversation instead of sending it again."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+Json = dict[str, Any]
+_encode = msgspec.json.Encoder(order="deterministic").encode
+
+
+class Conversations:
+    """A trie of messages: conversations that begin alike share what they have in common."""
+
+    def __init__(self) -> None:
+        self._steps: dict[bytes, tuple[bytes, bytes]] = {}
+        """Key of a conversation -> key of all but its last message, and that message."""
+        self._ends: dict[str, bytes] = {}
+        self.size_bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ends)
+
+    def keep(self, name: str, messages: Sequence[Json]) -> None:
+        key = b""
+        for message in messages:
+            raw = _encode(message)
+            before, key = key, hashlib.blake2b(key + raw, digest_size=16).digest()
+            if key not in self._steps:
+                self._steps[key] = (before, raw)
+                self.size_bytes += len(raw) + 160
+        self._ends[name] = key
+        self.size_bytes += len(name) + 100
+
+    def recall(self, name: str) -> list[Json] | None:
+        """The messages of the conversation of that name; None when there is none."""
+        key = self._ends.get(name)
+        if key is None:
+            return None
+        messages: list[Json] = []
+        while key:
+            key, raw = self._steps[key]
+            messages.append(msgspec.json.decode(raw))
+        return messages[::-1]

@@ -1,0 +1,236 @@
+"""What a dialect is: a request of its own form -> a chat request, and an answer -> its own form, whole or streamed.
+
+    body ──Dialect.ask──> chat request ──> Completions ──┬─> choices ──Dialect.answer──> body
+                                                         └─> gains   ──Writer──────────> server-sent events
+
+Everything between is the same for all: render, stitch, generate, derender, record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from swarmq.engine.protocol import Logprob
+from swarmq.keys import Claims
+from swarmq.messages import new_id
+from swarmq.proxy.calls import Ask, Call, Ended, Gained
+from swarmq.proxy.completion import Begun, Completions
+from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.meter import Meter
+from swarmq.proxy.recorder import call_id
+from swarmq.proxy.refusals import Refusal, RefusedError, refusal_of
+from swarmq.proxy.sampling import check_limits
+
+Json = dict[str, Any]
+log = structlog.get_logger()
+
+_canonical = msgspec.json.Encoder(order="deterministic")
+MAX_RETRIES_TOLD = 1000
+MAX_DEPTH = 64
+"""Of brackets within each other in a body. vLLM's grammars and templates recurse over what they are given."""
+AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
+"""What an agent may call itself."""
+
+
+class Dialect(Protocol):
+    """One form of asking. `path` is where it is asked, `summary` and `body` are for the OpenAPI document."""
+
+    path: str
+    summary: str
+    body: Json
+    """JSON schema of a request."""
+
+    def ask(self, body: Json, told: Conversations) -> Ask:
+        """The request as a chat request. `told`: what the episode has said. Raises RefusedError, naming the field."""
+
+    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+        """The body of an answer that is not streamed."""
+
+    def writer(self, begun: Begun) -> Writer:
+        """For an answer that is streamed."""
+
+    def refusal(self, refusal: Refusal) -> Json:
+        """The body of an error."""
+
+
+class Writer(Protocol):
+    """Server-sent events of one answer. Every method returns the bytes to send now, b"" for none."""
+
+    def begin(self) -> bytes: ...
+
+    def gain(self, gain: Gained) -> bytes: ...
+
+    def end(self, ended: Ended) -> bytes:
+        """A choice is complete and recorded."""
+
+    def close(self) -> bytes:
+        """All choices are."""
+
+    def fail(self, refusal: Refusal) -> bytes:
+        """Nothing follows."""
+
+
+def read(dialect: Dialect, raw: bytes, claims: Claims, told: Mapping[str, str], conversations: Conversations) -> Call:
+    """`told`: the request's headers. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
+    body = _object(raw)
+    ask = dialect.ask(body, conversations)
+    check_limits(ask.chat)
+    agent = told.get("x-swarmq-agent")
+    if agent is not None and not AGENT.fullmatch(agent):
+        raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
+    retry = told.get("x-stainless-retry-count", "")
+    return Call(
+        claims=claims,
+        policy=_policy(body, claims),
+        request_id=new_id(),
+        body=body,
+        chat=ask.chat,
+        stream=flag(body, "stream"),
+        retry=min(int(retry), MAX_RETRIES_TOLD) if retry.isdecimal() and retry.isascii() else 0,
+        digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
+        agent=agent or claims.agent,
+        kept=ask.kept,
+        began_at=time.time(),
+        began=time.monotonic(),
+    )
+
+
+def headers(begun: Begun) -> dict[str, str]:
+    call = begun.call
+    told = {
+        "x-request-id": call.request_id,
+        "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
+    }
+    return {**told, "x-swarmq-overridden": ", ".join(begun.overridden)} if begun.overridden else told
+
+
+async def events(dialect: Dialect, completions: Completions, begun: Begun, meter: Meter) -> AsyncGenerator[bytes, None]:
+    """The server-sent events of a streamed answer. What fails in the middle is an error event, the last one."""
+    writer = dialect.writer(begun)
+    try:
+        if opening := writer.begin():
+            yield opening
+        async with aclosing(completions.stream(begun)) as gains:
+            async for gain in gains:
+                if said := writer.end(gain) if isinstance(gain, Ended) else writer.gain(gain):
+                    yield said
+    except Exception as error:
+        refusal = refusal_of(error)
+        meter.errors += 1
+        log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
+        yield writer.fail(refusal)
+        return
+    yield writer.close()
+
+
+def data(value: Json) -> bytes:
+    """An event without a name."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named(value: Json) -> bytes:
+    """An event named as its `type`."""
+    return f"event: {value['type']}\n".encode() + data(value)
+
+
+def num_choices(begun: Begun) -> int:
+    return begun.call.chat.get("n") or 1
+
+
+def answer_id(begun: Begun) -> str:
+    """The call id where there is one, so that an agent can name the call it credits."""
+    request_id = begun.call.request_id
+    return call_id(request_id, 0) if num_choices(begun) == 1 else request_id
+
+
+def top_logprobs(begun: Begun, logprobs: Sequence[Logprob]) -> list[Logprob]:
+    """With as many alternatives as were asked for."""
+    top = begun.call.chat.get("top_logprobs") or 0
+    return [msgspec.structs.replace(entry, top_logprobs=entry.top_logprobs[:top]) for entry in logprobs]
+
+
+def flag(body: Json, name: str) -> bool:
+    """A field that is true, false or absent. Raises RefusedError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise RefusedError(f"{name} must be true or false", param=name)
+    return bool(value)
+
+
+def count(body: Json, name: str) -> int | None:
+    """A field that is a whole number of at least 1, or absent. Raises RefusedError."""
+    value = body.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        raise RefusedError(f"{name} must be a whole number of at least 1, not {value!r:.100}", param=name)
+    return value
+
+
+def options(body: Json, name: str) -> Json:
+    """A field that is an object or absent. Raises RefusedError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise RefusedError(f"{name} must be an object", param=name)
+    return value or {}
+
+
+def objects(value: Any, param: str) -> list[Json]:
+    """A list of objects. Raises RefusedError."""
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise RefusedError(f"{param} must be a list of objects", param=param)
+    return value
+
+
+def string(value: Json, name: str, where: str) -> str:
+    """A field that must be text. Raises RefusedError."""
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise RefusedError(f"{where}.{name} must be text", param=where)
+    return text
+
+
+def flat(parts: list[Json]) -> str | list[Json]:
+    """The parts of a chat message; text where they are only text, which every template understands."""
+    return "\n".join(part["text"] for part in parts) if all(part["type"] == "text" for part in parts) else parts
+
+
+def not_served(body: Json, *names: str, why: str) -> None:
+    """Raise RefusedError when the body asks for one of these."""
+    for name in names:
+        if body.get(name):
+            raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
+
+
+def _policy(body: Json, claims: Claims) -> str:
+    model = body.get("model")
+    if model not in claims.policies:
+        known = ", ".join(claims.policies)
+        raise RefusedError(
+            f"model {model!r:.200} is not one of this key's policies: {known}",
+            status=404, code="model_not_found", param="model",
+        )  # fmt: skip
+    return str(model)
+
+
+def _object(raw: bytes) -> Json:
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise RefusedError(f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise RefusedError("the body must be a JSON object", code="invalid_json")
+    if _deeper(body, MAX_DEPTH):
+        raise RefusedError(f"the body has more than {MAX_DEPTH} brackets within each other", code="invalid_json")
+    return body
+
+
+def _deeper(value: Any, depth: int) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_deeper(item, depth - 1) for item in inner if isinstance(item, (dict, list)))

@@ -1,0 +1,121 @@
+"""OpenAI's chat completions: the form that everything else is translated to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from swarmq.engine.protocol import Logprob
+from swarmq.proxy.calls import Ask, Ended, Gained
+from swarmq.proxy.completion import Begun
+from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.dialects import schemas
+from swarmq.proxy.dialects.base import answer_id, data, not_served, options, top_logprobs
+from swarmq.proxy.refusals import Refusal, RefusedError
+
+Json = dict[str, Any]
+
+
+class Chat:
+    path = "/v1/chat/completions"
+    summary = "OpenAI's chat completions"
+    body = schemas.CHAT
+
+    def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise RefusedError("messages must be a list of at least one message", param="messages")
+        options(body, "stream_options")
+        not_served(body, "functions", "function_call", why="use tools and tool_choice")
+        not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
+        if (body.get("modalities") or ["text"]) != ["text"]:
+            raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
+        return Ask(chat=body)
+
+    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+        return {
+            "id": answer_id(begun),
+            "object": "chat.completion",
+            "created": int(begun.call.began_at),
+            "model": begun.call.policy,
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": _message(choice.message),
+                    "logprobs": _logprobs(begun, choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for choice in choices
+            ],
+            "usage": usage(begun, choices),
+        }
+
+    def writer(self, begun: Begun) -> ChatWriter:
+        return ChatWriter(begun)
+
+    def refusal(self, refusal: Refusal) -> Json:
+        return refusal.body
+
+
+class ChatWriter:
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self._asked_logprobs = bool(begun.call.chat.get("logprobs"))
+        self._base = {
+            "id": answer_id(begun),
+            "object": "chat.completion.chunk",
+            "created": int(begun.call.began_at),
+            "model": begun.call.policy,
+        }
+        self._greeted: set[int] = set()
+        self._ended: list[Ended] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def gain(self, gain: Gained) -> bytes:
+        greeting = self._greet(gain.index)
+        if not gain.delta and not self._asked_logprobs:
+            return greeting
+        delta = {key: value for key, value in gain.delta.items() if key != "role"}
+        logprobs = _logprobs(self._begun, gain.logprobs)
+        return greeting + self._chunk(gain.index, delta, logprobs=logprobs)
+
+    def end(self, ended: Ended) -> bytes:
+        self._ended.append(ended)
+        last = self._chunk(ended.index, {}, finish_reason=ended.finish_reason, stop_reason=ended.stop_reason)
+        return self._greet(ended.index) + last
+
+    def close(self) -> bytes:
+        last = b"data: [DONE]\n\n"
+        if options(self._begun.call.body, "stream_options").get("include_usage"):
+            return data({**self._base, "choices": [], "usage": usage(self._begun, self._ended)}) + last
+        return last
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return data(refusal.body)
+
+    def _greet(self, index: int) -> bytes:
+        if index in self._greeted:
+            return b""
+        self._greeted.add(index)
+        return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def _chunk(self, index: int, delta: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        return data({**self._base, "choices": [choice]})
+
+
+def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
+    sampled = sum(choice.num_tokens for choice in choices)
+    prompt = begun.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _message(message: Json) -> Json:
+    return {**message, "content": message["content"] or (None if message.get("tool_calls") else ""), "refusal": None}
+
+
+def _logprobs(begun: Begun, logprobs: Sequence[Logprob]) -> Json | None:
+    return {"content": top_logprobs(begun, logprobs)} if begun.call.chat.get("logprobs") else None

@@ -1,0 +1,173 @@
+"""OpenAI's completions: a prompt of text or tokens, without a chat template.
+
+An agent that goes on from an answer sends prompt, answer and more as one text. That text is taken apart again where an
+earlier prompt and answer of the episode ended, so that the conversation is known for what it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from swarmq.engine.protocol import Logprob
+from swarmq.proxy.calls import Ask, Ended, Gained, Kept
+from swarmq.proxy.completion import Begun
+from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.dialects import schemas
+from swarmq.proxy.dialects.base import answer_id, data, not_served, options
+from swarmq.proxy.dialects.chat import usage
+from swarmq.proxy.refusals import Refusal, RefusedError
+
+Json = dict[str, Any]
+Prompt = str | list[int]
+
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's own."""
+MAX_LOGPROBS = 20
+
+
+class TextCompletions:
+    path = "/v1/completions"
+    summary = "OpenAI's completions"
+    body = schemas.COMPLETION
+
+    def ask(self, body: Json, told: Conversations) -> Ask:
+        prompt = _prompt(body)
+        options(body, "stream_options")
+        not_served(body, "echo", why="the prompt is not sampled; the agent has it")
+        not_served(body, "suffix", why="the model does not fill in")
+        if (body.get("best_of") or 1) > (body.get("n") or 1):
+            raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")
+        said = _said_before(prompt, told)
+        text = prompt if isinstance(prompt, str) else str(prompt)
+        rest = text[sum(len(message["content"]) for message in said) :]
+        messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
+        chat = {key: value for key, value in body.items() if key not in ("logprobs", "best_of", "prompt")}
+        chat |= {"prompt": prompt, "messages": messages, "max_tokens": body.get("max_tokens") or DEFAULT_MAX_TOKENS}
+        if (logprobs := _logprobs_asked(body)) is not None:
+            chat |= {"logprobs": True, "top_logprobs": logprobs}
+        kept = Kept(messages=messages, name=lambda _, message: _name(text + message["content"]))
+        return Ask(chat=chat, kept=kept if isinstance(prompt, str) else None)
+
+    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+        return {
+            **_base(begun),
+            "choices": [
+                {
+                    "index": choice.index,
+                    "text": choice.message["content"],
+                    "logprobs": _logprobs(begun, choice.logprobs, 0),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for choice in choices
+            ],
+            "usage": usage(begun, choices),
+        }
+
+    def writer(self, begun: Begun) -> TextWriter:
+        return TextWriter(begun)
+
+    def refusal(self, refusal: Refusal) -> Json:
+        return refusal.body
+
+
+class TextWriter:
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self._base = _base(begun)
+        self._offsets: dict[int, int] = {}
+        self._ended: list[Ended] = []
+
+    def begin(self) -> bytes:
+        return b""
+
+    def gain(self, gain: Gained) -> bytes:
+        text = gain.delta.get("content") or ""
+        offset = self._offsets.get(gain.index, 0)
+        self._offsets[gain.index] = offset + sum(len(entry.token) for entry in gain.logprobs)
+        logprobs = _logprobs(self._begun, gain.logprobs, offset)
+        return self._chunk(gain.index, text, logprobs=logprobs) if text or logprobs else b""
+
+    def end(self, ended: Ended) -> bytes:
+        self._ended.append(ended)
+        return self._chunk(ended.index, "", finish_reason=ended.finish_reason, stop_reason=ended.stop_reason)
+
+    def close(self) -> bytes:
+        last = b"data: [DONE]\n\n"
+        if options(self._begun.call.body, "stream_options").get("include_usage"):
+            return data({**self._base, "choices": [], "usage": usage(self._begun, self._ended)}) + last
+        return last
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return data(refusal.body)
+
+    def _chunk(self, index: int, text: str, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
+        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        return data({**self._base, "choices": [choice]})
+
+
+def _base(begun: Begun) -> Json:
+    return {
+        "id": answer_id(begun),
+        "object": "text_completion",
+        "created": int(begun.call.began_at),
+        "model": begun.call.policy,
+    }
+
+
+def _prompt(body: Json) -> Prompt:
+    """Text or token ids; a list of one of them counts as that one."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
+        prompt = prompt[0]
+    if isinstance(prompt, list) and prompt and all(isinstance(p, (str, list)) for p in prompt):
+        raise RefusedError("one request completes one prompt: send the others apart", param="prompt")
+    if isinstance(prompt, list) and prompt and all(type(p) is int and 0 <= p < 2**31 for p in prompt):
+        return prompt
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    raise RefusedError("prompt must be text or a list of token ids, not empty", param="prompt")
+
+
+def _said_before(prompt: Prompt, told: Conversations) -> list[Json]:
+    """The longest conversation of the episode whose text the prompt begins with."""
+    if not isinstance(prompt, str):
+        return []
+    lengths = {int(name.partition(":")[0]) for name in told if name[0].isdecimal() and ":" in name}
+    for length in sorted((n for n in lengths if n <= len(prompt)), reverse=True):
+        if found := told.recall(_name(prompt[:length])):
+            return found
+    return []
+
+
+def _name(text: str) -> str:
+    return f"{len(text)}:{hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
+
+
+def _logprobs_asked(body: Json) -> int | None:
+    count = body.get("logprobs")
+    if count is None or count is False:
+        return None
+    if type(count) is not int or not 0 <= count <= MAX_LOGPROBS:
+        raise RefusedError(f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}", param="logprobs")
+    return count
+
+
+def _logprobs(begun: Begun, logprobs: Sequence[Logprob], offset: int) -> Json | None:
+    chat = begun.call.chat
+    if not chat.get("logprobs"):
+        return None
+    offsets = []
+    for entry in logprobs:
+        offsets.append(offset)
+        offset += len(entry.token)
+    top = chat["top_logprobs"]
+    alternatives = [{str(t["token"]): t["logprob"] for t in entry.top_logprobs[:top]} for entry in logprobs]
+    return {
+        "tokens": [entry.token for entry in logprobs],
+        "token_logprobs": [entry.logprob for entry in logprobs],
+        "top_logprobs": alternatives if top else None,
+        "text_offset": offsets,
+    }

@@ -1,0 +1,401 @@
+"""OpenAI's responses: items in, items out, and conversations that are named instead of sent again.
+
+input items ──> chat messages       reasoning, message and function_call items in a row are one assistant message
+assistant message ──> output items  reasoning, then message, then one function_call for each call
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.engine.protocol import Logprob
+from swarmq.proxy.calls import Ask, Ended, Gained, Kept
+from swarmq.proxy.completion import Begun
+from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.dialects import schemas
+from swarmq.proxy.dialects.base import (
+    answer_id,
+    count,
+    flat,
+    named,
+    not_served,
+    objects,
+    options,
+    string,
+    top_logprobs,
+)
+from swarmq.proxy.refusals import Refusal, RefusedError
+
+Json = dict[str, Any]
+
+LOGPROBS = "message.output_text.logprobs"
+SAME = (
+    *("temperature", "top_p", "parallel_tool_calls", "stream", "top_logprobs"),
+    *("seed", "stop", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+    *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
+)
+"""Fields with one meaning in both dialects; those that only vLLM knows among them."""
+REPEATED: Json = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What a response repeats of its request, and what it says where the request is silent."""
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+
+
+class Responses:
+    path = "/v1/responses"
+    summary = "OpenAI's responses"
+    body = schemas.RESPONSE
+
+    def ask(self, body: Json, told: Conversations) -> Ask:
+        not_served(body, "background", why="an answer is waited for or streamed")
+        not_served(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
+        chat = {key: body[key] for key in SAME if body.get(key) is not None}
+        messages = [*_before(body, told), *_said(body.get("input"))]
+        chat["messages"] = _instructed(body, messages)
+        if limit := count(body, "max_output_tokens"):
+            chat["max_tokens"] = limit
+        if body.get("tools"):
+            chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
+        if body.get("tool_choice") is not None:
+            chat["tool_choice"] = _tool_choice(body["tool_choice"])
+        if wanted := _format(options(options(body, "text"), "format")):
+            chat["response_format"] = wanted
+        if effort := options(body, "reasoning").get("effort"):
+            chat["reasoning_effort"] = effort
+        if LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
+            chat["logprobs"] = True
+        kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
+        return Ask(chat=chat, kept=kept)
+
+    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+        [ended] = choices
+        items = Items(begun)
+        items.add(ended.message, ended.logprobs)
+        return _finished(begun, items, ended)
+
+    def writer(self, begun: Begun) -> ResponseWriter:
+        return ResponseWriter(begun)
+
+    def refusal(self, refusal: Refusal) -> Json:
+        return refusal.body
+
+
+class Items:
+    """Output items as they grow. `tell` gets every event as it happens; without, nobody listens."""
+
+    def __init__(self, begun: Begun, tell: Callable[[Json], None] = lambda _: None) -> None:
+        self._begun = begun
+        self._request_id = begun.call.request_id
+        self._tell = tell
+        self._open: int | None = None
+        """Index of the item that grows."""
+        self._calls: dict[int, int] = {}
+        """Index of a call within the message -> index of its item."""
+        self.items: list[Json] = []
+
+    def add(self, delta: Json, logprobs: Sequence[Logprob] = ()) -> None:
+        """More of the assistant's message."""
+        if thought := delta.get("reasoning"):
+            self._opened("reasoning")["content"][0]["text"] += thought
+            self._tell({"type": "response.reasoning_text.delta", **self._where(content_index=0), "delta": thought})
+        if text := delta.get("content"):
+            part = self._opened("message")["content"][0]
+            entries = self._logprobs(logprobs)
+            part["text"] += text
+            part["logprobs"] += entries
+            where = self._where(content_index=0)
+            self._tell({"type": "response.output_text.delta", **where, "delta": text, "logprobs": entries})
+        for position, call in enumerate(delta.get("tool_calls") or ()):
+            self._call(call.get("index", position), call.get("id"), call.get("function") or {})
+
+    def finish(self, *, cut: bool) -> None:
+        """The last item ends; there is at least one."""
+        if not self.items:
+            self._opened("message")
+        self._close("incomplete" if cut else "completed")
+
+    def _opened(self, kind: str) -> Json:
+        """The item that grows, a new one unless it is of this kind."""
+        if self._open is None or self.items[self._open]["type"] != kind:
+            part = _text("") if kind == "message" else {"type": "reasoning_text", "text": ""}
+            more: Json = {"role": "assistant"} if kind == "message" else {"summary": []}
+            self._begin({"type": kind, **more, "content": []})
+            self._tell({"type": "response.content_part.added", **self._where(content_index=0), "part": part})
+            self.items[-1]["content"].append(part)
+        return self.items[-1]
+
+    def _call(self, index: int, identity: str | None, function: Json) -> None:
+        if index not in self._calls:
+            identity = identity or f"call_{self._request_id}_{index}"
+            name = function.get("name") or ""
+            self._begin({"type": "function_call", "call_id": identity, "name": name, "arguments": ""})
+            self._calls[index] = len(self.items) - 1
+        at = self._calls[index]
+        if arguments := function.get("arguments"):
+            self.items[at]["arguments"] += arguments
+            where = {"item_id": self.items[at]["id"], "output_index": at}
+            self._tell({"type": "response.function_call_arguments.delta", **where, "delta": arguments})
+
+    def _begin(self, item: Json) -> None:
+        self._close("completed")
+        self._open = len(self.items)
+        identity = f"{PREFIXES[item['type']]}_{self._request_id}_{self._open}"
+        self.items.append({"id": identity, "status": "in_progress", **item})
+        self._tell({"type": "response.output_item.added", "output_index": self._open, "item": self.items[-1]})
+
+    def _close(self, status: str) -> None:
+        if self._open is None:
+            return
+        item = self.items[self._open]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            self._tell({"type": "response.function_call_arguments.done", **self._where(), **done})
+        else:
+            [part] = item["content"]
+            where = self._where(content_index=0)
+            if item["type"] == "message":
+                text = {"text": part["text"], "logprobs": part["logprobs"]}
+                self._tell({"type": "response.output_text.done", **where, **text})
+            else:
+                self._tell({"type": "response.reasoning_text.done", **where, "text": part["text"]})
+            self._tell({"type": "response.content_part.done", **where, "part": part})
+        self._tell({"type": "response.output_item.done", "output_index": self._open, "item": item})
+        self._open = None
+
+    def _where(self, **more: int) -> Json:
+        assert self._open is not None
+        return {"item_id": self.items[self._open]["id"], "output_index": self._open, **more}
+
+    def _logprobs(self, logprobs: Sequence[Logprob]) -> list[Json]:
+        if not self._begun.call.chat.get("logprobs"):
+            return []
+        entries = top_logprobs(self._begun, logprobs)
+        return [{**msgspec.to_builtins(entry), "bytes": entry.bytes or []} for entry in entries]
+
+
+class ResponseWriter:
+    def __init__(self, begun: Begun) -> None:
+        self._begun = begun
+        self._items = Items(begun, self._tell)
+        self._said: list[bytes] = []
+        self._count = 0
+
+    def begin(self) -> bytes:
+        for name in ("response.created", "response.in_progress"):
+            self._tell({"type": name, "response": response(self._begun, [])})
+        return self._flush()
+
+    def gain(self, gain: Gained) -> bytes:
+        self._items.add(gain.delta, gain.logprobs)
+        return self._flush()
+
+    def end(self, ended: Ended) -> bytes:
+        whole = _finished(self._begun, self._items, ended)
+        self._tell({"type": f"response.{whole['status']}", "response": whole})
+        return self._flush()
+
+    def close(self) -> bytes:
+        return b""
+
+    def fail(self, refusal: Refusal) -> bytes:
+        error = {"code": "server_error", "message": refusal.message}
+        failed = {**response(self._begun, self._items.items), "status": "failed", "error": error}
+        self._tell({"type": "response.failed", "response": failed})
+        return self._flush()
+
+    def _tell(self, event: Json) -> None:
+        self._said.append(named({**event, "sequence_number": self._count}))
+        self._count += 1
+
+    def _flush(self) -> bytes:
+        said, self._said = b"".join(self._said), []
+        return said
+
+
+def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None) -> Json:
+    body, sampling = begun.call.body, begun.asked.sampling
+    return {
+        "id": answer_id(begun),
+        "object": "response",
+        "created_at": int(begun.call.began_at),
+        "status": status,
+        "background": False,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "model": begun.call.policy,
+        "output": output,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "usage": usage,
+        **{key: default if body.get(key) is None else body[key] for key, default in REPEATED.items()},
+    }
+
+
+def _finished(begun: Begun, items: Items, ended: Ended) -> Json:
+    cut = ended.finish_reason == "length"
+    items.finish(cut=cut)
+    usage = {
+        "input_tokens": begun.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": ended.num_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": begun.prompt_tokens + ended.num_tokens,
+    }
+    return response(begun, items.items, status="incomplete" if cut else "completed", usage=usage)
+
+
+def _text(text: str) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _instructed(body: Json, messages: list[Json]) -> list[Json]:
+    """Under the instructions, which later responses do not inherit."""
+    if instructions := body.get("instructions"):
+        if not isinstance(instructions, str):
+            raise RefusedError("instructions must be text", param="instructions")
+        first = messages[0] if messages else {}
+        if first.get("role") == "system" and isinstance(first["content"], str):
+            # Many templates know one system message, the first.
+            return [{"role": "system", "content": f"{instructions}\n\n{first['content']}"}, *messages[1:]]
+        messages = [{"role": "system", "content": instructions}, *messages]
+    if not messages:
+        raise RefusedError("input must have at least one item", param="input")
+    return messages
+
+
+def _before(body: Json, told: Conversations) -> list[Json]:
+    """The conversation that the request goes on from."""
+    name = body.get("previous_response_id")
+    if name is None:
+        return []
+    messages = told.recall(name) if isinstance(name, str) else None
+    if messages is None:
+        raise RefusedError(
+            f"response {name!r:.100} is not known here: send the whole input instead",
+            code="previous_response_not_found", param="previous_response_id",
+        )  # fmt: skip
+    return messages
+
+
+def _said(given: Any) -> list[Json]:
+    """Items as chat messages. Consecutive ones of the assistant are one message, which ends with its calls."""
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Json] = []
+    growing = False
+    for at, item in enumerate(objects(given if given is not None else [], "input")):
+        where = f"input[{at}]"
+        said = _message(item, where)
+        if said["role"] == "assistant":
+            last = messages[-1] if growing else {}
+            begins = said["content"] or "reasoning" in said
+            if growing and not (begins and (last["content"] or last.get("tool_calls"))):
+                _join(last, said)
+            else:
+                messages.append(said)
+            growing = True
+        else:
+            messages.append(said)
+            growing = False
+    return messages
+
+
+def _join(message: Json, more: Json) -> None:
+    message["content"] = message["content"] or more["content"]
+    for key, empty in (("reasoning", ""), ("tool_calls", [])):
+        if key in more:
+            message[key] = message.get(key, empty) + more[key]
+
+
+def _message(item: Json, where: str) -> Json:
+    match item.get("type", "message"):
+        case "message":
+            role = item.get("role")
+            if role not in ROLES:
+                raise RefusedError(f"role must be one of {', '.join(ROLES)}", param=f"{where}.role")
+            return {"role": ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
+        case "function_call":
+            call = {"name": string(item, "name", where), "arguments": string(item, "arguments", where)}
+            called = [{"id": string(item, "call_id", where), "type": "function", "function": call}]
+            return {"role": "assistant", "content": "", "tool_calls": called}
+        case "function_call_output":
+            content = _content(item.get("output"), f"{where}.output")
+            return {"role": "tool", "tool_call_id": string(item, "call_id", where), "content": content}
+        case "reasoning":
+            parts = objects(item.get("content") or item.get("summary") or [], f"{where}.content")
+            return {"role": "assistant", "content": "", "reasoning": "".join(str(p.get("text", "")) for p in parts)}
+        case other:
+            served = "message, function_call, function_call_output, reasoning"
+            raise RefusedError(f"items of type {other!r:.100} are not served, only {served}", param=f"{where}.type")
+
+
+def _content(content: Any, where: str) -> str | list[Json]:
+    """Text where it is only text, else a list of parts as in a chat message."""
+    if isinstance(content, str):
+        return content
+    return flat([_part(part, where) for part in objects(content, where)])
+
+
+def _part(part: Json, where: str) -> Json:
+    match part.get("type"):
+        case "input_text" | "output_text" | "text":
+            return {"type": "text", "text": string(part, "text", where)}
+        case "refusal":
+            return {"type": "text", "text": string(part, "refusal", where)}
+        case "input_image":
+            return {"type": "image_url", "image_url": {"url": string(part, "image_url", where)}}
+        case other:
+            raise RefusedError(f"content of type {other!r:.100} is not served, only text and images", param=where)
+
+
+def _tool(tool: Json) -> Json:
+    if tool.get("type") != "function":
+        raise RefusedError(
+            f"tools of type {tool.get('type')!r:.100} are not served, only functions that the agent runs itself",
+            code="unsupported_tool", param="tools",
+        )  # fmt: skip
+    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if choice in ("auto", "none", "required"):
+        return choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": string(choice, "name", "tool_choice")}}
+    raise RefusedError("tool_choice must be auto, none, required or a function's name", param="tool_choice")
+
+
+def _format(wanted: Json) -> Json | None:
+    match wanted.get("type", "text"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            schema = {key: wanted[key] for key in ("name", "description", "schema", "strict") if key in wanted}
+            return {"type": "json_schema", "json_schema": {"name": "answer", **schema}}
+        case other:
+            raise RefusedError(f"text.format of type {other!r:.100} is not served", param="text.format")
