@@ -74,7 +74,9 @@ class Messages:
 
     def refusal(self, refusal: Refusal) -> Json:
         fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
-        return {"type": "error", "error": {"type": ERRORS.get(refusal.status, fallback), "message": refusal.message}}
+        named_already = refusal.param is None or refusal.param in refusal.message
+        message = refusal.message if named_already else f"{refusal.param}: {refusal.message}"
+        return {"type": "error", "error": {"type": ERRORS.get(refusal.status, fallback), "message": message}}
 
 
 class CountTokens(Messages):
