@@ -98,7 +98,7 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
 class Loss(Settings, frozen=True, kw_only=True):
     """The policy loss and its constants (docs/learning.md)."""
 
-    name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce"] = "tis_mask"
+    name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
     ratio_cap: Positive = 20.0
     mask_delta: Positive = 0.2
     pull: NonNegative = 1e-3
@@ -108,13 +108,41 @@ class Loss(Settings, frozen=True, kw_only=True):
     clip_high: NonNegative | None = None
     """How far a ratio may rise; without it the loss's own: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
     dual_clip: Positive = 3.0
+    kl: NonNegative = 0.0
+    """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
+
+
+class LengthPenalty(Settings, frozen=True, kw_only=True):
+    """Taken from an episode's reward: nothing up to `free` sampled tokens, `weight` from `full` on, linear between."""
+
+    free: Whole
+    full: Count
+    weight: Positive = 1.0
+
+    def __post_init__(self) -> None:
+        if self.full <= self.free:
+            raise ValueError(f"full: {self.full} tokens are not more than the {self.free} that are free")
 
 
 class Train(Settings, frozen=True, kw_only=True):
     """How one policy learns."""
 
-    advantage: Literal["rloo", "centered", "grpo", "batch_norm"] = "rloo"
+    advantage: Literal["rloo", "centered", "grpo", "batch_norm", "ema"] = "rloo"
+    ema_decay: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    """alpha of the `ema` baseline: what it keeps of itself at every episode."""
+    call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
+    """gamma: calls of an episode with rewards by call are credited with G_k = r_k + gamma G_(k+1); none: with r_k."""
+    length_penalty: LengthPenalty | None = None
+    overlong: Literal["keep", "drop"] = "keep"
+    """An episode with a call that was cut off by a token limit: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
+    reference: str | None = None
+    """Model folder or name that `loss.kl` holds the policy to; the policy's initial model without it."""
+    teacher: str | None = None
+    """Model folder or name, of the policy's vocabulary, that the `distill` loss learns from."""
+    steps_per_batch: Count = 1
+    """Optimizer steps of one batch: its groups are shared out among them, and from the second on the loss is corrected
+    for what the ones before have moved."""
     normalisation: Literal["token", "episode", "constant"] = "token"
     constant_length: Count = 1024
     """L_max of the `constant` normalisation."""
@@ -143,6 +171,17 @@ class Train(Settings, frozen=True, kw_only=True):
     """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
     seed: int = 0
     deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if (self.loss.name == "distill") != (self.teacher is not None):
+            raise ValueError("teacher: the model to learn from, for loss.name = 'distill' and for no other loss")
+        if self.reference is not None and not self.loss.kl:
+            raise ValueError("reference: has no effect while loss.kl is 0")
+
+    @property
+    def needs_baseline(self) -> bool:
+        """Whether an episode is judged by the others of its group, so that equal rewards teach nothing."""
+        return self.advantage != "ema" and self.loss.name not in {"sft", "distill"}
 
 
 class Policy(Settings, frozen=True, kw_only=True):

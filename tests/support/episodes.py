@@ -77,12 +77,12 @@ def make_group(name: str = "g0", rewards: tuple[float, ...] = (0.0, 1.0), **fiel
     return [make_episode(name, i, reward=reward, members=len(rewards), **fields) for i, reward in enumerate(rewards)]
 
 
-def make_qwen(folder: Path) -> Path:
+def make_qwen(folder: Path, *, seed: int = 0) -> Path:
     """A random Qwen3 with two layers and 128 tokens, without tokenizer."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=128,
         hidden_size=32,

@@ -17,7 +17,7 @@ import msgspec
 
 from swarmq.config import Train
 from swarmq.errors import TimelineError
-from swarmq.learner.algorithms.advantages import has_signal
+from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.learner.summary import add_tallies, oldest_version, tally
 from swarmq.messages import Episode
@@ -37,6 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     vocab_size: int | None = None
     max_length: int | None = None
+    train: Train = Train()
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,7 +53,7 @@ class Intake:
     def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
         """`logged` are the indices of the batch log: what is in it is never taken again."""
         self.limits = limits
-        self.record, self.carry = 0, dict[str, float]()
+        self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: set[str] = set()
         for index in logged:
             self.note(index)
@@ -65,7 +66,7 @@ class Intake:
 
     def note(self, index: Index) -> None:
         """A record is in the log."""
-        self.record, self.carry = index.record, dict(index.carry)
+        self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
         self.known.update(index.trained)
         self.known.update(index.dropped)
 
@@ -120,9 +121,10 @@ class Intake:
         self._queue(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
 
     def _queue(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
-        if len(usable) < SMALLEST_GROUP:
+        train = self.limits.train
+        if not usable or (len(usable) < SMALLEST_GROUP and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
-        elif not has_signal(usable):
+        elif not has_signal(usable, train):
             self._groups_equal += 1
             self._tally = add_tallies([self._tally, tally(usable)])
             self._drop(dropped | _all(usable, "equal_rewards"))
@@ -139,6 +141,8 @@ class Intake:
             sampling = turn.sampling
             if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
                 return "truncated_sampling"
+            if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
+                return "overlong"
         return "" if episode.turns else "no_turns"
 
     def _drop_stale(self, version: int) -> None:
@@ -166,19 +170,23 @@ class Intake:
         episodes: tuple[Episode, ...] = (),
         settings: Train | None = None,
     ) -> BatchRecord:
+        before = self.baselines
         index = Index(
             record=self.record + 1,
             version=version,
             trained=tuple(episode.episode_id for episode in episodes),
             dropped=self._dropped,
             carry=dict(carry),
+            baselines=updated(before, groups_of(episodes), settings)
+            if settings and settings.advantage == "ema"
+            else dict(before),
             tally=add_tallies([self._tally, tally(episodes)]),
             groups_equal=self._groups_equal,
             at=at,
         )
         self.note(index)
         self._dropped, self._tally, self._groups_equal = {}, {}, 0
-        return BatchRecord(index=index, episodes=episodes, settings=settings)
+        return BatchRecord(index=index, episodes=episodes, settings=settings, baselines=dict(before))
 
 
 def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:

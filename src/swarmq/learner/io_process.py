@@ -110,6 +110,7 @@ class Desk:
                 max_staleness=job.groups.max_staleness,
                 vocab_size=hello.vocab_size,
                 max_length=hello.max_length,
+                train=self.train,
             ),
             self.log.indices,
         )

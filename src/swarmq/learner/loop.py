@@ -189,7 +189,7 @@ class Learner:
 def load(folder: Path, identity: Identity, model: str, train: Any) -> Trainer:
     """A trainer with the newest sound checkpoint of `folder`, or with the initial model."""
     found = checkpoint.newest(folder, identity)
-    trainer = Trainer(str(found.path) if found else model, train)
+    trainer = Trainer(str(found.path) if found else model, train, initial=model)
     if found:
         checkpoint.restore(trainer, found)
     log.info("loaded", model=model, version=trainer.version, checkpoint=str(found.path) if found else None)

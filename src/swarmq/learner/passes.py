@@ -8,15 +8,14 @@ are already found. Every rank makes the same plan and takes its part.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight, units
 from swarmq.messages import Episode
 from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone
@@ -81,14 +80,29 @@ def sampled_tokens(episode: Episode) -> int:
     return sum(len(turn.sampled_ids) for turn in episode.turns) // 4
 
 
-def work_of(episodes: Sequence[Episode], train: Train, engine: Engine, *, rank: int = 0, world: int = 1) -> Work:
-    """What `rank` of `world` computes. Raises TimelineError for a turn longer than `train.micro_batch_tokens`."""
+Credit = Mapping[str, Sequence[float]]
+"""episode_id -> one advantage per turn."""
+
+
+def work_of(
+    episodes: Sequence[Episode],
+    train: Train,
+    engine: Engine,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    credit: Credit | None = None,
+) -> Work:
+    """What `rank` of `world` computes. `credit` is that of the whole batch where `episodes` are a part of it.
+
+    Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
+    """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
     whole = _planned(resolved, train, engine, train.micro_batch_tokens)
     if world > 1:
         whole = _planned(resolved, train, engine, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
     mine = _dealt(whole.layouts, world)
-    weigh = Weigher(episodes, train)
+    weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
     return Work(passes=passes + [idle()] * (max(map(len, mine)) - len(passes)), plan=whole, num_episodes=len(episodes))
 
@@ -110,8 +124,8 @@ def idle() -> Pass:
 class Weigher:
     """Knows what every turn of a batch weighs."""
 
-    def __init__(self, episodes: Sequence[Episode], train: Train) -> None:
-        by_id = advantages([list(group) for _, group in groupby(episodes, key=lambda e: e.group_id)], train.advantage)
+    def __init__(self, episodes: Sequence[Episode], train: Train, credit: Credit | None = None) -> None:
+        by_id = credit or advantages(groups_of(episodes), train)
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]
         """Episode -> its first turn among the turns of all."""

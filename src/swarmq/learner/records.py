@@ -68,6 +68,8 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """episode_id -> reason."""
     carry: dict[str, float] = {}
     """Kind -> groups the task mix still owes it."""
+    baselines: dict[str, float] = {}
+    """What the `ema` advantage compares with after this record."""
     tally: dict[str, Tally] = {}
     groups_equal: int = 0
     """Groups dropped because their rewards were equal."""
@@ -83,6 +85,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The members of a group stand together."""
     settings: Train | None = None
     """In effect for this step, so that a replay repeats it."""
+    baselines: dict[str, float] = {}
+    """What the `ema` advantage of this step compares with."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):

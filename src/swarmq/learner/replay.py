@@ -35,7 +35,7 @@ def replay(
     if to_folder.exists() and any(to_folder.iterdir()):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = Trainer(str(start.path) if start else settings.model, settings.train)
+    trainer = Trainer(str(start.path) if start else settings.model, settings.train, initial=settings.model)
     if start:
         checkpoint.restore(trainer, start)
     places = batch_log.scan(job.run_folder.batch_log(policy), identity)

@@ -23,14 +23,17 @@ from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import keep
-from swarmq.learner.algorithms.losses import LOSSES, Tokens
+from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
+from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
+from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
@@ -45,8 +48,17 @@ COLLECTIVE_TIMEOUT = timedelta(days=7)
 class Trainer:
     """Model and optimizer of one policy. `version` counts the steps taken since the initial model."""
 
-    def __init__(self, source: str, train: Train, *, version: int = 0, accelerator: Accelerator | None = None) -> None:
-        """Load the weights in `source`. Raises LearnerError when they cannot be."""
+    def __init__(
+        self,
+        source: str,
+        train: Train,
+        *,
+        version: int = 0,
+        accelerator: Accelerator | None = None,
+        initial: str | None = None,
+    ) -> None:
+        """Load the weights in `source`; `initial` is the run's first model, where that is another. Raises LearnerError
+        when a model cannot be loaded."""
         set_seed(train.seed)
         torch.use_deterministic_algorithms(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train)
@@ -57,14 +69,18 @@ class Trainer:
         optimizer = torch.optim.AdamW(policy.parameters(), lr=train.learning_rate, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
+        self.frozen = FrozenModels(initial or source, self.accelerator, vocab_size(policy.model))
+        limits = [policy.rows_only, *(judge.rows_only for judge in self.frozen.of(train).values())]
         self.engine = Engine(
             cost=policy.cost,
-            rows_only=policy.rows_only,
+            rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
         self._seen: Seen | None = None
+        self._proximal: list[Tensor] | None = None
+        """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
 
     @property
     def lm(self) -> Any:
@@ -91,32 +107,44 @@ class Trainer:
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
         train, rank, world = record.settings, self.accelerator.process_index, self.accelerator.num_processes
         began = time.perf_counter()
-        work = work_of(record.episodes, train, self.engine, rank=rank, world=world)
-        self._seen = Seen() if train.token_log else None
-        fields = self.optimize(
-            work,
-            train,
-            loss=train.loss.name,
-            total=totals(record.episodes).of(train.normalisation),
-            step=record.index.version,
-        )
+        credit = advantages(groups_of(record.episodes), train, record.baselines)
+        parts = parts_of(record.episodes, train.steps_per_batch)
+        works = [work_of(part, train, self.engine, rank=rank, world=world, credit=credit) for part in parts]
+        proximal = [self._logprobs(work) for work in works[1:]]
+        fields, self.tokens = [], []
+        for number, (part, work) in enumerate(zip(parts, works, strict=True)):
+            self._seen = Seen() if train.token_log else None
+            self._proximal = proximal[number - 1] if number else None
+            total = totals(part).of(train.normalisation)
+            fields.append(self.optimize(work, train, total=total, step=record.index.version))
+            self.tokens += self._seen.by_episode(part) if self._seen else []
         self.version = record.index.version
-        self.tokens = self._seen.by_episode(record.episodes) if self._seen else []
+        return self._timed(merged(fields), began)
+
+    def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
         train_s = time.perf_counter() - began
         return fields | {"train_s": train_s, "tokens_per_s": fields["tokens_computed"] / train_s}
 
-    def optimize(self, work: Work, train: Train, *, loss: str, total: int, step: int) -> dict[str, Any]:
+    def _logprobs(self, work: Work) -> list[Tensor]:
+        """Of each pass [S], under the weights as they are."""
+        with torch.no_grad():
+            return [
+                self.model(Placed.of(one.layout, self.accelerator.device), self._placed(one.temperatures)).logprobs
+                for one in work.passes
+            ]
+
+    def optimize(self, work: Work, train: Train, *, total: int, step: int) -> dict[str, Any]:
         """One optimizer step on this rank's part of the work; `total` units over all ranks."""
-        fields, left = self.accumulate(work, train, loss=loss, total=total)
+        fields, left = self.accumulate(work, train, total=total)
         return fields | self._update(train, step, anything=left > 0)
 
-    def accumulate(self, work: Work, train: Train, *, loss: str, total: int) -> tuple[dict[str, Any], int]:
+    def accumulate(self, work: Work, train: Train, *, total: int) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
         sums = Sums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
         for index, one in enumerate(work.passes):
             with self._accumulating(last=index == len(work.passes) - 1):
-                self._backward(one, train, loss, total, sums, trained)
+                self._backward(index, one, train, total, sums, trained)
         fields = sums.reduced(self._sum) | {
             "layout": work.plan.way,
             "layout_reason": work.plan.reason,
@@ -134,14 +162,23 @@ class Trainer:
                     parameter.grad.mul_(total / left)
         return fields, left
 
-    def _backward(self, one: Pass, train: Train, loss: str, total: int, sums: Sums, trained: Tensor) -> None:
+    def _backward(self, index: int, one: Pass, train: Train, total: int, sums: Sums, trained: Tensor) -> None:
         """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
-        temperatures, mu, advantages, calls, weights = (
+        temperatures, mu, credit, calls, weights = (
             self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
-        scored = self.model(Placed.of(one.layout, self.accelerator.device), temperatures)
-        tokens = Tokens(scored.logprobs, mu, advantages, calls, one.num_calls)
-        result = LOSSES[loss](tokens, train.loss)
+        laid = Placed.of(one.layout, self.accelerator.device)
+        scored = self.model(laid, temperatures)
+        tokens = Tokens(
+            scored.logprobs,
+            mu,
+            credit,
+            calls,
+            one.num_calls,
+            proximal=self._proximal[index] if self._proximal else None,
+            **{role: model.logprobs(laid, temperatures) for role, model in self.frozen.of(train).items()},
+        )
+        result = policy_loss(tokens, train.loss)
         kept = weights > 0
         if (filtered := keep(tokens, train)) is not None:
             kept &= filtered.tokens

@@ -13,3 +13,9 @@ from support.episodes import make_qwen
 def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Qwen3 with two layers and 128 tokens."""
     return make_qwen(tmp_path_factory.mktemp("models") / "tiny-qwen")
+
+
+@pytest.fixture(scope="session")
+def other_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another random Qwen3 of the same shape."""
+    return make_qwen(tmp_path_factory.mktemp("models") / "other-qwen", seed=1)

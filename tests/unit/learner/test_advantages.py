@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 
 import msgspec
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
-from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, has_signal
+from swarmq.config import LengthPenalty, Train
+from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, has_signal, updated
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
 
@@ -31,14 +33,14 @@ def test_centered_and_grpo_follow_their_formulas(rewards: list[float]) -> None:
 
 def test_batch_norm_divides_by_the_deviation_of_all_centred_values() -> None:
     groups = [make_group("a", (0.0, 1.0), turns=1), make_group("b", (0.0, 0.0, 3.0), turns=1)]
-    got = advantages(groups, "batch_norm")
+    got = advantages(groups, Train(advantage="batch_norm"))
     centred = {"a-0": -0.5, "a-1": 0.5, "b-0": -1.0, "b-1": -1.0, "b-2": 2.0}
     deviation = (sum(v * v for v in centred.values()) / 5) ** 0.5
     assert {k: v[0] for k, v in got.items()} == pytest.approx({k: v / deviation for k, v in centred.items()}, rel=1e-4)
 
 
 def test_every_turn_of_an_episode_gets_the_episodes_advantage() -> None:
-    got = advantages([make_group("a", (0.0, 1.0), turns=3)], "rloo")
+    got = advantages([make_group("a", (0.0, 1.0), turns=3)], Train(advantage="rloo"))
     assert got == {"a-0": [-1.0] * 3, "a-1": [1.0] * 3}
 
 
@@ -54,8 +56,8 @@ def test_an_agents_own_reward_is_compared_with_the_same_agent_only() -> None:
         )
         for e, agents, r in zip(group, tags, rewards, strict=True)
     ]
-    assert advantages([group], "centered") == {"a-0": [-1.0, 0.0], "a-1": [1.0, 0.0]}
-    assert has_signal(group), "equal episode rewards, but the solvers differ"
+    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, 0.0], "a-1": [1.0, 0.0]}
+    assert has_signal(group, Train()), "equal episode rewards, but the solvers differ"
 
 
 def test_a_calls_own_reward_comes_before_the_episodes() -> None:
@@ -65,14 +67,63 @@ def test_a_calls_own_reward_comes_before_the_episodes() -> None:
         return msgspec.structs.replace(e, turns=turns, call_rewards={"c1": call_reward})
 
     group = [with_call(0, 0.0, 10.0), with_call(1, 2.0, 20.0)]
-    assert advantages([group], "centered") == {"a-0": [-1.0, -5.0], "a-1": [1.0, 5.0]}
+    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, -5.0], "a-1": [1.0, 5.0]}
 
 
 @pytest.mark.parametrize(
     ("rewards", "signal"), [((1.0, 1.0), False), ((0.1 + 0.2, 0.3), False), ((0.0, 1.0), True), ((1.0,), False)]
 )
 def test_equal_rewards_and_lone_episodes_carry_no_signal(rewards: tuple[float, ...], signal: bool) -> None:
-    assert has_signal(make_group("a", rewards)) is signal
+    assert has_signal(make_group("a", rewards), Train()) is signal
     if not signal:
-        got = advantages([make_group("a", rewards, turns=1)], "rloo")
+        got = advantages([make_group("a", rewards, turns=1)], Train(advantage="rloo"))
         assert all(abs(v[0]) < 1e-9 for v in got.values())
+
+
+def test_ema_compares_with_what_the_kind_gave_before_and_then_learns_it() -> None:
+    train = Train(advantage="ema", ema_decay=0.9)
+    batch = [make_group("a", (1.0,), turns=2), make_group("b", (0.0,), kind="code", turns=1)]
+    assert advantages(batch, train, {"default": 0.25, "code": 0.5}) == {"a-0": [0.75, 0.75], "b-0": [-0.5]}
+    assert updated({"default": 0.25, "code": 0.5}, batch, train) == pytest.approx({"default": 0.325, "code": 0.45})
+
+
+def test_a_baseline_that_is_new_begins_with_the_mean_so_that_no_reward_is_its_own_advantage() -> None:
+    train = Train(advantage="ema")
+    batch = [make_group("a", (1.0,), turns=1), make_group("b", (3.0,), turns=1)]
+    assert advantages(batch, train) == {"a-0": [-1.0], "b-0": [1.0]}
+
+
+def test_only_ema_and_losses_without_advantages_take_groups_of_equal_rewards() -> None:
+    equal = make_group("a", (1.0, 1.0))
+    assert not has_signal(equal, Train())
+    assert has_signal(equal, Train(advantage="ema"))
+
+
+def test_discounted_returns_follow_their_recursion_agent_by_agent() -> None:
+    """G_k = r_k + gamma G_{k+1}; an agent's last call without a reward of its own answers for the episode's."""
+    agents = ("a", "b", "a", "b", "a")
+    rng = random.Random(3)
+    group = []
+    for member, reward in enumerate((1.0, 0.0)):
+        e = make_episode("g", member, reward=reward, turns=5)
+        turns = tuple(msgspec.structs.replace(t, agent=a) for t, a in zip(e.turns, agents, strict=True))
+        group.append(msgspec.structs.replace(e, turns=turns, call_rewards={"c0": rng.random(), "c3": rng.random()}))
+    wanted = {}
+    for episode in group:
+        r, gamma = episode.call_rewards, 0.5
+        a2, b1 = episode.reward, r["c3"]
+        wanted[episode.episode_id] = [r["c0"] + gamma * gamma * a2, gamma * b1, gamma * a2, b1, a2]
+    means = {a: statistics.fmean(g[i] for g in wanted.values() for i in range(5) if agents[i] == a) for a in "ab"}
+    got = advantages([group], Train(advantage="centered", call_discount=0.5))
+    for episode_id, returns in wanted.items():
+        assert got[episode_id] == pytest.approx([g - means[a] for g, a in zip(returns, agents, strict=True)])
+
+
+def test_length_costs_reward_beyond_what_is_free() -> None:
+    group = make_group("a", (1.0, 1.0), turns=4)
+    shorter, longer = sorted(sum(len(turn.sampled_ids) // 4 for turn in episode.turns) for episode in group)
+    assert longer > shorter
+    train = Train(advantage="centered", length_penalty=LengthPenalty(free=shorter, full=2 * longer - shorter, weight=4))
+    got = sorted(values[0] for values in advantages([group], train).values())
+    assert got == pytest.approx([-1.0, 1.0]), "half-way between free and full costs half the weight"
+    assert has_signal(group, train)

@@ -67,7 +67,7 @@ def work(trainer: Trainer, train: Train, **where: int) -> Work:
 def gradient(trainer: Trainer, train: Train, passes: Work | None = None) -> Gradient:
     trainer.optimizer.zero_grad()
     total = totals(batch()).of(train.normalisation)
-    trainer.accumulate(passes or work(trainer, train), train, loss=train.loss.name, total=total)
+    trainer.accumulate(passes or work(trainer, train), train, total=total)
     return gradients(trainer)
 
 
@@ -87,7 +87,7 @@ def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
     for rank in range(world):
         for one in [*work(trainer, train, rank=rank, world=world).passes, idle()]:
             sums, trained = Sums(torch.device("cpu")), torch.zeros(len(batch()))
-            trainer._backward(one, train, train.loss.name, total, sums, trained)
+            trainer._backward(0, one, train, total, sums, trained)
     return gradients(trainer)
 
 
@@ -98,7 +98,7 @@ def gradients(trainer: Trainer) -> Gradient:
 def slow_gradient(trainer: Trainer, normalisation: str) -> Gradient:
     """`reinforce`, one turn at a time, float64, no folding, no padding, straight from the formulas."""
     lm = load_lm(trainer.lm.config._name_or_path, gradient_checkpointing=False).double()
-    by_id = advantages(groups(), "rloo")
+    by_id = advantages(groups(), PLAIN)
     episodes = batch()
     tokens = sum(len(t.sampled_ids) // 4 for e in episodes for t in e.turns)
     objective = torch.zeros((), dtype=torch.float64)
@@ -168,9 +168,16 @@ def test_no_way_of_computing_changes_it(
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("layout", ["rows", "tree"])
-def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, loss: str, layout: str) -> None:
+def test_no_layout_changes_any_loss_or_filter(trainer: Trainer, other_qwen: Path, loss: str, layout: str) -> None:
     """What a loss or a filter takes together is a model call, and that is whole in every layout."""
-    train = msgspec.structs.replace(PLAIN, loss=Loss(name=loss), row_k3_max=0.2, ratio_band=(0.3, 3.0))
+    train = msgspec.structs.replace(
+        PLAIN,
+        loss=Loss(name=loss, kl=0.1),
+        reference=str(other_qwen),
+        teacher=str(other_qwen) if loss == "distill" else None,
+        row_k3_max=0.2,
+        ratio_band=(0.3, 3.0),
+    )
     wanted = gradient(trainer, train, unfolded(trainer, train))
     ours = msgspec.structs.replace(train, layout=layout, micro_batch_tokens=LONGEST)
     assert_same(gradient(trainer, ours), wanted)
@@ -207,12 +214,12 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
     train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
     with_worst = work_of([worst, *episodes[1:]], train, trainer.engine)
     trainer.optimizer.zero_grad()
-    fields, left = trainer.accumulate(with_worst, train, loss="tis_mask", total=totals(episodes).of("token"))
+    fields, left = trainer.accumulate(with_worst, train, total=totals(episodes).of("token"))
     ours = gradients(trainer)
     rest = [without(one, episode=0) for one in with_worst.passes]
     trainer.optimizer.zero_grad()
     count = sum(one.layout.num_trained for one in rest)
-    trainer.accumulate(msgspec.structs.replace(with_worst, passes=rest), PLAIN, loss="tis_mask", total=count)
+    trainer.accumulate(msgspec.structs.replace(with_worst, passes=rest), PLAIN, total=count)
     assert fields["calls_left_out"] == len(worst.turns)
     assert left == count < totals(episodes).tokens
     assert_same(ours, gradients(trainer))
@@ -222,7 +229,7 @@ def test_an_episode_that_two_ranks_share_counts_once(trainer: Trainer) -> None:
     """A filter leaves one call of an episode; ranks would each count the episode if they only added up."""
     train = msgspec.structs.replace(PLAIN, normalisation="episode", layout="rows", micro_batch_tokens=LONGEST)
     whole = work(trainer, train)
-    _, left = trainer.accumulate(whole, train, loss="tis_mask", total=len(batch()))
+    _, left = trainer.accumulate(whole, train, total=len(batch()))
     assert max(Counter(e for one in whole.passes for e in {e for e, *_ in keys(one)}).values()) > 1
     assert left == len(batch())
     trainer.optimizer.zero_grad()

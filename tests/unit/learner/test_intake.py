@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
-from swarmq.config import Train
+from swarmq.config import Loss, Train
 from swarmq.learner.intake import Intake, Limits, quotas
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.messages import Episode, Sampling
@@ -21,15 +21,21 @@ TRAIN = Train()
 
 
 def intake(
-    groups: int = 1, *, mix: dict[str, float] | None = None, staleness: int = 4, logged: tuple[Index, ...] = ()
+    groups: int = 1,
+    *,
+    mix: dict[str, float] | None = None,
+    staleness: int = 4,
+    logged: tuple[Index, ...] = (),
+    train: Train = TRAIN,
 ) -> Intake:
-    return Intake(
-        Limits(groups_per_batch=groups, mix=mix or {"default": 1.0}, max_staleness=staleness, vocab_size=128), logged
+    limits = Limits(
+        groups_per_batch=groups, mix=mix or {"default": 1.0}, max_staleness=staleness, vocab_size=128, train=train
     )
+    return Intake(limits, logged)
 
 
 def take(intake: Intake, version: int = 0) -> BatchRecord | None:
-    return intake.take(version=version, at=0.0, settings=TRAIN)
+    return intake.take(version=version, at=0.0, settings=intake.limits.train)
 
 
 def feed(intake: Intake, *groups: list[Episode]) -> None:
@@ -220,3 +226,40 @@ def test_whatever_crashes_and_comes_again_every_episode_is_in_exactly_one_record
     for index in log:
         taken = {*index.trained, *index.dropped}
         assert all(members <= taken or not members & taken for members in by_group), "half a group in a record"
+
+
+def test_an_episode_cut_off_by_a_token_limit_is_dropped_only_where_asked() -> None:
+    members = make_group("a", (0.0, 1.0, 2.0))
+    members[0] = altered(members[0], finish_reason="length")
+    for train, trained, dropped in (
+        (Train(), ["a-0", "a-1", "a-2"], {}),
+        (Train(overlong="drop"), ["a-1", "a-2"], {"a-0": "overlong"}),
+    ):
+        box = intake(train=train)
+        feed(box, members)
+        record = take(box)
+        assert record is not None
+        assert (list(record.index.trained), record.index.dropped) == (trained, dropped)
+
+
+def test_what_ema_compares_with_is_recorded_with_the_batch_and_goes_on_after_a_restart() -> None:
+    train = Train(advantage="ema", ema_decay=0.5)
+    box = intake(train=train)
+    feed(box, make_group("a", (1.0,)), make_group("b", (0.0,)), make_group("c", (1.0,)))
+    first, second = take(box), take(box, 1)
+    assert first is not None
+    assert second is not None
+    assert (first.baselines, first.index.baselines) == ({}, {"default": 1.0})
+    assert (second.baselines, second.index.baselines) == ({"default": 1.0}, {"default": 0.5})
+    again = intake(train=train, logged=(first.index, second.index))
+    feed(again, make_group("c", (1.0,)))
+    third = take(again, 2)
+    assert third is not None
+    assert third.baselines == {"default": 0.5}
+
+
+def test_where_no_baseline_is_needed_equal_rewards_and_lone_episodes_are_trained() -> None:
+    for train in (Train(advantage="ema"), Train(loss=Loss(name="sft"))):
+        box = intake(2, train=train)
+        feed(box, make_group("a", (1.0, 1.0)), make_group("b", (1.0,)))
+        assert take(box) is not None

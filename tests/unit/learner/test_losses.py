@@ -10,7 +10,7 @@ import torch
 
 from swarmq.config import Loss, Train
 from swarmq.learner.algorithms.filters import keep
-from swarmq.learner.algorithms.losses import LOSSES, Tokens
+from swarmq.learner.algorithms.losses import LOSSES, Tokens, policy_loss
 
 CALLS = [0, 0, 0, 1, 1, 2]
 Reference = Callable[[float, float, float, float], tuple[float, float]]
@@ -54,8 +54,14 @@ def sft(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
     return -theta, -1.0
 
 
+def distill(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
+    """The teacher of these tests finds every token twice as likely as the engine did."""
+    return reinforce(theta, mu, mu + math.log(2) - theta, _)
+
+
 REFERENCES: dict[str, Reference] = {
     "tis_mask": tis_mask, "ppo_clip": ppo_clip, "cispo": cispo, "gspo": gspo, "reinforce": reinforce, "sft": sft,
+    "distill": distill,
 }  # fmt: skip
 
 
@@ -63,28 +69,70 @@ def test_every_loss_has_a_reference() -> None:
     assert REFERENCES.keys() == LOSSES.keys()
 
 
+def sampled(spread: float, seed: int) -> tuple[torch.Tensor, ...]:
+    """theta, mu, A, and log-probabilities under two other models; float64."""
+    generator = torch.Generator().manual_seed(seed)
+    mu = -3 * torch.rand(6, generator=generator, dtype=torch.float64)
+    theta, *others = (
+        (mu + spread * torch.randn(6, generator=generator, dtype=torch.float64)).clamp(max=-1e-3) for _ in range(3)
+    )
+    return theta, mu, torch.randn(6, generator=generator, dtype=torch.float64), *others
+
+
+def slowly(name: str, theta: torch.Tensor, mu: torch.Tensor, a: torch.Tensor) -> list[tuple[float, float]]:
+    """Value and slope of every token."""
+    made = []
+    for i, row in enumerate(CALLS):
+        members = [j for j, other in enumerate(CALLS) if other == row]
+        sequence = math.exp(sum(float(theta[j] - mu[j]) for j in members) / len(members))
+        made.append(REFERENCES[name](float(theta[i]), float(mu[i]), float(a[i]), sequence))
+    return made
+
+
+def assert_follows(tokens: Tokens, loss: Loss, wanted: list[tuple[float, float]]) -> None:
+    """`tokens` are float64; they are computed in float32, as always."""
+    learned = tokens.theta.float().requires_grad_()
+    single = {k: v.float() for k, v in tokens._asdict().items() if isinstance(v, torch.Tensor) and k != "calls"}
+    got = policy_loss(tokens._replace(**single | {"theta": learned}), loss).per_token
+    got.sum().backward()
+    assert learned.grad is not None
+    values, slopes = (torch.tensor(each, dtype=torch.float64) for each in zip(*wanted, strict=True))
+    torch.testing.assert_close(got.double(), values, rtol=2e-4, atol=2e-5)
+    torch.testing.assert_close(learned.grad.double(), slopes, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("name", REFERENCES)
 @pytest.mark.parametrize("spread", [1e-4, 0.3, 4.0])
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_follow_the_formula(name: str, spread: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    mu = -3 * torch.rand(6, generator=generator, dtype=torch.float64)
-    theta = (mu + spread * torch.randn(6, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
-    a = torch.randn(6, generator=generator, dtype=torch.float64)
-    values, slopes = [], []
-    for i, row in enumerate(CALLS):
-        members = [j for j, other in enumerate(CALLS) if other == row]
-        sequence = math.exp(sum(float(theta[j] - mu[j]) for j in members) / len(members))
-        value, slope = REFERENCES[name](float(theta[i]), float(mu[i]), float(a[i]), sequence)
-        values.append(value)
-        slopes.append(slope)
-    learned = theta.float().requires_grad_()
-    tokens = Tokens(learned, mu.float(), a.float(), torch.tensor(CALLS), 3)
-    loss = LOSSES[name](tokens, Loss(name="tis_mask")).per_token
-    loss.sum().backward()
-    torch.testing.assert_close(loss.double(), torch.tensor(values, dtype=torch.float64), rtol=2e-4, atol=2e-5)
-    assert learned.grad is not None
-    torch.testing.assert_close(learned.grad.double(), torch.tensor(slopes, dtype=torch.float64), rtol=2e-4, atol=2e-5)
+    theta, mu, a, *_ = sampled(spread, seed)
+    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, teacher=mu + math.log(2))
+    assert_follows(tokens, Loss(name=name), slowly(name, theta, mu, a))
+
+
+@pytest.mark.parametrize("name", ["ppo_clip", "reinforce", "sft"])
+@pytest.mark.parametrize("seed", range(5))
+def test_later_steps_of_a_batch_compare_with_its_first_weights_and_weigh_what_the_engine_did(
+    name: str, seed: int
+) -> None:
+    """Decoupled PPO: min(pi_prox / mu, C) times the loss of theta against pi_prox."""
+    theta, mu, a, prox, _ = sampled(0.5, seed)
+    cap = 1.5 if name == "ppo_clip" else 20.0
+    inner = [REFERENCES[name](float(t), float(p), float(x), 1.0) for t, p, x in zip(theta, prox, a, strict=True)]
+    weights = [1.0 if name == "sft" else min(math.exp(p - m), cap) for p, m in zip(prox, mu, strict=True)]
+    wanted = [(w * v, w * s) for w, (v, s) in zip(weights, inner, strict=True)]
+    assert_follows(Tokens(theta, mu, a, torch.tensor(CALLS), 3, proximal=prox), Loss(name=name, ratio_cap=cap), wanted)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_divergence_from_a_reference_is_k3_weighted_for_having_been_sampled_elsewhere(seed: int) -> None:
+    theta, mu, a, reference, _ = sampled(0.5, seed)
+    wanted = []
+    for (value, slope), t, m, r in zip(slowly("reinforce", theta, mu, a), theta, mu, reference, strict=True):
+        weight, d = min(math.exp(t - m), 20.0), float(r - t)
+        wanted.append((value + 0.1 * weight * (math.exp(d) - d - 1), slope + 0.1 * weight * (1 - math.exp(d))))
+    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, reference=reference)
+    assert_follows(tokens, Loss(name="reinforce", kl=0.1), wanted)
 
 
 def test_clipped_tokens_are_those_whose_gradient_was_cut() -> None:

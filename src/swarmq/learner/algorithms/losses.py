@@ -1,6 +1,8 @@
 """Policy losses per token. `theta` carries the gradient; everything else is constant.
 
 theta, mu: log-probability under the learner's and the engine's weights; rho = exp(theta - mu); A: advantage.
+`policy_loss` puts together what a step asks for: the loss by name, the correction for several steps per batch, the
+divergence from a reference.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ class Tokens(NamedTuple):
     advantages: Tensor  # [S] float32
     calls: Tensor  # [S] int64, which model call of the pass
     num_calls: int
+    proximal: Tensor | None = None  # [S] float32, log-probability before the first optimizer step of this batch
+    reference: Tensor | None = None  # [S] float32, under the reference model
+    teacher: Tensor | None = None  # [S] float32, under the teacher
 
 
 class TokenLoss(NamedTuple):
@@ -90,6 +95,13 @@ def sft(tokens: Tokens, _: Loss) -> TokenLoss:
     return TokenLoss(-tokens.theta, torch.zeros_like(tokens.theta, dtype=torch.bool))
 
 
+def distill(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """On-policy distillation: the policy gradient whose advantage is the teacher's log-probability less our own, an
+    unbiased estimate of the reverse KL divergence's gradient."""
+    assert tokens.teacher is not None
+    return reinforce(tokens._replace(advantages=tokens.teacher - tokens.theta.detach()), loss)
+
+
 LOSSES: dict[str, Callable[[Tokens, Loss], TokenLoss]] = {
     "tis_mask": tis_mask,
     "ppo_clip": ppo_clip,
@@ -97,7 +109,36 @@ LOSSES: dict[str, Callable[[Tokens, Loss], TokenLoss]] = {
     "gspo": gspo,
     "reinforce": reinforce,
     "sft": sft,
+    "distill": distill,
 }
+
+WITHOUT_RATIO = {"sft"}
+"""Losses that do not ask with what probability a token was sampled."""
+
+
+def policy_loss(tokens: Tokens, loss: Loss) -> TokenLoss:
+    """The loss of `loss.name` and all that belongs to it.
+
+    With `proximal` the loss compares with those weights instead of the engine's, and each token is weighted by
+    min(exp(proximal - mu), ratio_cap) for having been sampled by the engine (decoupled PPO, 2505.24298).
+    """
+    if tokens.proximal is None or loss.name in WITHOUT_RATIO:
+        result = LOSSES[loss.name](tokens, loss)
+    else:
+        behaviour = _ratio(tokens.proximal, tokens.mu).clamp(max=loss.ratio_cap)
+        result = LOSSES[loss.name](tokens._replace(mu=tokens.proximal), loss)
+        result = result._replace(per_token=behaviour * result.per_token)
+    if tokens.reference is None:
+        return result
+    return result._replace(per_token=result.per_token + loss.kl * divergence(tokens, loss))
+
+
+def divergence(tokens: Tokens, loss: Loss) -> Tensor:
+    """k3 from the reference, [S]: e^d - d - 1 with d = reference - theta, for tokens the engine sampled."""
+    assert tokens.reference is not None
+    d = (tokens.reference - tokens.theta).clamp(max=MAX_LOG_RATIO)
+    weight = _ratio(tokens.theta.detach(), tokens.mu).clamp(max=loss.ratio_cap)
+    return weight * (d.exp() - d - 1)
 
 
 def _ratio(theta: Tensor, mu: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""Models that judge sampled tokens and never change: the reference of a divergence, the teacher of a distillation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from swarmq.config import Train
+from swarmq.errors import LearnerError
+from swarmq.learner.model import load_lm, vocab_size
+from swarmq.learner.tree import LayoutModel, Placed
+
+
+class Frozen:
+    """One frozen model, laid out over the ranks as the policy is."""
+
+    def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int) -> None:
+        """Raises LearnerError when it cannot be loaded or has other tokens than the policy."""
+        lm = load_lm(source, gradient_checkpointing=False)
+        if vocab_size(lm) < vocab:
+            raise LearnerError(
+                f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
+            )
+        policy = LayoutModel(lm.requires_grad_(requires_grad=False))
+        self.rows_only = policy.rows_only
+        self._model: Any = accelerator.prepare_model(policy, evaluation_mode=True).eval()
+
+    def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
+        """[S] float32, natural log, of the layout's targets."""
+        with torch.no_grad():
+            scored: Tensor = self._model(placed, temperatures).logprobs
+        return scored
+
+
+class FrozenModels:
+    """Loads what the losses ask for, when they first ask."""
+
+    def __init__(self, initial: str, accelerator: Accelerator, vocab: int) -> None:
+        self._initial, self._accelerator, self._vocab = initial, accelerator, vocab
+        self._loaded: dict[tuple[str, str], Frozen] = {}
+
+    def of(self, train: Train) -> dict[str, Frozen]:
+        """`reference`, by default the initial model, and `teacher`; each only where `train` has a use for it."""
+        wanted = {"reference": (train.reference or self._initial) if train.loss.kl else None, "teacher": train.teacher}
+        return {role: self._load(role, source) for role, source in wanted.items() if source is not None}
+
+    def _load(self, role: str, source: str) -> Frozen:
+        if (role, source) not in self._loaded:
+            self._loaded[role, source] = Frozen(source, self._accelerator, role=role, vocab=self._vocab)
+        return self._loaded[role, source]

@@ -1,0 +1,40 @@
+"""Several optimizer steps of one batch: which groups go into which, and their figures as those of one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+from swarmq.learner.algorithms.advantages import groups_of
+from swarmq.messages import Episode
+
+ADDED = frozenset({"tokens_trained", "calls_left_out", "tokens_left_out", "passes", "tokens_computed", "flops"})
+"""Figures that add up over the steps of a batch; other numbers are averaged over the tokens trained."""
+
+
+def parts_of(episodes: Sequence[Episode], steps: int) -> list[tuple[Episode, ...]]:
+    """The batch in at most `steps` parts of whole groups, as even in groups as can be, in the batch's order.
+
+    Every episode is in exactly one of them.
+    """
+    groups = groups_of(episodes)
+    steps = min(steps, len(groups))
+    edges = [round(i * len(groups) / steps) for i in range(steps + 1)] if steps else []
+    return [tuple(episode for group in groups[a:b] for episode in group) for a, b in pairwise(edges)]
+
+
+def merged(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of a batch from those of its steps."""
+    if len(steps) == 1:
+        return steps[0]
+    whole = dict(steps[-1])
+    weights = [max(step["tokens_trained"], 1) for step in steps]
+    for name, last in steps[-1].items():
+        if name in ADDED:
+            whole[name] = sum(step[name] for step in steps)
+        elif isinstance(last, float):
+            whole[name] = sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights)
+    if skipped := {step["skipped"] for step in steps if "skipped" in step}:
+        whole["skipped"] = " ".join(sorted(skipped))
+    return whole | {"optimizer_steps": len(steps)}
