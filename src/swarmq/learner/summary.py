@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from swarmq.learner.algorithms.advantages import groups_of, length_penalty
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.messages import Episode
 
@@ -51,6 +52,10 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "episodes": len(episodes),
         "groups": groups,
         "equal_groups": equal / max(groups + equal, 1),
+        "partial_groups": sum(len(g) < g[0].group_size for g in groups_of(episodes)) / max(groups, 1),
+        "length_penalised": _share(length_penalty(e, record.settings) > 0 for e in episodes)
+        if record.settings
+        else 0.0,
         "turns": len(turns),
         "tokens_sampled": sum(len(turn.sampled_ids) for turn in turns) // 4,
         "tokens_unfolded": sum(turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns),
@@ -60,6 +65,11 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "repaired": sum(turn.repaired for turn in turns) / max(len(turns), 1),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
+
+
+def _share(those: Iterable[bool]) -> float:
+    flags = list(those)
+    return sum(flags) / max(len(flags), 1)
 
 
 def oldest_version(episode: Episode) -> int:

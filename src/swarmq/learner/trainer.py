@@ -118,6 +118,7 @@ class Trainer:
             total = totals(part).of(train.normalisation)
             fields.append(self.optimize(work, train, total=total, step=record.index.version))
             self.tokens += self._seen.by_episode(part) if self._seen else []
+        self._proximal = None
         self.version = record.index.version
         return self._timed(merged(fields), began)
 

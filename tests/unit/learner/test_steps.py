@@ -1,4 +1,5 @@
-"""Several optimizer steps per batch: every episode in exactly one, and the later ones corrected for the earlier."""
+"""Several optimizer steps per batch: every episode in exactly one, and the later ones corrected for the earlier.
+Models that judge: the teacher of a distillation, the reference of a divergence."""
 
 from __future__ import annotations
 
@@ -7,25 +8,31 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
+from swarmq.errors import LearnerError
 from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.passes import Pass, totals, work_of
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
 
 GROUPS = [make_group(name, (0.0, 1.0), turns=2) for name in "abc"]
 BATCH = tuple(episode for group in GROUPS for episode in group)
+CPU = torch.device("cpu")
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, warmup_steps=0, loss=Loss(name="reinforce"))
 
 
-def record(train: Train, episodes=BATCH, version: int = 1) -> BatchRecord:
-    return BatchRecord(
-        index=Index(record=version, version=version, trained=tuple(e.episode_id for e in episodes)),
-        episodes=episodes,
-        settings=train,
-    )
+def logprobs(trainer: Trainer, one: Pass) -> torch.Tensor:
+    return trainer.model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs
+
+
+def record(train: Train, version: int = 1) -> BatchRecord:
+    index = Index(record=version, version=version, trained=tuple(e.episode_id for e in BATCH))
+    return BatchRecord(index=index, episodes=BATCH, settings=train)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
@@ -47,68 +54,41 @@ def test_figures_add_up_or_are_weighted_by_tokens() -> None:
 
 
 def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_correction(tiny_qwen: Path) -> None:
-    """By hand: each part a batch of its own, whose mu is the first weights', weighted by min(prox / mu, C)."""
+    """By hand: each part a batch of its own, compared with the first weights and weighted by min(prox / mu, C)."""
     train = msgspec.structs.replace(TRAIN, steps_per_batch=3, advantage="batch_norm")
-    ours = Trainer(str(tiny_qwen), train)
-    fields = ours.step(record(train))
-    assert fields["optimizer_steps"] == 3
-    theirs = Trainer(str(tiny_qwen), train)
+    ours, theirs = Trainer(str(tiny_qwen), train), Trainer(str(tiny_qwen), train)
+    assert ours.step(record(train))["optimizer_steps"] == 3
     credit = advantages(GROUPS, train)
-    from swarmq.learner.passes import totals, work_of
-    from swarmq.learner.tree import Placed
-
     works = [work_of(tuple(group), train, theirs.engine, credit=credit) for group in GROUPS]
-    with torch.no_grad():
-        prox = [[theirs.model(Placed.of(p.layout, torch.device("cpu")), torch.from_numpy(p.temperatures)).logprobs for p in w.passes] for w in works]  # fmt: skip
-    for number, (group, work) in enumerate(zip(GROUPS, works, strict=True)):
-        total = totals(group).of("token")
-        for one, first in zip(work.passes, prox[number], strict=True):
-            theta = theirs.model(
-                Placed.of(one.layout, torch.device("cpu")), torch.from_numpy(one.temperatures)
-            ).logprobs
+    first = [[logprobs(theirs, one).detach() for one in work.passes] for work in works]
+    for group, work, befores in zip(GROUPS, works, first, strict=True):
+        for one, before in zip(work.passes, befores, strict=True):
+            theta = logprobs(theirs, one)
             mu, a = torch.from_numpy(one.layout.logprobs), torch.from_numpy(one.advantages)
-            before = theta.detach() if number == 0 else first
             weight = (before - mu).exp().clamp(max=20) * (theta.detach() - before).exp().clamp(max=20)
-            ((-weight * a * theta).sum() / total).backward()
+            ((-weight * a * theta).sum() / totals(group).tokens).backward()
         theirs._update(train, 1, anything=True)
     for (name, a), (_, b) in zip(ours.lm.named_parameters(), theirs.lm.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_the_correction_tells_later_steps_from_a_new_batch(tiny_qwen: Path) -> None:
-    """With ppo_clip the ratio is held to the batch's own first weights, wherever the engine was."""
-    train = msgspec.structs.replace(TRAIN, loss=Loss(name="ppo_clip"), steps_per_batch=3)
-    assert Trainer(str(tiny_qwen), train).step(record(train))["clipped_positive"] < 1
-    trainer = Trainer(str(tiny_qwen), train)
-    trainer.step(record(train))
-    assert trainer._proximal is None, "nothing of a batch is left for the next"
-
-
-def test_a_reference_or_teacher_of_another_vocabulary_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    from swarmq.errors import LearnerError
-
-    small = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16)  # fmt: skip
-    Qwen3ForCausalLM(small).save_pretrained(tmp_path)
+def test_a_reference_or_teacher_of_fewer_tokens_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path)
     with pytest.raises(LearnerError, match=r"train.teacher: .* knows 64 tokens, the policy 128"):
-        Trainer(str(tiny_qwen), Train(loss=Loss(name="distill"), teacher=str(tmp_path), gradient_checkpointing=False))
+        Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(tmp_path)))
 
 
 def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, other_qwen: Path) -> None:
     train = msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(other_qwen), learning_rate=3e-3)
     trainer = Trainer(str(tiny_qwen), train)
-    from swarmq.learner.passes import work_of
+    (one,) = work_of(BATCH, train, trainer.engine).passes
+    teacher = trainer.frozen.of(train)["teacher"].logprobs(
+        Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)
+    )
 
     def distance() -> float:
-        (one,) = work_of(BATCH, train, trainer.engine).passes
-        ours = trainer._logprobs(work_of(BATCH, train, trainer.engine))[0]
-        from swarmq.learner.tree import Placed
-
-        theirs = trainer.frozen.of(train)["teacher"].logprobs(
-            Placed.of(one.layout, torch.device("cpu")), torch.from_numpy(one.temperatures)
-        )
-        return float((theirs - ours).abs().mean())
+        return float((teacher - logprobs(trainer, one).detach()).abs().mean())
 
     before = distance()
     for version in range(1, 9):
