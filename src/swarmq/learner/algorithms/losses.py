@@ -73,7 +73,7 @@ def cispo(tokens: Tokens, loss: Loss) -> TokenLoss:
 def gspo(tokens: Tokens, loss: Loss) -> TokenLoss:
     """One ratio per sequence, the mean over its tokens in the exponent (2507.18071). A sequence is what one model call
     sampled: that is whole however turns are laid out."""
-    size = torch.zeros(tokens.num_calls, device=tokens.theta.device).index_add_(
+    size = torch.zeros(tokens.num_calls, dtype=tokens.mu.dtype, device=tokens.mu.device).index_add_(
         0, tokens.calls, torch.ones_like(tokens.mu)
     )
     total = torch.zeros_like(size).index_add_(0, tokens.calls, tokens.theta.detach() - tokens.mu)
