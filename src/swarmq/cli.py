@@ -15,10 +15,11 @@ from typing import Any, get_args
 
 import click
 
-from swarmq import __version__, keys
+from swarmq import __version__, keys, live
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError, MissingExtraError, SwarmqError
 from swarmq.keys import Role
+from swarmq.messages import Action
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp"),
@@ -212,6 +213,77 @@ async def _watch(run: Path, *, once: bool) -> None:
         await (glance(job, broker) if once else watch(job, broker))
 
 
+@main.command("set")
+@RUN
+@click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...")
+def set_command(run: Path, settings: tuple[str, ...]) -> None:
+    """Change settings while the run is up: all of those given, or none.
+
+    The answer says what changed and from which step on. A change survives restarts until the job file itself is
+    edited at that place. What needs a restart is refused.
+
+    \b
+    swarmq set runs/demo policies.main.train.learning_rate=1e-6
+    swarmq set runs/demo 'mix={math = 0.6, code = 0.4}' groups.when_dry=lend
+    swarmq set runs/demo policies.main.sampling.temperature=0.9 kinds.code.group_size=4
+    """
+    from swarmq.config import assignments
+
+    run_until_signalled(_ask(run, "set", assignments(settings)))
+
+
+@main.command()
+@RUN
+def pause(run: Path) -> None:
+    """Hold learners at their next step border and issue no tickets; what has begun goes on and waits."""
+    run_until_signalled(_ask(run, "pause"))
+
+
+@main.command()
+@RUN
+def drain(run: Path) -> None:
+    """Issue no tickets, and train what is under way; `swarmq watch` says when it is done."""
+    run_until_signalled(_ask(run, "drain"))
+
+
+@main.command()
+@RUN
+def resume(run: Path) -> None:
+    """Go on after `swarmq pause` or `swarmq drain`."""
+    run_until_signalled(_ask(run, "resume"))
+
+
+@main.command()
+@RUN
+def checkpoint(run: Path) -> None:
+    """Write a checkpoint of every trained policy at its next step border."""
+    run_until_signalled(_ask(run, "checkpoint"))
+
+
+@main.command()
+@RUN
+@click.option("--after", type=int, required=True, metavar="STEP", help="The last step.")
+@click.option("--policy", help="Only this one; all trained ones by default.")
+def stop(run: Path, after: int, policy: str | None) -> None:
+    """Let learners end after a step, with a checkpoint."""
+    job = _resolved(run)
+    chosen = [_one_policy(job, policy)] if policy else [name for name, one in job.policies.items() if one.trained]
+    run_until_signalled(_ask(run, "set", {f"policies.{name}.train.max_steps": after for name in chosen}))
+
+
+async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
+    import getpass
+
+    from swarmq.broker import AmqpBroker
+    from swarmq.observe.operate import ask, lines
+
+    job = _resolved(run)
+    async with AmqpBroker.open(job.broker.url or "", name=f"swarmq {action}") as broker:
+        await broker.declare(job.run, policies=[], kinds=[])
+        for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser())):
+            click.echo(line)
+
+
 def _resolved(run: Path) -> SwarmJob:
     """The settings of a run that is up, by its folder."""
     path = run / "resolved.toml"
@@ -279,11 +351,13 @@ async def _feed(
 
     from swarmq.broker import AmqpBroker
     from swarmq.client.feed import default_progress_file, feed
+    from swarmq.collector.ledger import changes
 
     job = _resolved(run)
+    job = live.applied(job, changes(job.run_folder.inbox))
     chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
-    if chosen not in job.mix:
-        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.mix)}")
+    if chosen not in job.task_kinds:
+        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.task_kinds)}")
     async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
         with Progress() as progress:
             bar = progress.add_task(f"feeding {chosen}", total=None)
@@ -292,7 +366,7 @@ async def _feed(
                 job.run,
                 read(),
                 chosen,
-                repeats=repeats or job.groups.group_size,
+                repeats=repeats or job.group_size(chosen),
                 epochs=epochs,
                 seed=seed,
                 progress_file=default_progress_file(job.run_folder.path, job.run, chosen, data),

@@ -27,6 +27,7 @@ Whole = Annotated[int, Meta(ge=0)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 MIX_TOLERANCE = 1e-6
+Advantage = Literal["rloo", "centered", "grpo", "batch_norm", "ema"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,6 +72,11 @@ class Groups(Settings, frozen=True, kw_only=True):
     """Optimizer steps between the sampling of an episode's oldest token and its training."""
     silence_s: Positive = 600.0
     """An episode without a sign of life for this long expires."""
+    when_dry: Literal["wait", "lend"] = "wait"
+    """What batches do when nobody attempts a kind of the mix: wait for it, or lend its share to the others until it is
+    back. What was lent is not paid back."""
+    dry_after_s: Positive = 120.0
+    """A kind has run dry when its tickets have lain untouched for this long with none of its episodes running."""
 
 
 class Engine(Settings, frozen=True, kw_only=True):
@@ -127,7 +133,9 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
 class Train(Settings, frozen=True, kw_only=True):
     """How one policy learns."""
 
-    advantage: Literal["rloo", "centered", "grpo", "batch_norm", "ema"] = "rloo"
+    advantage: Advantage = "rloo"
+    advantages: dict[str, Advantage] = field(default_factory=dict)
+    """Task kind -> its advantage, where that is another; filled in from `kinds.X.advantage`."""
     ema_decay: Annotated[float, Meta(ge=0, lt=1)] = 0.95
     """alpha of the `ema` baseline: what it keeps of itself at every episode."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -178,10 +186,52 @@ class Train(Settings, frozen=True, kw_only=True):
         if self.reference is not None and not self.loss.kl:
             raise ValueError("reference: has no effect while loss.kl is 0")
 
+    def of_kind(self, kind: str) -> Train:
+        """As it is for tasks of this kind."""
+        own = self.advantages.get(kind, self.advantage)
+        return self if own == self.advantage else msgspec.structs.replace(self, advantage=own)
+
     @property
     def needs_baseline(self) -> bool:
         """Whether an episode is judged by the others of its group, so that equal rewards teach nothing."""
         return self.advantage != "ema" and self.loss.name not in {"sft", "distill"}
+
+
+class MixPoint(Settings, frozen=True, kw_only=True):
+    """The mix from one step on, or on the way to it."""
+
+    step: Count
+    mix: dict[str, Share]
+
+
+class MixSchedule(Settings, frozen=True, kw_only=True):
+    """How the mix goes on from `mix`, which holds at step 0. A kind that a point leaves out has no share there."""
+
+    shape: Literal["linear", "cosine", "table"] = "linear"
+    """Between two points: a straight line, half a cosine, or the earlier one until the later one's step."""
+    points: tuple[MixPoint, ...]
+
+
+class Kind(Settings, frozen=True, kw_only=True):
+    """What is different for one task kind."""
+
+    group_size: Count | None = None
+    """In place of `groups.group_size`."""
+    advantage: Advantage | None = None
+    """In place of `policies.X.train.advantage`."""
+    max_tokens: Count | None = None
+    """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens`."""
+
+
+class Eval(Settings, frozen=True, kw_only=True):
+    """Evaluation while training, of the tasks that `swarmq feed --eval` brought."""
+
+    every: Whole = 0
+    """Steps between two rounds; 0 holds none."""
+    k: tuple[Count, ...] = (1,)
+    """pass@k is told for each of these that the number of attempts allows."""
+    deadline_s: Positive = 1800.0
+    """A round that is not complete by then is closed with what it has."""
 
 
 class Policy(Settings, frozen=True, kw_only=True):
@@ -203,13 +253,22 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """The run folder is `<folder>/<run>`."""
     mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
     """Task kind -> its share of the groups of every batch; the shares sum to 1."""
+    mix_schedule: MixSchedule | None = None
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Settings of single kinds; kinds outside the mix may be named, to be mixed in later."""
+    eval: Eval = field(default_factory=Eval)
     policies: dict[str, Policy]
     broker: Broker = field(default_factory=Broker)
     proxy: Proxy = field(default_factory=Proxy)
     groups: Groups = field(default_factory=Groups)
 
     def __post_init__(self) -> None:
-        for where, names in (("run", [self.run]), ("policies", self.policies), ("mix", self.mix)):
+        for where, names in (
+            ("run", [self.run]),
+            ("policies", self.policies),
+            ("mix", self.mix),
+            ("kinds", self.kinds),
+        ):
             for name in names:
                 if not NAME.fullmatch(name):
                     raise ValueError(
@@ -217,12 +276,37 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
                     )
         if not self.policies:
             raise ValueError("policies: at least one is needed, e.g. [policies.main] with model = '...'")
-        if abs(sum(self.mix.values()) - 1) > MIX_TOLERANCE:
-            raise ValueError(f"mix: the shares sum to {sum(self.mix.values()):g}, not 1")
-        if self.groups.min_group > self.groups.group_size:
-            raise ValueError(
-                f"groups.min_group: {self.groups.min_group} is more than group_size {self.groups.group_size}"
-            )
+        if not any(policy.trained for policy in self.policies.values()):
+            raise ValueError("policies: none is trained; leave `trained` out of at least one")
+        _check_shares("mix", self.mix)
+        if self.mix_schedule:
+            _check_points(self.mix_schedule.points)
+        sizes = {"groups.group_size": self.groups.group_size}
+        sizes |= {f"kinds.{name}.group_size": kind.group_size for name, kind in self.kinds.items() if kind.group_size}
+        for where, size in sizes.items():
+            if self.groups.min_group > size:
+                raise ValueError(f"groups.min_group: {self.groups.min_group} is more than {where} {size}")
+
+    @property
+    def task_kinds(self) -> tuple[str, ...]:
+        """Every kind that has queues: of the mix at any step, or with settings of its own."""
+        points = self.mix_schedule.points if self.mix_schedule else ()
+        return tuple(dict.fromkeys([*self.mix, *(kind for point in points for kind in point.mix), *self.kinds]))
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Policies that are served and never trained."""
+        return tuple(name for name, policy in self.policies.items() if not policy.trained)
+
+    def group_size(self, kind: str) -> int:
+        own = self.kinds.get(kind)
+        return (own.group_size if own else None) or self.groups.group_size
+
+    def train_of(self, policy: str) -> Train:
+        """How the policy learns, the kinds' own advantages included."""
+        train = self.policies[policy].train
+        own = {name: kind.advantage for name, kind in self.kinds.items() if kind.advantage}
+        return msgspec.structs.replace(train, advantages={**own, **train.advantages})
 
     @property
     def run_folder(self) -> RunFolder:
@@ -305,20 +389,44 @@ class RunFolder:
         return self.path / policy / "checkpoints"
 
 
+def _check_shares(where: str, mix: dict[str, float]) -> None:
+    if abs(sum(mix.values()) - 1) > MIX_TOLERANCE:
+        raise ValueError(f"{where}: the shares sum to {sum(mix.values()):g}, not 1")
+
+
+def _check_points(points: Sequence[MixPoint]) -> None:
+    if not points:
+        raise ValueError("mix_schedule.points: at least one is needed")
+    steps = [point.step for point in points]
+    if steps != sorted(set(steps)):
+        raise ValueError(f"mix_schedule.points: their steps must rise, these are {', '.join(map(str, steps))}")
+    for number, point in enumerate(points):
+        _check_shares(f"mix_schedule.points[{number}].mix", point.mix)
+
+
 def amqp_url(broker: Broker) -> str | None:
     """The RabbitMQ the user chose, if any: the setting first, then `$SWARMQ_AMQP_URL`."""
     return broker.url or os.environ.get("SWARMQ_AMQP_URL")
 
 
-def _assign(tree: dict[str, Any], assignment: str) -> None:
-    path, equals, text = assignment.partition("=")
+def assignments(texts: Sequence[str]) -> dict[str, Any]:
+    """`section.key=value` texts as path -> value. Raises ConfigError."""
+    return dict(_assignment(text, f"{text!r}") for text in texts)
+
+
+def _assignment(text: str, where: str) -> tuple[str, Any]:
+    path, equals, given = text.partition("=")
     if not equals or not path.strip():
-        raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
+        raise ConfigError(f"{where}: write it as section.key=value")
     try:
-        value = tomllib.loads(f"value = {text}")["value"]
+        return path.strip(), tomllib.loads(f"value = {given}")["value"]
     except tomllib.TOMLDecodeError:
-        value = text.strip()
-    *sections, key = path.strip().split(".")
+        return path.strip(), given.strip()
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    path, value = _assignment(assignment, f"--set {assignment!r}")
+    *sections, key = path.split(".")
     node = tree
     for depth, section in enumerate(sections):
         node = node.setdefault(section, {})

@@ -40,6 +40,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     client: str
     episode_id: str
     policies: tuple[str, ...]
+    kind: str = ""
     mode: Mode = "train"
     expires_at: float
     max_calls: int = 0
@@ -85,6 +86,10 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     ticketed: bool = True
     base_urls: tuple[str, ...] = ()
     """Of all proxies, where there are several."""
+    frozen: tuple[str, ...] = ()
+    """Of the policies, those that are served and never trained: they need no reward."""
+    group_sizes: dict[str, int] = {}
+    """Kind -> its own group size, where it has one."""
 
     def base_url_of(self, episode_id: str) -> str:
         """The proxy that an episode is to use: always the same one, so that it finds its conversation there."""

@@ -9,6 +9,8 @@ goes to the dead-letter queue. Token ids and log-probabilities travel as packed 
     learner --Consumed-->                  in
     collector --Episode-->  <policy>.ready       collector --Ticket-->  tickets.<kind>
     feeder    --Task-->     tasks.<kind>         everybody --Event-->   swarmq.events
+    operator  --Command, eval Task-->  control   collector --Control--> <policy>.control
+    collector --Task-->     eval.<kind>
 """
 
 from __future__ import annotations
@@ -212,6 +214,8 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
 
     ticket_id: str
     kind: str
+    group_size: int | None = None
+    """Attempts that make a group of this kind now; None leaves it to the invite."""
 
 
 class Task(Record, frozen=True, kw_only=True, tag="task"):
@@ -226,7 +230,51 @@ class Task(Record, frozen=True, kw_only=True, tag="task"):
     """msgpack of what the worker's function gets; nothing of swarmq looks inside."""
 
 
-EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning"]
+Action = Literal["set", "pause", "drain", "resume", "checkpoint"]
+Pace = Literal["running", "paused", "draining"]
+
+
+class Command(Record, frozen=True, kw_only=True, tag="command"):
+    """operator -> control: change the run while it is up. Obeyed once however often it is sent."""
+
+    command_id: str
+    action: Action
+    settings: dict[str, Any] = {}
+    """Path in the job -> new value; all of them are accepted or none."""
+    sender: str = ""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One setting that was changed while the run was up."""
+
+    number: int
+    """Of the control state that it came with."""
+    path: str
+    before: Any
+    value: Any
+    base: Any
+    """What the job file says; once that is edited, the file counts again."""
+    from_step: dict[str, int] = {}
+    """Policy -> first step with the new value; empty: the next that begins."""
+    from_grant: int = 0
+    """The first batch whose tickets are granted by it, counted by the collector."""
+
+
+class Control(Record, frozen=True, kw_only=True, tag="control"):
+    """collector -> <policy>.control: the whole of what is asked of a learner now. The highest number counts."""
+
+    number: int
+    changes: tuple[Change, ...] = ()
+    lent: tuple[str, ...] = ()
+    """Kinds that have run dry and whose share the others have."""
+    pace: Pace = "running"
+    checkpoints: int = 0
+    """How many checkpoints were asked for since the run began."""
+    command_id: str = ""
+    """The command that brought this number; empty where the collector decided by itself."""
+
+
+EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning", "control"]
 
 
 class Event(Record, frozen=True, kw_only=True, tag="event"):
@@ -240,7 +288,7 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     fields: dict[str, Any] = {}
 
 
-Message = EpisodeBegin | Turn | EpisodeEnd | Episode | Consumed | Ticket | Task | Event
+Message = EpisodeBegin | Turn | EpisodeEnd | Episode | Consumed | Ticket | Task | Command | Control | Event
 Piece = EpisodeBegin | Turn | EpisodeEnd | Consumed
 """What the collector reads from `in`."""
 
@@ -349,6 +397,10 @@ def key_of(message: Message) -> str:
             return message.ticket_id
         case Task():
             return f"{message.slot.id}:{message.attempt}"
+        case Command():
+            return message.command_id
+        case Control():
+            return f"control:{message.number}"
         case Event():
             return f"{message.source}:{message.name}:{message.at}"
 

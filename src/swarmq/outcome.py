@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import msgspec
@@ -19,7 +19,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What an agent's function returns when one number does not say it all."""
 
     reward: float | None = None
-    """For every policy of the episode."""
+    """For every trained policy of the episode."""
     rewards: Mapping[str, float] | None = None
     """Policy -> reward, in place of `reward`."""
     success: bool | None = None
@@ -45,8 +45,11 @@ def as_outcome(returned: Any) -> Outcome:
     return returned if isinstance(returned, Outcome) else Outcome(reward=number("reward", returned))
 
 
-def finished(begin: EpisodeBegin | Ends, outcome: Outcome) -> EpisodeEnd:
-    """The end of an episode that was scored. Raises OutcomeError naming the field that is wrong."""
+def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection[str] = ()) -> EpisodeEnd:
+    """The end of an episode that was scored; `frozen` policies need no reward.
+
+    Raises OutcomeError naming the field that is wrong.
+    """
     if outcome.success is not None and type(outcome.success).__name__ not in {"bool", "bool_"}:
         raise OutcomeError(f"success is {outcome.success!r}: give True, False or None")
     return EpisodeEnd(
@@ -54,7 +57,7 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome) -> EpisodeEnd:
         episode_id=begin.episode_id,
         client_id=begin.client_id,
         status="finished",
-        rewards=_rewards(begin, outcome),
+        rewards=_rewards(begin, outcome, frozen),
         agent_rewards={
             _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent)
             for policy, by_agent in outcome.agent_rewards.items()
@@ -95,14 +98,17 @@ def number(name: str, value: Any) -> float:
     return result
 
 
-def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome) -> dict[str, float]:
+def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome, frozen: Collection[str]) -> dict[str, float]:
+    trained = [policy for policy in begin.policies if policy not in frozen]
     if outcome.rewards is None:
         reward = number("reward", outcome.reward)
-        return dict.fromkeys(begin.policies, reward)
+        return dict.fromkeys(trained or begin.policies, reward)
     if outcome.reward is not None:
         raise OutcomeError("both reward and rewards are given: use reward for all policies, or rewards for each")
-    if missing := [policy for policy in begin.policies if policy not in outcome.rewards]:
-        raise OutcomeError(f"rewards has nothing for {', '.join(missing)}: every policy of the episode needs one")
+    if missing := [policy for policy in trained if policy not in outcome.rewards]:
+        raise OutcomeError(
+            f"rewards has nothing for {', '.join(missing)}: every trained policy of the episode needs one"
+        )
     for policy in outcome.rewards:
         _known(begin, "rewards", policy)
     return _numbers("rewards", outcome.rewards)

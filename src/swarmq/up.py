@@ -158,7 +158,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             folder.job.write_text(job.to_toml())
             _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
             broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
-            await broker.declare(job.run, policies=_trained(job), kinds=job.mix)
+            await broker.declare(job.run, policies=_trained(job), kinds=job.task_kinds)
 
             def warn(text: str) -> None:
                 deployment.warnings.append(text)
@@ -334,8 +334,10 @@ def _invite(job: SwarmJob) -> keys.Invite:
         amqp_url=job.broker.url,
         base_url=f"http://{job.proxy.host}:{job.proxy.port}/v1",
         policies=tuple(job.policies),
-        kinds=tuple(job.mix),
+        kinds=job.task_kinds,
         group_size=job.groups.group_size,
+        frozen=job.frozen,
+        group_sizes={kind: job.group_size(kind) for kind in job.kinds},
     )
 
 

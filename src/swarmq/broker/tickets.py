@@ -46,6 +46,8 @@ class TicketDesk:
         self._kind = kind
         self._waiting: deque[asyncio.Future[Grant]] = deque()
         self._someone = asyncio.Event()
+        self.group_size: int | None = None
+        """Of the kind, as the newest ticket says."""
 
     @contextlib.asynccontextmanager
     async def ticket(self) -> AsyncIterator[Ticket]:
@@ -111,6 +113,7 @@ class TicketDesk:
 
     def _give(self, ticket: Ticket) -> Grant | None:
         while self._waiting:
+            self.group_size = ticket.group_size or self.group_size
             waiter = self._waiting[0]
             self._forget(waiter)
             if not waiter.done():

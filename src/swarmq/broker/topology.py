@@ -5,6 +5,9 @@
     collector              ──> swarmq.<run>.tickets.<kind>    ──> clients, competing
     feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
     feeder                 ──> swarmq.<run>.fed.<kind>.<data> ──> the feeder that goes on after it was killed
+    operator               ──> swarmq.<run>.control           ──> collector (commands, and the tasks to evaluate with)
+    collector              ──> swarmq.<run>.<policy>.control  ──> learner
+    collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
@@ -57,14 +60,23 @@ def receipts(run: str, kind: str, data: str) -> str:
     return f"swarmq.{run}.fed.{kind}.{data[:16]}"
 
 
+def control(run: str, policy: str | None = None) -> str:
+    """Where commands go to the collector; with a policy, where its learner is told of them."""
+    return f"swarmq.{run}.{policy}.control" if policy else f"swarmq.{run}.control"
+
+
+def evals(run: str, kind: str) -> str:
+    return f"swarmq.{run}.eval.{kind}"
+
+
 def event_key(run: str, source: str, name: str) -> str:
     return f"{run}.{source}.{name}"
 
 
 def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Queue name -> arguments, for all queues of a run."""
-    ordered = [inbox(run), *(ready(run, policy) for policy in policies)]
-    competing = [name(run, kind) for kind in kinds for name in (tickets, tasks)]
+    ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
+    competing = [name(run, kind) for kind in kinds for name in (tickets, tasks, evals)]
     return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
 
 

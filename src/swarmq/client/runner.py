@@ -36,6 +36,7 @@ class Plan(msgspec.Struct, frozen=True):
 
     task: SwarmTask
     slot: Slot
+    group_size: int
 
 
 async def run_episodes_until_all_complete(
@@ -61,20 +62,24 @@ async def run_episodes_until_all_complete(
     Each call makes slots of its own, to be trained in addition to all before; with `first_epoch` the slots are the
     same at every start, and those that were trained already are not trained again.
     """
-    size = repeats or client.invite.group_size
+
+    def size(task: SwarmTask) -> int:
+        """As it is when the task's turn comes: it can change while the run is up."""
+        return repeats or client.group_size_of(client.known_kind(kind or task.kind))
+
     numbering = client.numbering if first_epoch is None else None
-    plans = plan(tasks, repeats=size, epochs=epochs, numbering=numbering, first_epoch=first_epoch or 0)
+    plans = plan(tasks, repeats=repeats or size, epochs=epochs, numbering=numbering, first_epoch=first_epoch or 0)
     lanes = _Lanes(
         client,
         function,
         mode="train",
-        group_size=size,
         policies=policies,
         kind=kind,
         max_attempts=max_attempts if auto_retry else 1,
         retry_pause_s=retry_pause_s,
     )
-    total = len(tasks) * size * epochs if isinstance(tasks, Sized) else None
+    guess = repeats or client.invite.group_size
+    total = len(tasks) * guess * epochs if isinstance(tasks, Sized) else None
     with Display("episodes", total=total, shown=progress) as display:
         await lanes.run(plans, concurrency, display.update)
     return lanes.tally.summary(lanes.seconds)
@@ -98,7 +103,6 @@ async def evaluate(
         client,
         function,
         mode="eval",
-        group_size=repeats,
         policies=policies,
         kind=kind,
         max_attempts=max_attempts,
@@ -119,14 +123,19 @@ async def evaluate(
 
 
 async def plan(
-    tasks: Tasks, *, repeats: int, epochs: int, numbering: Numbering | None, first_epoch: int = 0
+    tasks: Tasks,
+    *,
+    repeats: int | Callable[[SwarmTask], int],
+    epochs: int,
+    numbering: Numbering | None,
+    first_epoch: int = 0,
 ) -> AsyncIterator[Plan]:
     """The slots in the order they are attempted, siblings together. Nothing is read before it is needed.
 
     With `numbering` every task seen is a group of its own; without, a task id may come only once per epoch.
     Raises TaskError for a second one, and for a one-way iterator that would have to be read once per epoch.
     """
-    if repeats < 1 or epochs < 1:
+    if epochs < 1 or (isinstance(repeats, int) and repeats < 1):
         raise TaskError(f"repeats is {repeats} and epochs is {epochs}: both must be at least 1")
     if epochs > 1 and isinstance(tasks, Iterator | AsyncIterator):
         raise TaskError("epochs > 1 needs tasks that can be read more than once: pass a list instead of an iterator")
@@ -140,8 +149,9 @@ async def plan(
             if numbering is None:
                 seen.add(task.id)
             number = epoch if numbering is None else numbering.fresh_epoch()
-            for repeat in range(repeats):
-                yield Plan(task, Slot(task_id=task.id, repeat=repeat, epoch=number))
+            size = repeats if isinstance(repeats, int) else repeats(task)
+            for repeat in range(size):
+                yield Plan(task, Slot(task_id=task.id, repeat=repeat, epoch=number), size)
 
 
 class _Lanes:
@@ -153,7 +163,6 @@ class _Lanes:
         function: AgentFunction,
         *,
         mode: Mode,
-        group_size: int,
         policies: Sequence[str] | None,
         kind: str | None,
         max_attempts: int,
@@ -165,7 +174,6 @@ class _Lanes:
         self._agent = Agent(function, loop=client.agent_loop)
         self._begin: dict[str, Any] = {
             "mode": mode,
-            "group_size": group_size,
             "policies": policies,
             "kind": kind,
             "code_version": client.code_version_of(function),
@@ -205,7 +213,9 @@ class _Lanes:
         for number in range(self._max_attempts):
             if number:
                 await asyncio.sleep(self._retry_pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.5))
-            ep = await self._client.begin_episode(following.task, slot=following.slot, attempt=number, **self._begin)
+            ep = await self._client.begin_episode(
+                following.task, slot=following.slot, group_size=following.group_size, attempt=number, **self._begin
+            )
             done = await attempt(self._client, ep, self._agent)
             self.tally.add(done)
             last = done.finished or number + 1 == self._max_attempts

@@ -144,8 +144,8 @@ class AsyncSwarmClient:
         """
         self.check()
         piece = as_task(task)
-        size = group_size or (self.invite.group_size if mode == "train" else 1)
         kind = self.known_kind(kind or piece.kind)
+        size = group_size or (self.group_size_of(kind) if mode == "train" else 1)
         chosen = self._policies(policies)
         begin = EpisodeBegin(
             run=self.invite.run,
@@ -194,7 +194,7 @@ class AsyncSwarmClient:
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
         """As end_episode, with everything in one Outcome."""
         record = self._find(episode)
-        await self._finish(record, finished(record.begin, outcome))
+        await self._finish(record, finished(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
         """Given up on purpose: never trained, the slot is free for another attempt."""
@@ -259,6 +259,11 @@ class AsyncSwarmClient:
             raise EpisodeError(f"{given}: its kinds are {', '.join(known)}")
         return kind
 
+    def group_size_of(self, kind: str) -> int:
+        """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
+        desk = self._desks.get(kind)
+        return (desk.group_size if desk else None) or self.invite.group_sizes.get(kind, self.invite.group_size)
+
     def _policies(self, policies: Sequence[str] | None) -> tuple[str, ...]:
         known = self.invite.policies
         if isinstance(policies, str):
@@ -291,6 +296,7 @@ class AsyncSwarmClient:
             client=self.invite.client,
             episode_id=begin.episode_id,
             policies=begin.policies,
+            kind=begin.kind,
             mode=begin.mode,
             expires_at=time.time() + lifetime_s,
             max_calls=max_calls,

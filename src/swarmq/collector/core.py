@@ -33,8 +33,11 @@ from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw
 from swarmq.collector.groups import Groups
 from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
+from swarmq.collector.steering import Steering, refusal
 from swarmq.collector.tickets import Credit
-from swarmq.messages import Consumed, EpisodeBegin, EpisodeEnd, Message, Turn
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, Turn
 
 TICKETS_ISSUED = "tickets_issued"
 
@@ -42,15 +45,22 @@ TICKETS_ISSUED = "tickets_issued"
 class Core:
     """The state of one run's collector."""
 
-    def __init__(self, rules: Rules, past: Past, snapshot: Snapshot, *, now: float) -> None:
-        self.rules = rules
+    def __init__(
+        self, rules: Rules, past: Past, snapshot: Snapshot, *, now: float, job: SwarmJob | None = None
+    ) -> None:
+        """With a `job`, commands can change it while it runs, and `rules` are those that it begins with."""
+        state = snapshot.control or Control(run=rules.run, number=0)
+        self.steering = Steering(job, state) if job else None
+        self.rules = rules = self.steering.rules if self.steering else rules
         self.past = past
         self.counts: Counter[str] = Counter(snapshot.counts)
         self.versions: dict[str, int] = {**dict.fromkeys(rules.trained, 0), **snapshot.versions}
         self.open: dict[str, OpenEpisode] = {}
         self.groups = Groups(rules)
         self.credit = Credit(rules, snapshot.credit, snapshot.tickets, self.counts[TICKETS_ISSUED])
+        self.credit.lent, self.credit.is_open = frozenset(state.lent), state.pace == "running"
         self._stored_counts = dict(self.counts)
+        self._drained = False
         self._restore(snapshot, now)
 
     # ------------------------------------------------------------------------------------------- events
@@ -68,6 +78,8 @@ class Core:
                 return self._end(message, body, now)
             case Consumed():
                 return self._consumed(message)
+            case Command():
+                return self._command(message)
             case _:
                 return [do.DeadLetter(f"the collector has no use for {type(message).__name__}")]
 
@@ -82,7 +94,11 @@ class Core:
                 effects += self._drop(episode, "silent", now)
         for group_id in self.groups.overdue(now):
             effects += self._publish(group_id)
-        return effects
+        return [*effects, *self._look(now)]
+
+    def told(self, policy: str, number: int) -> list[do.Effect]:
+        """The broker has confirmed the control state of `number` for a learner."""
+        return [do.Told(policy, number)]
 
     def forwarded(self, episode_id: str, policy: str) -> list[do.Effect]:
         """The broker has confirmed an episode."""
@@ -122,6 +138,8 @@ class Core:
         if begin.mode == "train":
             self.counts["begun"] += 1
             self._join(begin)
+            if self.steering:
+                self.steering.alive[begin.kind] = now
         else:
             self.counts["eval_begun"] += 1
         return effects + self._resume(episode, now)
@@ -177,6 +195,53 @@ class Core:
             effects.append(do.Forwarded(episode_id, report.policy))
             effects += self._reported(episode_id, group_id, state, reason)
         return effects
+
+    # ------------------------------------------------------------------------------------------- control
+
+    def _command(self, command: Command) -> list[do.Effect]:
+        """Obey once; a command that comes again gets the same answer."""
+        reply = self.past.reply(command.command_id)
+        effects: list[do.Effect] = []
+        if reply is None:
+            try:
+                if self.steering is None:
+                    raise ConfigError("this collector runs without a job and takes no commands")
+                state, reply = self.steering.obey(command, versions=self._present(), from_grant=self.credit.next_batch)
+                effects += self._steer(state)
+            except ConfigError as error:
+                reply = refusal(error)
+            reply |= {"command_id": command.command_id, "action": command.action, "sender": command.sender}
+            effects.append(do.SaveReply(command.command_id, msgspec.msgpack.encode(reply)))
+        return [*effects, do.Emit("control", reply)]
+
+    def _look(self, now: float) -> list[do.Effect]:
+        """Kinds that ran dry or came back; and whether a run that is to be drained is so."""
+        if self.steering is None:
+            return []
+        newest = self.rules.shares(self.credit.next_batch)
+        state, warnings = self.steering.look(self.groups.usage(), self.credit.out, newest, now)
+        effects: list[do.Effect] = [do.Emit("warning", {"text": text}) for text in warnings]
+        effects += self._steer(state) if state else []
+        pending = any(episode.begin and episode.begin.mode == "train" for episode in self.open.values())
+        drained = self.steering.state.pace == "draining" and not pending and self.groups.starved(self.rules.trained)
+        if drained and not self._drained:
+            effects.append(do.Emit("control", {"state": "drained", "versions": dict(self.versions)}))
+        self._drained = drained
+        return effects
+
+    def _steer(self, state: Control) -> list[do.Effect]:
+        """Go on under another control state, and tell the learners."""
+        assert self.steering is not None
+        self.steering.adopt(state)
+        self.rules = self.groups.rules = self.steering.rules
+        self.credit.adopt(self.rules)
+        self.credit.is_open = state.pace == "running"
+        self.credit.lend(state.lent)
+        tell = [do.Tell(policy, state.number) for policy in self.rules.trained]
+        return [do.SaveControl(msgspec.msgpack.encode(state)), *tell]
+
+    def _present(self) -> dict[str, int]:
+        return {policy: self.versions[policy] for policy in self.rules.trained}
 
     # ------------------------------------------------------------------------------------------ deciding
 

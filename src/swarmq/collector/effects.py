@@ -1,7 +1,7 @@
 """What the core asks its shell to do.
 
-Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward` and
-`IssueTicket` are rows of the outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
+Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward`,
+`IssueTicket` and `Tell` are rows of an outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
 """
 
 from __future__ import annotations
@@ -147,6 +147,32 @@ class SaveCredit(Effect, frozen=True):
     allocated: int
     trained: int
     debt: float
+    due: int
+
+
+class SaveControl(Effect, frozen=True):
+    """The control state, whole."""
+
+    body: bytes
+
+
+class SaveReply(Effect, frozen=True):
+    """A command is answered: sent again, it gets the same answer."""
+
+    command_id: str
+    body: bytes
+
+
+class Tell(Effect, frozen=True):
+    """Publish the control state to a learner; an outbox row until it, or a later one, is confirmed."""
+
+    policy: str
+    number: int
+
+
+class Told(Effect, frozen=True):
+    policy: str
+    number: int
 
 
 class SaveVersion(Effect, frozen=True):

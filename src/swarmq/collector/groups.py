@@ -108,7 +108,9 @@ class Groups:
             usage.running += len(group.running)
             usage.waiting += len(group.winners)
         for published in self.published.values():
-            kinds.setdefault(published.kind, Usage()).published += min(published.size, self.rules.group_size)
+            kinds.setdefault(published.kind, Usage()).published += min(
+                published.size, self.rules.size_of(published.kind)
+            )
         return kinds
 
     def lacking(self) -> dict[str, int]:

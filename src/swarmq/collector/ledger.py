@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from swarmq.errors import CollectorError
+from swarmq.messages import Change, Control
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,6 +21,16 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
     slot: str
     kind: str
     client_id: str
+
+
+def changes(path: Path) -> tuple[Change, ...]:
+    """What was changed while the run was up; empty where nothing was, or no collector has run yet."""
+    try:
+        with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
+            row = ledger.execute("SELECT body FROM control").fetchone()
+    except sqlite3.Error:
+        return ()
+    return msgspec.msgpack.decode(row[0], type=Control).changes if row else ()
 
 
 def fates(path: Path) -> dict[str, Fate]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Collection
+from typing import Any, Protocol
 
 import msgspec
 
-from swarmq.config import SwarmJob
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Turn
+from swarmq.config import Eval, SwarmJob
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Turn
+from swarmq.mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
 """How long an end waits for its begin or for turns it names, before the episode counts as incomplete."""
@@ -25,12 +27,19 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     known: tuple[str, ...]
     """All policies of the job, frozen ones included."""
     mix: dict[str, float]
+    """What it is when the run begins, and stays unless there are `stretches`."""
+    stretches: tuple[Stretch, ...] = ()
     group_size: int = 8
+    group_sizes: dict[str, int] = {}
+    """Kind -> its own, where it has one."""
     groups_per_batch: int = 8
     min_group: int = 2
     deadline_s: float = 600.0
     max_staleness: int = 4
     silence_s: float = 600.0
+    when_dry: str = "wait"
+    dry_after_s: float = 120.0
+    eval: Eval = Eval()
 
     @classmethod
     def of(cls, job: SwarmJob) -> Rules:
@@ -40,13 +49,34 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             trained=tuple(name for name, policy in job.policies.items() if policy.trained),
             known=tuple(job.policies),
             mix=dict(job.mix),
+            stretches=(Stretch(from_step=0, mix=job.mix, schedule=job.mix_schedule),),
             group_size=groups.group_size,
+            group_sizes={kind: job.group_size(kind) for kind in job.kinds},
             groups_per_batch=groups.groups_per_batch,
             min_group=groups.min_group,
             deadline_s=groups.deadline_s,
             max_staleness=groups.max_staleness,
             silence_s=groups.silence_s,
+            when_dry=groups.when_dry,
+            dry_after_s=groups.dry_after_s,
+            eval=job.eval,
         )
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Every kind that is or will be in the mix."""
+        return kinds_of(self._stretches)
+
+    def shares(self, step: int, lent: Collection[str] = ()) -> dict[str, float]:
+        """The mix of the batch that makes the weights of `step`."""
+        return shares(self._stretches, step, lent)
+
+    def size_of(self, kind: str) -> int:
+        return self.group_sizes.get(kind, self.group_size)
+
+    @property
+    def _stretches(self) -> tuple[Stretch, ...]:
+        return self.stretches or (Stretch(from_step=0, mix=self.mix),)
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +151,7 @@ class Past(Protocol):
     def ended(self, episode_id: str) -> EndedEpisode | None: ...
     def winner(self, slot_id: str) -> str | None: ...
     def group_closed(self, group_id: str) -> bool: ...
+    def reply(self, command_id: str) -> dict[str, Any] | None: ...
 
 
 class KindCredit(msgspec.Struct, kw_only=True):
@@ -131,7 +162,9 @@ class KindCredit(msgspec.Struct, kw_only=True):
     trained: int = 0
     """Groups of this kind that were trained."""
     debt: float = 0.0
-    """Share of a group still owed to this kind (largest remainder, carried over)."""
+    """Share of a group that rounding still owes this kind after the batch that is being granted."""
+    due: int = 0
+    """Groups of the batch that is being granted which this kind has not been granted yet."""
 
 
 class PublishedGroup(msgspec.Struct, kw_only=True):
@@ -168,3 +201,4 @@ class Snapshot(msgspec.Struct, kw_only=True):
     credit: dict[str, KindCredit] = {}
     versions: dict[str, int] = {}
     counts: dict[str, int] = {}
+    control: Control | None = None

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from typing import Any
 
+import msgspec
+
 from swarmq.collector.core import Core
+from swarmq.messages import Control
 
 PATIENCE_S = 120.0
 """How long something may stand still before it is called out, and how often it is repeated."""
@@ -28,8 +31,15 @@ def figures(core: Core) -> dict[str, Any]:
         "groups_ready": dict(core.groups.ready),
         "tickets_out": {kind: len(ids) for kind, ids in core.credit.out.items()},
         "versions": dict(core.versions),
+        **(_control(core.steering.state) if core.steering else {}),
         "absorbed": {name: n for name, n in counts.items() if name not in HEADLINE and not name.startswith("dropped.")},
     }
+
+
+def _control(state: Control) -> dict[str, Any]:
+    """What was changed while the run is up, for those who cannot read their own queue: the proxies."""
+    changes = [msgspec.to_builtins(change) for change in state.changes]
+    return {"control": state.number, "pace": state.pace, "lent": list(state.lent), "changes": changes}
 
 
 class Watch:

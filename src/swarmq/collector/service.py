@@ -25,13 +25,13 @@ import structlog
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.collector.calls import assemble
 from swarmq.collector.core import Core
-from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueTicket
+from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueTicket, Tell
 from swarmq.collector.records import Rules
 from swarmq.collector.report import Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
-from swarmq.messages import Episode, Event, EventName, Message, Ticket
+from swarmq.messages import Command, Episode, Event, EventName, Message, Ticket
 
 PREFETCH = 1000
 BATCH = 500
@@ -44,6 +44,7 @@ RETRY_S = 2.0
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
+Outgoing = Forward | IssueTicket | Tell
 
 log = structlog.get_logger()
 
@@ -59,8 +60,8 @@ class Collector:
         self._clock = clock
         self._core: Core | None = None
         self._deciding = asyncio.Lock()
-        self._outgoing: deque[Forward | IssueTicket] = deque()
-        self._confirmed: list[Forward | IssueTicket] = []
+        self._outgoing: deque[Outgoing] = deque()
+        self._confirmed: list[Outgoing] = []
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._events: deque[Emit] = deque()
@@ -73,7 +74,12 @@ class Collector:
         log.info("collecting", **figures(self._loaded()))
         async with asyncio.TaskGroup() as tasks:
             sender = tasks.create_task(self._sender())
-            others = [tasks.create_task(loop()) for loop in (self._intake, self._ticker, self._reporter)]
+            others = [
+                tasks.create_task(self._intake(topology.inbox(self.job.run))),
+                tasks.create_task(self._intake(topology.control(self.job.run))),
+                tasks.create_task(self._ticker()),
+                tasks.create_task(self._reporter()),
+            ]
             await stop.wait()
             for task in others:
                 task.cancel()
@@ -88,8 +94,7 @@ class Collector:
 
     # ---------------------------------------------------------------------------------------------- loops
 
-    async def _intake(self) -> None:
-        queue = topology.inbox(self.job.run)
+    async def _intake(self, queue: str) -> None:
         while True:
             try:
                 async with self._broker.consume(queue, prefetch=PREFETCH) as deliveries:
@@ -126,6 +131,10 @@ class Collector:
             refused.clear()
             now = self._clock()
             for delivery in batch:
+                is_command = delivery.arrival.queue == topology.control(self.job.run)
+                if is_command != isinstance(delivery.message, Command):
+                    refused.append((delivery, f"{type(delivery.message).__name__} on {delivery.arrival.queue}"))
+                    continue
                 for effect in core.take(delivery.message, delivery.body, now):
                     if isinstance(effect, DeadLetter):
                         refused.append((delivery, effect.reason))
@@ -198,23 +207,27 @@ class Collector:
     def _loaded(self) -> Core:
         """The core; made from the store at the start and after a failed commit."""
         if self._core is None:
-            self._core = Core(self._rules, self._store, self._store.snapshot(), now=self._clock())
+            self._core = Core(self._rules, self._store, self._store.snapshot(), now=self._clock(), job=self.job)
         return self._core
 
     # -------------------------------------------------------------------------------------------- talking
 
     def _send(self, effects: list[Effect]) -> None:
-        self._outgoing += [effect for effect in effects if isinstance(effect, Forward | IssueTicket)]
+        self._outgoing += [effect for effect in effects if isinstance(effect, Outgoing)]
         if self._outgoing:
             self._idle.clear()
             self._wake.set()
 
-    async def _publish(self, item: Forward | IssueTicket) -> None:
+    async def _publish(self, item: Outgoing) -> None:
         """Return once the broker has confirmed it, or a learner has reported on it meanwhile."""
         message: Message | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
-            message = Ticket(run=self.job.run, ticket_id=item.ticket_id, kind=item.kind)
+            size = self._loaded().rules.size_of(item.kind)
+            message = Ticket(run=self.job.run, ticket_id=item.ticket_id, kind=item.kind, group_size=size)
+        elif isinstance(item, Tell):
+            queue = topology.control(self.job.run, item.policy)
+            message = self._store.control()
         else:
             queue = topology.ready(self.job.run, item.policy)
             message = episode_of(self._store, item)
@@ -235,7 +248,7 @@ class Collector:
         await self._broker.emit(event)
 
     async def _declare(self) -> None:
-        await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.mix)
+        await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
 
     async def _restore_queues(self, error: UnroutableError) -> None:
         """Somebody deleted a queue: say so and make it again. What was in it is in the store, if it was ours."""
@@ -251,10 +264,12 @@ def episode_of(store: Store, item: Forward) -> Episode | None:
     return assemble(item.policy, *parts, group_members=item.group_members) if parts else None
 
 
-def _confirms(core: Core, items: list[Forward | IssueTicket]) -> Iterator[Effect]:
+def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
     for item in items:
         if isinstance(item, IssueTicket):
             yield from core.ticket_sent(item.ticket_id)
+        elif isinstance(item, Tell):
+            yield from core.told(item.policy, item.number)
         else:
             yield from core.forwarded(item.episode_id, item.policy)
 

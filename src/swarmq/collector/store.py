@@ -3,7 +3,8 @@
 `in` is acknowledged after the commit, and the outbox is published after it, so a crash anywhere means a redelivery or
 a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy;
 deleted with the last word on their episode), `slots` (winners), `groups`, `outcomes` (one row per policy of a
-forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`.
+forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
+the run is up), `replies` (to commands), `telling` (learners that have not been told).
 
 One collector at a time: the file is locked by its process, and a second one is told which.
 """
@@ -23,9 +24,9 @@ import msgspec
 from swarmq.collector import effects as do
 from swarmq.collector.records import Call, EndedEpisode, KindCredit, OpenEpisode, PublishedGroup, Snapshot, Waiting
 from swarmq.errors import CollectorError
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Turn
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Turn
 
-STORE_SCHEMA = "1"
+STORE_SCHEMA = "2"
 
 TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
@@ -63,8 +64,12 @@ CREATE TABLE outbox (
 );
 CREATE TABLE tickets (id TEXT PRIMARY KEY, kind TEXT NOT NULL, sent INTEGER NOT NULL DEFAULT 0) WITHOUT ROWID;
 CREATE TABLE credit (
-    kind TEXT PRIMARY KEY, allocated INTEGER NOT NULL, trained INTEGER NOT NULL, debt REAL NOT NULL
+    kind TEXT PRIMARY KEY, allocated INTEGER NOT NULL, trained INTEGER NOT NULL, debt REAL NOT NULL,
+    due INTEGER NOT NULL
 ) WITHOUT ROWID;
+CREATE TABLE control (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB NOT NULL);
+CREATE TABLE replies (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
+CREATE TABLE telling (policy TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -92,7 +97,11 @@ SQL: dict[type[do.Effect], str] = {
     do.IssueTicket: "INSERT INTO tickets (id, kind) VALUES (?1, ?2)",
     do.TicketSent: "UPDATE tickets SET sent = 1 WHERE id = ?1",
     do.TicketUsed: "DELETE FROM tickets WHERE id = ?1",
-    do.SaveCredit: "INSERT OR REPLACE INTO credit VALUES (?1, ?2, ?3, ?4)",
+    do.SaveCredit: "INSERT OR REPLACE INTO credit VALUES (?1, ?2, ?3, ?4, ?5)",
+    do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, ?1)",
+    do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (?1, ?2)",
+    do.Tell: "INSERT OR REPLACE INTO telling VALUES (?1, ?2)",
+    do.Told: "DELETE FROM telling WHERE policy = ?1 AND number <= ?2",
     do.SaveVersion: "INSERT OR REPLACE INTO versions VALUES (?1, ?2)",
     do.SaveCount: "INSERT OR REPLACE INTO counts VALUES (?1, ?2)",
 }
@@ -158,6 +167,10 @@ class Store:
     def group_closed(self, group_id: str) -> bool:
         return self._one("SELECT 1 FROM groups WHERE id = ? AND state != 'open'", group_id) is not None
 
+    def reply(self, command_id: str) -> dict[str, Any] | None:
+        row = self._one("SELECT body FROM replies WHERE id = ?", command_id)
+        return msgspec.msgpack.decode(row[0]) if row else None
+
     # ----------------------------------------------------------------------------------------- reading
 
     def snapshot(self) -> Snapshot:
@@ -172,11 +185,12 @@ class Store:
                 published=self._published(),
                 tickets=dict(self._all("SELECT id, kind FROM tickets")),
                 credit={
-                    kind: KindCredit(allocated=allocated, trained=trained, debt=debt)
-                    for kind, allocated, trained, debt in self._all("SELECT * FROM credit")
+                    kind: KindCredit(allocated=allocated, trained=trained, debt=debt, due=due)
+                    for kind, allocated, trained, debt, due in self._all("SELECT * FROM credit")
                 },
                 versions=dict(self._all("SELECT * FROM versions")),
                 counts=dict(self._all("SELECT * FROM counts")),
+                control=self._control(),
             )
 
     def outbox(self) -> list[do.Effect]:
@@ -184,7 +198,17 @@ class Store:
         with self._mapped():
             tickets = self._all("SELECT id, kind FROM tickets WHERE NOT sent")
             episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
-        return [*(do.IssueTicket(*row) for row in tickets), *(do.Forward(*row) for row in episodes)]
+            telling = self._all("SELECT policy, number FROM telling")
+        return [
+            *(do.IssueTicket(*row) for row in tickets),
+            *(do.Tell(*row) for row in telling),
+            *(do.Forward(*row) for row in episodes),
+        ]
+
+    def control(self) -> Control | None:
+        """The control state."""
+        with self._mapped():
+            return self._control()
 
     def parts(self, episode_id: str) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]] | None:
         """What a forwarded episode is made of, turns in order of arrival; None once a learner has reported on it."""
@@ -196,6 +220,10 @@ class Store:
         begin, end = _pieces.decode(row[0]), _pieces.decode(row[1])
         assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
         return begin, end, [turn for (body,) in turns if isinstance(turn := _pieces.decode(body), Turn)]
+
+    def _control(self) -> Control | None:
+        row = self._one("SELECT body FROM control")
+        return msgspec.msgpack.decode(row[0], type=Control) if row else None
 
     def _open_episodes(self) -> list[OpenEpisode]:
         episodes = []

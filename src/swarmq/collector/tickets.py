@@ -1,8 +1,9 @@
 """Credit: how many episodes of each kind may be under way, so that rollouts stay near the weights and keep the mix.
 
-The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted to the
-kinds group by group, always to the kind that is owed most (largest remainder, carried over), so a batch of 8 groups
-at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. Within a kind, a slot of credit is always in exactly one place:
+The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by
+batch in the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so
+a batch of 8 groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A kind that has run dry and lends its share is granted nothing
+and what it holds does not count. Within a kind, a slot of credit is always in exactly one place:
 
     ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
          ^___________|_______________|____________________________|   dropped: back to the same kind
@@ -26,24 +27,33 @@ from collections.abc import Iterable, Mapping
 
 from swarmq.collector.effects import Effect, IssueTicket, SaveCredit, TicketUsed
 from swarmq.collector.records import KindCredit, Rules, Usage
-
-ROUNDING = 9
-"""Decimals to which debts are compared: shares like 0.1 do not add up exactly."""
+from swarmq.mix import deal
 
 
 class Credit:
     """The credit of all kinds of a run."""
 
     def __init__(self, rules: Rules, kinds: Mapping[str, KindCredit], tickets: Mapping[str, str], serial: int) -> None:
-        self.rules = rules
-        self.kinds = {name: kinds.get(name, KindCredit()) for name in {**rules.mix, **kinds}}
-        self.out: dict[str, set[str]] = {name: set() for name in self.kinds}
+        self.kinds = dict(kinds)
+        self.out: dict[str, set[str]] = {name: set() for name in kinds}
+        self.adopt(rules)
         self.serial = serial
         """Number of tickets ever issued; names the next one."""
+        self.lent: frozenset[str] = frozenset()
+        """Kinds that have run dry and whose share the others have."""
+        self.is_open = True
+        """False while the run is paused or drained: no tickets."""
         self._stored = {name: self._row(name) for name in kinds}
         for ticket_id, kind in tickets.items():
             self.out.setdefault(kind, set()).add(ticket_id)
         self._reclaim()
+
+    def adopt(self, rules: Rules) -> None:
+        """Go on under other rules; what is out stays out."""
+        self.rules = rules
+        for kind in rules.kinds:
+            self.of(kind)
+            self.out.setdefault(kind, set())
 
     def of(self, kind: str) -> KindCredit:
         """The credit of a kind; one outside the mix is counted, but no tickets are issued for it."""
@@ -59,14 +69,22 @@ class Credit:
     def window(self, kind: str) -> int:
         """Slots that may be under way."""
         credit = self.of(kind)
-        return (credit.allocated - credit.trained) * self.rules.group_size
+        return (credit.allocated - credit.trained) * self.rules.size_of(kind)
+
+    @property
+    def next_batch(self) -> int:
+        """The step of the first batch of which nothing is granted yet."""
+        return -(-self._ever() // self.rules.groups_per_batch) + 1
 
     def settle(self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int]) -> list[Effect]:
         """Grant what was freed and issue tickets. `lacking`: per kind, slots its nearest half-open group lacks;
         `starved`: no learner has the groups of a batch waiting."""
+        if not self.is_open:
+            return [*self._changed()]
         self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch - self._granted())
         effects = self._issue(usage, lacking if starved else {})
-        if starved and not any(self.out.values()) and not any(used.running for used in usage.values()):
+        idle = not any(tickets for kind, tickets in self.out.items() if kind not in self.lent)
+        if starved and idle and not any(used.running for used in usage.values()):
             self._grant(1)
             effects += self._issue(usage, {})
         return [*effects, *self._changed()]
@@ -74,11 +92,11 @@ class Credit:
     def _issue(self, usage: Mapping[str, Usage], lacking: Mapping[str, int]) -> list[Effect]:
         """Tickets for what is left of each kind's window, or for what its nearest group lacks."""
         effects: list[Effect] = []
-        for kind in self.rules.mix:
+        for kind in self.rules.kinds:
             used = usage.get(kind, Usage())
             num = self.window(kind) - len(self.out[kind]) - used.running - used.waiting - used.published
             if num <= 0 and not self.out[kind] and not used.running:
-                num = min(lacking.get(kind, 0), self.rules.group_size)
+                num = min(lacking.get(kind, 0), self.rules.size_of(kind))
             for _ in range(num):
                 self.serial += 1
                 ticket_id = f"{kind}.{self.serial}"
@@ -87,23 +105,39 @@ class Credit:
         return effects
 
     def _granted(self) -> int:
-        """Groups that the kinds of the mix were granted and have not trained."""
-        return sum(self.kinds[kind].allocated - self.kinds[kind].trained for kind in self.rules.mix)
+        """Groups that kinds were granted and have not trained; what a dry kind holds is nobody's."""
+        held = [self.of(kind) for kind in self.rules.kinds if kind not in self.lent]
+        return sum(credit.allocated - credit.trained for credit in held)
+
+    def _ever(self) -> int:
+        return sum(self.of(kind).allocated for kind in self.rules.kinds)
 
     def _grant(self, groups: int) -> None:
-        """Grant groups, each to the kind that is owed most."""
+        """Grant groups in the order of batches."""
         for _ in range(groups):
-            for kind, share in self.rules.mix.items():
-                self.kinds[kind].debt = round(self.kinds[kind].debt + share, ROUNDING)
-            kind = max(self.rules.mix, key=lambda name: self.kinds[name].debt)
-            self.kinds[kind].debt = round(self.kinds[kind].debt - 1, ROUNDING)
+            if not any(credit.due for credit in self.kinds.values()):
+                self._plan_batch()
+            kind = max(self.kinds, key=lambda name: self.kinds[name].due)
+            self.kinds[kind].due -= 1
             self.kinds[kind].allocated += 1
 
+    def _plan_batch(self) -> None:
+        mix = self.rules.shares(self._ever() // self.rules.groups_per_batch + 1, self.lent)
+        dealt = deal(mix, {kind: self.of(kind).debt for kind in mix}, self.rules.groups_per_batch)
+        for kind, credit in self.kinds.items():
+            credit.due, credit.debt = dealt.counts.get(kind, 0), dealt.carry.get(kind, 0.0)
+
+    def lend(self, kinds: Iterable[str]) -> None:
+        """These kinds have run dry; what they were due goes to the others of the next batches."""
+        self.lent = frozenset(kinds)
+        for kind in self.lent:
+            self.of(kind).due = 0
+
     def _reclaim(self) -> None:
-        """A kind that has left the mix gives back what it was granted and did not train."""
-        for kind in self.kinds.keys() - self.rules.mix.keys():
+        """A kind that is in no mix gives back what it was granted and did not train."""
+        for kind in self.kinds.keys() - set(self.rules.kinds):
             self.kinds[kind].allocated = self.kinds[kind].trained
-            self.kinds[kind].debt = 0.0
+            self.kinds[kind].debt, self.kinds[kind].due = 0.0, 0
 
     def _changed(self) -> Iterable[Effect]:
         for kind in self.kinds:
@@ -114,4 +148,4 @@ class Credit:
 
     def _row(self, kind: str) -> SaveCredit:
         credit = self.kinds[kind]
-        return SaveCredit(kind, credit.allocated, credit.trained, credit.debt)
+        return SaveCredit(kind, credit.allocated, credit.trained, credit.debt, credit.due)

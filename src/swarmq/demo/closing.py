@@ -61,17 +61,18 @@ def settle(
 
 def account_of(job: SwarmJob, confirmed: Iterable[str]) -> Account:
     """Settle a run that has stopped: its batch logs and its collector's ledger against the clients' `confirmed`."""
-    trained: list[str] = []
+    trained: Counter[str] = Counter()
     dropped: dict[str, str] = {}
     for name, policy in job.policies.items():
         if policy.trained:
-            for record in records(job.run_folder.batch_log(name)):
-                trained += record.index.trained
+            log = list(records(job.run_folder.batch_log(name)))
+            trained |= Counter(episode for record in log for episode in record.index.trained)  # twice by one policy
+            for record in log:
                 dropped |= record.index.dropped
     ledger = {episode: fate for episode, fate in fates(job.run_folder.inbox).items() if fate.state != "eval"}
     dropped |= {episode: fate.reason for episode, fate in ledger.items() if fate.state == "dropped"}
     waiting = [episode for episode, fate in ledger.items() if fate.state in WAITING_STATES]
-    return msgspec.structs.replace(settle(confirmed, trained, dropped, waiting), begun=len(ledger))
+    return msgspec.structs.replace(settle(confirmed, trained.elements(), dropped, waiting), begun=len(ledger))
 
 
 def account_of_demo(job: SwarmJob, entries: Iterable[Entry]) -> Account:

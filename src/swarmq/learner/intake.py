@@ -9,7 +9,6 @@ A batch holds whole groups in the shares of the task mix, exactly: what rounding
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 
@@ -21,12 +20,11 @@ from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.learner.summary import add_tallies, oldest_version, tally
 from swarmq.messages import Episode
+from swarmq.mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
 
 SMALLEST_GROUP = 2
 """Fewer have no baseline."""
-
-ROUNDING = 1e-9
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +36,23 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int | None = None
     max_length: int | None = None
     train: Train = Train()
+    stretches: tuple[Stretch, ...] = ()
+    """The mix over the run, where it is not constant."""
+    lent: tuple[str, ...] = ()
+    """Kinds that have run dry: the others have their share."""
+    control: int = 0
+    """Number of the control state that these limits come from."""
+
+    def shares(self, step: int) -> dict[str, float]:
+        return shares(self._stretches, step, self.lent)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return kinds_of(self._stretches)
+
+    @property
+    def _stretches(self) -> tuple[Stretch, ...]:
+        return self.stretches or (Stretch(from_step=0, mix=self.mix),)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,17 +67,23 @@ class Intake:
 
     def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
         """`logged` are the indices of the batch log: what is in it is never taken again."""
-        self.limits = limits
+        self._queues: dict[str, deque[Group]] = {}
+        self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: set[str] = set()
         for index in logged:
             self.note(index)
         self._incomplete: dict[str, dict[str, Episode]] = {}
-        self._queues: dict[str, deque[Group]] = {kind: deque() for kind in limits.mix}
         self._waiting: set[str] = set()
         self._dropped: dict[str, str] = {}
         self._tally: dict[str, Tally] = {}
         self._groups_equal = 0
+
+    def change(self, limits: Limits) -> None:
+        """Other limits from the next batch on."""
+        self.limits = limits
+        for kind in limits.kinds:
+            self._queues.setdefault(kind, deque())
 
     def note(self, index: Index) -> None:
         """A record is in the log."""
@@ -86,7 +107,7 @@ class Intake:
     def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
         """The batch that turns the weights of `version` into the next, with all drops so far; None until it is full."""
         self._drop_stale(version)
-        wanted = quotas(self.limits.mix, self.carry, self.limits.groups_per_batch)
+        wanted, carry = self.next_batch(version + 1)
         if any(len(self._queues[kind]) < count for kind, count in wanted.items()):
             return None
         groups = [self._queues[kind].popleft() for kind, count in wanted.items() for _ in range(count)]
@@ -94,9 +115,11 @@ class Intake:
             self._drop(group.dropped)
         episodes = tuple(episode for group in groups for episode in group.usable)
         self._waiting.difference_update(episode.episode_id for episode in episodes)
-        share = self.limits.groups_per_batch
-        carry = {k: self.carry.get(k, 0.0) + s * share - wanted[k] for k, s in self.limits.mix.items()}
         return self._record(version + 1, at, carry, episodes, settings)
+
+    def next_batch(self, step: int) -> Dealt:
+        """Kind -> groups of the batch that makes the weights of `step`, and what rounding then owes."""
+        return deal(self.limits.shares(step), self.carry, self.limits.groups_per_batch)
 
     def drops(self, *, version: int, at: float) -> BatchRecord | None:
         """A record of what was dropped since the last one; None when nothing was."""
@@ -121,7 +144,7 @@ class Intake:
         self._queue(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
 
     def _queue(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
-        train = self.limits.train
+        train = self.limits.train.of_kind(kind)
         if not usable or (len(usable) < SMALLEST_GROUP and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
         elif not has_signal(usable, train):
@@ -177,29 +200,23 @@ class Intake:
             trained=tuple(episode.episode_id for episode in episodes),
             dropped=self._dropped,
             carry=dict(carry),
-            baselines=updated(before, groups_of(episodes), settings)
-            if settings and settings.advantage == "ema"
-            else dict(before),
+            baselines=_baselines(before, episodes, settings) if settings else dict(before),
             tally=add_tallies([self._tally, tally(episodes)]),
             groups_equal=self._groups_equal,
             at=at,
+            control=self.limits.control,
+            mix=self.limits.shares(version) if episodes else {},
         )
         self.note(index)
         self._dropped, self._tally, self._groups_equal = {}, {}, 0
         return BatchRecord(index=index, episodes=episodes, settings=settings, baselines=dict(before))
 
 
+def _baselines(before: Mapping[str, float], episodes: tuple[Episode, ...], train: Train) -> dict[str, float]:
+    """The `ema` baselines after a batch, of the kinds that have one."""
+    groups = groups_of(episodes)
+    return updated(before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train)
+
+
 def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:
     return {episode.episode_id: reason for episode in episodes}
-
-
-def quotas(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> dict[str, int]:
-    """How many groups of each kind the next batch takes: largest remainder, with what earlier batches owe."""
-    wanted = {kind: share * groups + carry.get(kind, 0.0) for kind, share in mix.items()}
-    counts = {kind: max(0, math.floor(value + ROUNDING)) for kind, value in wanted.items()}
-    while (total := sum(counts.values())) != groups:
-        if total < groups:
-            counts[max(wanted, key=lambda kind: wanted[kind] - counts[kind])] += 1
-        else:
-            counts[min((k for k in wanted if counts[k]), key=lambda kind: wanted[kind] - counts[kind])] -= 1
-    return counts

@@ -3,6 +3,7 @@
     ready ──> consume ──> intake ──┐                          ┌──> trainer (socket)
                                    ├─ log.append ─ ack ─ send ┘
     trainer: Next ─────────────────┘
+    <policy>.control ──> orders on disk ─ ack ─ from the next batch on
     trainer: Stepped ──> report ──> Consumed on `in`, step event          tick ──> state event, watchdog
 
 Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
@@ -33,12 +34,13 @@ from swarmq.errors import BrokerLostError, LearnerError, SwarmqError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.files import mapped
-from swarmq.learner.intake import Intake, Limits, quotas
+from swarmq.learner.intake import Intake
 from swarmq.learner.lock import exclusive
+from swarmq.learner.orders import Orders
 from swarmq.learner.records import BatchRecord, Hello, Identity
 from swarmq.learner.reports import Reports
 from swarmq.learner.summary import describe
-from swarmq.messages import Consumed, Episode, Event, EventName
+from swarmq.messages import Consumed, Control, Episode, Event, EventName
 
 log = structlog.get_logger()
 
@@ -98,22 +100,13 @@ class Desk:
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
-        self.train = job.policies[policy].train
         self.log = BatchLog(folder, Identity.of(job, policy))
+        self.orders = Orders(folder / "control", job, policy)
         self.reports = Reports(folder / "reported", self.log)
         self.version = hello.version
         self.replay = self.log.after(hello.version)
-        self.intake = Intake(
-            Limits(
-                groups_per_batch=job.groups.groups_per_batch,
-                mix=job.mix,
-                max_staleness=job.groups.max_staleness,
-                vocab_size=hello.vocab_size,
-                max_length=hello.max_length,
-                train=self.train,
-            ),
-            self.log.indices,
-        )
+        self.reach = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
+        self.intake = Intake(self.orders.limits(**self.reach), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
         self.wanted_since: float | None = None
@@ -125,11 +118,12 @@ class Desk:
 
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Until the trainer stops or is gone (EOFError)."""
-        await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.mix)
+        await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._obey(reader))
                 tasks.create_task(self._consume())
+                tasks.create_task(self._listen())
                 tasks.create_task(self._report())
                 tasks.create_task(self._tick())
         except* StoppedError:
@@ -152,9 +146,12 @@ class Desk:
                     await self._state()
                 case records.Warn(text=text):
                     await self._emit("warning", {"text": text})
-                case records.Kept(oldest=oldest):
-                    if not self.train.keep_batches:
+                case records.Kept(oldest=oldest, asked=asked):
+                    if not self.orders.train.keep_batches:
                         self.log.prune(oldest)
+                    if asked:
+                        self.orders.saved(asked)
+                        await self._emit("control", self.orders.answer(self.next_step) | {"checkpoint": self.version})
                 case records.Stop():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(DRAIN_S):
@@ -163,11 +160,32 @@ class Desk:
                 case Hello():
                     raise AssertionError("a second hello")
 
+    @property
+    def next_step(self) -> int:
+        """The first step whose batch is not in the log yet."""
+        return max(self.version, self.log.last.version if self.log.last else 0) + 1
+
+    async def _listen(self) -> None:
+        """Control states: on disk, said, acknowledged; in effect from the next batch on."""
+        queue = topology.control(self.job.run, self.policy)
+        async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
+            async for delivery in deliveries:
+                state = delivery.message
+                if not isinstance(state, Control) or state.run != self.job.run:
+                    await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
+                    continue
+                if self.orders.take(state):
+                    self.intake.change(self.orders.limits(**self.reach))
+                    log.info("control", number=state.number, pace=state.pace, changes=len(state.changes))
+                if state.number == self.orders.state.number and state.command_id and not self.orders.checkpoint_due:
+                    await self._emit("control", self.orders.answer(self.next_step))
+                await _ack([delivery])
+                await self._serve()
+
     async def _consume(self) -> None:
-        groups = self.job.groups
-        ahead = (groups.max_staleness + 2) * groups.groups_per_batch * groups.group_size
+        # The collector's window bounds what is out; a smaller bound of our own could only keep a batch from filling.
         queue = topology.ready(self.job.run, self.policy)
-        async with self.broker.consume(queue, prefetch=min(max(ahead, CHUNK), MAX_PREFETCH)) as deliveries:
+        async with self.broker.consume(queue, prefetch=MAX_PREFETCH) as deliveries:
             while chunk := await deliveries.batch(CHUNK):
                 for delivery in chunk:
                     await self._accept(delivery)
@@ -185,16 +203,27 @@ class Desk:
     async def _serve(self) -> None:
         """Record what was dropped, and hand over a batch if the trainer is free and one is full."""
         async with self.serving:
-            if self.wanted_since is not None and (replayed := next(self.replay, None)):
+            limit = self.orders.train.max_steps
+            if self.wanted_since is None:
+                await self._record_drops()
+            elif replayed := next(self.replay, None):
                 await self._hand_over(replayed, replayed=True)
-            elif self.wanted_since is not None and (
-                record := self.intake.take(version=self.version, at=time.time(), settings=self.train)
+            elif self.orders.checkpoint_due:
+                await self._say(records.Save(asked=self.orders.state.checkpoints))
+            elif limit and self.version >= limit:
+                await self._say(records.Halt())
+            elif self.orders.state.pace != "paused" and (
+                record := self.intake.take(version=self.version, at=time.time(), settings=self.orders.train)
             ):
                 await self._commit(record)
                 await self._hand_over(record, replayed=False)
-            elif drops := self.intake.drops(version=self.version, at=time.time()):
-                await self._commit(drops)
-                self.owed.set()
+            else:
+                await self._record_drops()
+
+    async def _record_drops(self) -> None:
+        if drops := self.intake.drops(version=self.version, at=time.time()):
+            await self._commit(drops)
+            self.owed.set()
 
     async def _commit(self, record: BatchRecord) -> None:
         self.log.append(record)  # durable,
@@ -202,8 +231,12 @@ class Desk:
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
 
     async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
+        await self._say(records.Batch(record=records.encode_record(record), replayed=replayed))
+
+    async def _say(self, message: records.Batch | records.Save | records.Halt) -> None:
+        """The trainer has something to do."""
         self.wanted_since = None
-        await wire.write(self.writer, records.Batch(record=records.encode_record(record), replayed=replayed))
+        await wire.write(self.writer, message)
 
     async def _stepped(self, stepped: records.Stepped) -> None:
         self.version = stepped.version
@@ -244,11 +277,15 @@ class Desk:
 
     async def _state(self) -> None:
         ready = sum(self.intake.groups_ready.values())
-        await self._emit("state", {"phase": self.phase, "version": self.version, "groups_ready": ready})
+        phase = self.phase if self.orders.state.pace == "running" else f"{self.phase} ({self.orders.state.pace})"
+        control = self.orders.state.number
+        await self._emit("state", {"phase": phase, "version": self.version, "groups_ready": ready, "control": control})
 
     async def _say_stuck(self, waited_s: float) -> None:
         """Who waits for whom, in one line."""
-        needed = quotas(self.job.mix, self.intake.carry, self.job.groups.groups_per_batch)
+        if self.orders.state.pace != "running":
+            return
+        needed = self.intake.next_batch(self.version + 1).counts
         ready = self.intake.groups_ready
         lacking = ", ".join(f"{n - ready[k]} of {k}" for k, n in needed.items() if n > ready[k])
         text = (

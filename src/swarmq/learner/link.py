@@ -82,8 +82,8 @@ class Link:
             self._process.kill()
             self._process.wait()
 
-    def next(self, *, idle: Idle, idle_s: float) -> records.Batch | None:
-        """Wait for the next batch; None when asked to stop. `idle` is called when the wait begins (nothing is left to
+    def next(self, *, idle: Idle, idle_s: float) -> records.Batch | records.Save | None:
+        """Wait for what to do next; None when asked to stop or the last step is done. `idle` is called when the wait begins (nothing is left to
         replay, no batch is full) and again every `idle_s` seconds.
 
         Raises LearnerError when the I/O process cannot go on.
@@ -97,8 +97,10 @@ class Link:
             if self._socket in ready:
                 if (message := self._receive()) is None:
                     self._send(records.Next())
-                elif isinstance(message, records.Batch):
+                elif isinstance(message, records.Batch | records.Save):
                     return message
+                elif isinstance(message, records.Halt):
+                    return None
                 else:
                     idle(again=False)
             elif not ready:

@@ -4,7 +4,7 @@
               │ Next                                                                │ Batch
               │                                                                     v
     rank 0 ───┴─ wait ──> broadcast to all ranks ──> step ──> push weights ──> tell Stepped ──> checkpoint? ──> wait
-                                                                   │                  │
+               Save, Halt                                          │                  │
                                                                engines        Consumed, events
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
@@ -58,6 +58,7 @@ class Command(NamedTuple):
     name: str
     body: bytes = b""
     replayed: bool = False
+    asked: int = 0
 
 
 class Learner:
@@ -71,6 +72,8 @@ class Learner:
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.trainer = load(self.folder, self.identity, self.settings.model, self.settings.train)
         self.saved = self.trainer.version
+        self._train = self.settings.train
+        """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
         """Whether engines took the current weights, as far as this process knows."""
         self._control = _control_group()
@@ -89,16 +92,19 @@ class Learner:
         )
 
     def run(self, link: Link | None) -> None:
-        """Until stopped or `max_steps`. `link` is rank 0's; the other ranks give None."""
+        """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
         while True:
             began = time.monotonic()
             command = self._broadcast(self._next(link) if link else None)
             if command.name == "stop":
                 break
+            if command.name == "save":
+                self._save(link, asked=command.asked)
+                continue
             self._step(link, command, wait_s=time.monotonic() - began, began=began)
             if tokens := self.trainer.tokens:
                 token_log.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
-            if self.trainer.version % self.settings.train.checkpoint_every == 0:
+            if self.trainer.version % self._train.checkpoint_every == 0:
                 self._save(link)
         if self.trainer.version > self.saved:
             self._save(link)
@@ -106,17 +112,23 @@ class Learner:
             link.finish()
 
     def _next(self, link: Link) -> Command:
-        limit = self.settings.train.max_steps
-        if self.stop.asked or (limit and self.trainer.version >= limit):
+        if self.stop.asked:
             return Command("stop")
         link.tell(records.Phase(phase="waiting"))
-        batch = link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S)
-        return Command("stop") if batch is None else Command("step", batch.record, batch.replayed)
+        match link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S):
+            case records.Batch(record=record, replayed=replayed):
+                return Command("step", record, replayed)
+            case records.Save(asked=asked):
+                return Command("save", asked=asked)
+            case None:
+                return Command("stop")
 
     def _step(self, link: Link | None, command: Command, *, wait_s: float, began: float) -> None:
         if link:
             link.tell(records.Phase(phase="training"))
-        fields = self.trainer.step(records.decode_record(command.body))
+        record = records.decode_record(command.body)
+        self._train = record.settings or self._train
+        fields = self.trainer.step(record)
         if link is None:
             return
         fields |= {"wait_s": wait_s, **self._push(link, replayed=command.replayed)}
@@ -162,7 +174,7 @@ class Learner:
         except EngineError as error:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
 
-    def _save(self, link: Link | None) -> None:
+    def _save(self, link: Link | None, *, asked: int = 0) -> None:
         began = time.monotonic()
         train = self.settings.train
         oldest = checkpoint.save(
@@ -170,7 +182,7 @@ class Learner:
         )
         self.saved = self.trainer.version
         if link:
-            link.tell(records.Kept(oldest=oldest))
+            link.tell(records.Kept(oldest=oldest, asked=asked))
             if not train.keep_batches:
                 token_log.prune(self._tokens, oldest)
             log.info("checkpoint", version=self.saved, seconds=round(time.monotonic() - began, 3))

@@ -1,7 +1,7 @@
 """What the learner's two processes say to each other, and what they write into the batch log. No torch in here.
 
 trainer --Hello, Next, Stepped, Phase, Kept, Stop-->  I/O process
-trainer <--Batch, Waiting, Stopped, Failed--          I/O process
+trainer <--Batch, Save, Halt, Waiting, Stopped, Failed-- I/O process
 """
 
 from __future__ import annotations
@@ -75,6 +75,10 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Groups dropped because their rewards were equal."""
     at: float = 0.0
     """Unix time, for people."""
+    control: int = 0
+    """Number of the control state in effect: 0 before anything was changed while the run was up."""
+    mix: dict[str, float] = {}
+    """Kind -> its share of this batch."""
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,6 +128,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """A checkpoint was written; the oldest one kept is `oldest`."""
 
     oldest: int
+    asked: int = 0
+    """Number of the `Save` that asked for it; 0 where it was due anyway."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
@@ -135,6 +141,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """A `BatchRecord`, encoded."""
     replayed: bool
     """Read from the log after a restart, not from the queue."""
+
+
+class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+    """Write a checkpoint now."""
+
+    asked: int
+
+
+class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
+    """The last step is done."""
 
 
 class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
@@ -152,7 +168,7 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
 
 
 ToIO = Hello | Next | Stepped | Phase | Warn | Kept | Stop
-ToTrainer = Batch | Waiting | Stopped | Failed
+ToTrainer = Batch | Save | Halt | Waiting | Stopped | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _record = msgspec.msgpack.Decoder(BatchRecord)

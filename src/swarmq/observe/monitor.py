@@ -87,8 +87,8 @@ async def glance(job: SwarmJob, broker: Broker, *, console: Console | None = Non
 def queues_of(job: SwarmJob) -> list[str]:
     """Every queue of a run, in the order episodes pass them."""
     return [
-        *(topology.tasks(job.run, kind) for kind in job.mix),
-        *(topology.tickets(job.run, kind) for kind in job.mix),
+        *(topology.tasks(job.run, kind) for kind in job.task_kinds),
+        *(topology.tickets(job.run, kind) for kind in job.task_kinds),
         topology.inbox(job.run),
         *(topology.ready(job.run, name) for name, policy in job.policies.items() if policy.trained),
     ]

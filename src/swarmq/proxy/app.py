@@ -30,6 +30,7 @@ from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
 from swarmq.proxy.recorder import Publisher, Recorder
 from swarmq.proxy.refusals import refusal_of
+from swarmq.proxy.tuning import Tuning
 
 STATE_EVERY_S = 2.0
 log = structlog.get_logger()
@@ -44,14 +45,15 @@ def create_app(
     source: str = "proxy.0",
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
+    tuning: Tuning | None = None,
 ) -> Litestar:
-    """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller."""
+    """The proxy of a run; with `tuning`, settings can change while it serves. `engines` has every policy's; they and the broker are opened and closed by the caller."""
     meter = Meter(alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     episodes = Episodes(idle_s=job.proxy.key_lifetime_s)
     pools = {name: Pool(engines[name]) for name in job.policies}
     completions = Completions(
         run=job.run,
-        policies=job.policies,
+        tuning=tuning or Tuning(job),
         pools=pools,
         episodes=episodes,
         recorder=Recorder(broker, meter, confirm_timeout_s=job.proxy.confirm_timeout_s),

@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 import structlog
 
-from swarmq.config import Policy
 from swarmq.engine.protocol import Answer, Delta, Rendered
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.keys import Claims
@@ -33,6 +32,7 @@ from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
 from swarmq.proxy.refusals import RefusedError
 from swarmq.proxy.sampling import effective
 from swarmq.proxy.stitch import stitch
+from swarmq.proxy.tuning import Tuning
 
 Json = dict[str, Any]
 log = structlog.get_logger()
@@ -62,14 +62,14 @@ class Completions:
         self,
         *,
         run: str,
-        policies: dict[str, Policy],
+        tuning: Tuning,
         pools: dict[str, Pool],
         episodes: Episodes,
         recorder: Recorder,
         meter: Meter,
     ) -> None:
         self._run = run
-        self._policies = policies
+        self._tuning = tuning
         self._pools = pools
         self._episodes = episodes
         self._recorder = recorder
@@ -133,7 +133,7 @@ class Completions:
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
             stitched = await stitch(memory.graph(call.policy), history, rendered.token_ids, lane.engine)
-            setting = self._policies[call.policy].sampling
+            setting = self._tuning.sampling(call.policy, call.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = effective(
                 call.chat,

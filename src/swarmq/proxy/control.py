@@ -143,7 +143,7 @@ class Control:
         self._ticketed = ticketed
         self._inbox = topology.inbox(job.run)
         self._ledger = Ledger()
-        self._desks = {kind: TicketDesk(broker, topology.tickets(job.run, kind), kind) for kind in job.mix}
+        self._desks = {kind: TicketDesk(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
 
     @contextlib.asynccontextmanager
     async def serve(self) -> AsyncIterator[None]:
@@ -172,6 +172,7 @@ class Control:
             client=HTTP_SECRET_NAME,
             episode_id=begin.episode_id,
             policies=begin.policies,
+            kind=begin.kind,
             mode=begin.mode,
             expires_at=expires_at,
             max_calls=asked.max_calls,
@@ -204,7 +205,7 @@ class Control:
             agent_rewards=asked.agent_rewards,
             call_rewards=asked.call_rewards,
         )
-        end = finished(self._ending(episode_id, entry, asked, operator), outcome)
+        end = finished(self._ending(episode_id, entry, asked, operator), outcome, frozen=self._job.frozen)
         return await self._end(entry, msgspec.structs.replace(end, calls=asked.calls), asked.outcome_id)
 
     async def abort(self, episode_id: str, asked: AbortRequest, *, operator: str) -> EndedEpisode:
@@ -248,8 +249,8 @@ class Control:
     def _begin_of(self, asked: BeginRequest, operator: str) -> EpisodeBegin:
         job = self._job
         kind = asked.kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
-        if kind not in job.mix:
-            raise RefusedError(f"kind {kind!r}: the kinds of the run are {', '.join(job.mix)}", param="kind")
+        if kind not in job.task_kinds:
+            raise RefusedError(f"kind {kind!r}: the kinds of the run are {', '.join(job.task_kinds)}", param="kind")
         policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))
         if not policies or set(policies) - set(job.policies):
             raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
@@ -258,7 +259,7 @@ class Control:
             episode_id=asked.episode_id or new_id(),
             slot=Slot(task_id=asked.task_id, repeat=asked.repeat, epoch=asked.epoch),
             kind=kind,
-            group_size=asked.group_size or (job.groups.group_size if asked.mode == "train" else 1),
+            group_size=asked.group_size or (job.group_size(kind) if asked.mode == "train" else 1),
             policies=policies,
             mode=asked.mode,
             client_id=asked.client_id or operator,

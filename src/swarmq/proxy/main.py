@@ -16,6 +16,7 @@ from swarmq.config import SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError
 from swarmq.proxy.app import create_app
+from swarmq.proxy.tuning import Tuning
 
 DRAIN_S = 10
 BACKLOG = 2048
@@ -39,7 +40,7 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         listener = stack.enter_context(_listen(job.proxy.host, job.proxy.port))
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"swarmq proxy.{number} {job.run}"))
         trained = [name for name, policy in job.policies.items() if policy.trained]
-        await broker.declare(job.run, policies=trained, kinds=job.mix)
+        await broker.declare(job.run, policies=trained, kinds=job.task_kinds)
         engines = {
             name: [
                 await stack.enter_async_context(VllmEngine.open(engine, deadline_s=job.proxy.request_timeout_s))
@@ -48,7 +49,11 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
-        app = create_app(job, root=root, engines=engines, broker=broker, source=f"proxy.{number}")
+        tuning = Tuning(job)
+        tasks = await stack.enter_async_context(asyncio.TaskGroup())
+        following = tasks.create_task(tuning.follow(broker))
+        stack.callback(following.cancel)
+        app = create_app(job, root=root, engines=engines, broker=broker, source=f"proxy.{number}", tuning=tuning)
         host, port = listener.getsockname()[:2]
         log.info("listening", url=f"http://{host}:{port}/v1")
         config = uvicorn.Config(

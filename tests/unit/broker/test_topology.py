@@ -18,9 +18,12 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
     """RabbitMQ refuses a queue that is declared with other arguments than it has: runs would not survive an upgrade."""
     assert topology.run_queues("demo", policies=["main"], kinds=["math"]) == {
         "swarmq.demo.in": SINGLE,
+        "swarmq.demo.control": SINGLE,
         "swarmq.demo.main.ready": SINGLE,
+        "swarmq.demo.main.control": SINGLE,
         "swarmq.demo.tickets.math": QUORUM,
         "swarmq.demo.tasks.math": QUORUM,
+        "swarmq.demo.eval.math": QUORUM,
     }
     assert topology.dead_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
 
@@ -28,8 +31,9 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
 def test_every_kind_and_policy_has_its_queues() -> None:
     names = set(topology.run_queues("r", policies=["a", "b"], kinds=["x", "y"]))
     assert names == {
-        *("swarmq.r.in", "swarmq.r.a.ready", "swarmq.r.b.ready"),
-        *(f"swarmq.r.{what}.{kind}" for what in ("tickets", "tasks") for kind in "xy"),
+        *("swarmq.r.in", "swarmq.r.control"),
+        *(f"swarmq.r.{policy}.{what}" for what in ("ready", "control") for policy in "ab"),
+        *(f"swarmq.r.{what}.{kind}" for what in ("tickets", "tasks", "eval") for kind in "xy"),
     }
 
 
@@ -38,6 +42,7 @@ def test_clients_compete_for_tickets_and_tasks() -> None:
     assert [name for name, arguments in queues.items() if "x-single-active-consumer" not in arguments] == [
         topology.tickets("r", "x"),
         topology.tasks("r", "x"),
+        topology.evals("r", "x"),
     ]
 
 

@@ -61,7 +61,7 @@ def test_a_store_of_a_newer_swarmq_is_refused(path):
     with database:
         database.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
     database.close()
-    with pytest.raises(CollectorError, match="store schema 99, this swarmq reads 1"):
+    with pytest.raises(CollectorError, match="store schema 99, this swarmq reads 2"):
         Store(path, run="r")
 
 

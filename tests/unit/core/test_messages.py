@@ -58,6 +58,16 @@ EVERY_RECORD = [
     m.Consumed(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
     m.Ticket(run="r", ticket_id="k", kind="math"),
     m.Task(run="r", slot=m.Slot(task_id="t"), kind="math", group_size=4, payload=msgspec.Raw(b"\x01")),
+    m.Command(run="r", command_id="c", action="set", settings={"groups.group_size": 4, "mix": {"a": 1.0}}),
+    m.Control(
+        run="r",
+        number=2,
+        changes=(
+            m.Change(number=1, path="mix", before={"a": 1.0}, value={"b": 1.0}, base=None, from_step={"main": 7}),
+        ),
+        lent=("code",),
+        pace="paused",
+    ),
     m.Event(run="r", source="learner.main", name="step", at=1.0, fields={"loss": 0.1}),
 ]
 

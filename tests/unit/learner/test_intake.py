@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.intake import Intake, Limits, quotas
+from swarmq.learner.intake import Intake, Limits
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.messages import Episode, Sampling
+from swarmq.mix import deal
 
 TRAIN = Train()
 
@@ -163,9 +164,8 @@ def test_the_mix_is_exact_over_time(parts: list[int], groups: int) -> None:
     carry: dict[str, float] = {}
     taken: Counter[str] = Counter()
     for batch in range(1, 40):
-        counts = quotas(mix, carry, groups)
+        counts, carry = deal(mix, carry, groups)
         assert sum(counts.values()) == groups
-        carry = {k: carry.get(k, 0.0) + mix[k] * groups - counts[k] for k in mix}
         taken.update(counts)
         for i, part in enumerate(parts):
             assert abs(taken[f"k{i}"] - Fraction(part, sum(parts)) * groups * batch) < len(parts)

@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+import msgspec
+
 from swarmq.config import Train
 from swarmq.messages import Episode, Turn
 
@@ -57,7 +59,23 @@ here: it compares with the past (2506.24119)."""
 def advantages(
     groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float]]:
-    """episode_id -> one advantage per turn. `baselines` are those that `ema` has before this batch."""
+    """episode_id -> one advantage per turn, by the method of each group's kind. `baselines` are those that `ema` has
+    before this batch."""
+    methods = [train.of_kind(group[0].kind).advantage for group in groups]
+    return {
+        episode_id: values
+        for name in dict.fromkeys(methods)
+        for episode_id, values in _by_method(
+            [group for group, method in zip(groups, methods, strict=True) if method == name],
+            msgspec.structs.replace(train, advantage=name),
+            baselines,
+        ).items()
+    }
+
+
+def _by_method(
+    groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None
+) -> dict[str, list[float]]:
     rewards = [_rewards(group, train) for group in groups]
     if train.advantage == "ema":
         before = _begun(baselines or {}, groups, rewards)

@@ -1,0 +1,108 @@
+"""Asking something of a run that is up, and waiting until collector and learners have said what came of it.
+
+    command ──> <run>.control (durable) ──> collector ──> <policy>.control (durable) ──> learners
+       ^──────────── `control` events: refused or accepted, then applied from step N ────────┘
+
+The command itself is durable and obeyed once; only the answers are events. So one that is not heard is asked for again
+under the same id, and running out of patience says nothing about whether the command was obeyed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq.broker import Broker, topology
+from swarmq.errors import ConfigError, SwarmqError
+from swarmq.messages import Action, Command, Event, new_id
+
+AGAIN_S = 5.0
+PATIENCE_S = 60.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a command."""
+
+    accepted: dict[str, Any]
+    """The collector's word."""
+    applied: dict[str, dict[str, Any]]
+    """Policy -> its learner's word."""
+    missing: tuple[str, ...] = ()
+    """Policies whose learners have not answered yet; they will when they are up."""
+
+
+async def ask(
+    broker: Broker,
+    run: str,
+    action: Action,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    sender: str = "",
+    patience_s: float = PATIENCE_S,
+) -> Answer:
+    """Raises ConfigError when the run refuses, SwarmqError when its collector does not answer in time."""
+    command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
+    accepted: dict[str, Any] = {}
+    applied: dict[str, dict[str, Any]] = {}
+    refused = ""
+    async with broker.events(run) as events:
+        sending = asyncio.create_task(_send(broker, run, command))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    async for fields in _answers(events, command.command_id):
+                        match fields["state"]:
+                            case "refused":
+                                refused = str(fields["text"])
+                            case "accepted":
+                                accepted = fields
+                            case _:
+                                applied[fields["policy"]] = fields
+                        if refused or (accepted and set(accepted["learners"]) <= applied.keys()):
+                            break
+        finally:
+            sending.cancel()
+    if refused:
+        raise ConfigError(refused)
+    if not accepted:
+        raise SwarmqError(
+            f"the collector of run {run!r} has not answered within {patience_s:g} s: is the run up? The command waits in "
+            f"{topology.control(run)} and will be obeyed"
+        )
+    missing = tuple(policy for policy in accepted["learners"] if policy not in applied)
+    return Answer(accepted=accepted, applied=applied, missing=missing)
+
+
+async def _send(broker: Broker, run: str, command: Command) -> None:
+    while True:
+        await broker.publish(topology.control(run), command)
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterator[dict[str, Any]]:
+    async for event in events:
+        if event.name == "control" and event.fields.get("command_id") == command_id:
+            yield event.fields
+
+
+def lines(answer: Answer) -> list[str]:
+    """For people: what changed, and from which step."""
+    told = [
+        f"{change['path']}: {change['before']} -> {change['value']}" for change in answer.accepted.get("changes", [])
+    ]
+    if "changes" in answer.accepted and not told:
+        told.append("nothing to change: the run has these settings already")
+    if pace := answer.accepted.get("pace"):
+        told.append(f"the run is {pace}")
+    for policy, fields in sorted(answer.applied.items()):
+        if "checkpoint" in fields:
+            told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
+        told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
+        if pace:
+            told.append(f"{policy}: after step {fields['from_step'] - 1}")
+    told += [f"{policy}: its learner has not answered yet; it will obey when it is up" for policy in answer.missing]
+    return told

@@ -1,0 +1,44 @@
+"""How a policy is sampled now: the job's settings, and what was changed while the run is up.
+
+The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, knows them
+within seconds. Nothing depends on the moment: every turn records the sampling it had.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import structlog
+
+from swarmq import live
+from swarmq.broker import Broker
+from swarmq.config import SamplingDefaults, SwarmJob
+from swarmq.messages import Change, Event
+
+log = structlog.get_logger()
+
+
+class Tuning:
+    """The settings in effect at this proxy."""
+
+    def __init__(self, file: SwarmJob) -> None:
+        self._file = self.job = file
+        self.number = 0
+
+    def sampling(self, policy: str, kind: str) -> SamplingDefaults:
+        """Of an episode of this kind; empty: the client did not say."""
+        setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
+        limit = min(setting.max_tokens, own.max_tokens) if own and own.max_tokens else setting.max_tokens
+        return msgspec.structs.replace(setting, max_tokens=limit)
+
+    def hear(self, event: Event) -> None:
+        if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
+            return
+        changes = msgspec.convert(event.fields.get("changes", []), list[Change])
+        self.job, self.number = live.applied(self._file, changes), event.fields["control"]
+        log.info("settings", control=self.number)
+
+    async def follow(self, broker: Broker) -> None:
+        """Listen until cancelled."""
+        async with broker.events(self._file.run) as events:
+            async for event in events:
+                self.hear(event)

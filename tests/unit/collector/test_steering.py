@@ -1,0 +1,195 @@
+"""Commands while a run is up: obeyed once, all or nothing, remembered, and told to every learner."""
+
+from __future__ import annotations
+
+import pytest
+
+from swarmq.collector import effects as do
+from swarmq.collector.core import Core
+from swarmq.collector.records import Rules
+from swarmq.config import SwarmJob
+from swarmq.messages import Command, Control
+
+RATE = "policies.main.train.learning_rate"
+
+
+def job(**groups) -> SwarmJob:
+    return SwarmJob.build(
+        {
+            "run": "r",
+            "mix": {"a": 0.5, "b": 0.5},
+            "kinds": {"c": {}},
+            "policies": {"main": {"model": "m"}},
+            "groups": {"group_size": 1, "min_group": 1, "groups_per_batch": 4, "max_staleness": 1, **groups},
+        }
+    )
+
+
+@pytest.fixture
+def steered(make_bench):
+    """A bench whose collector has a job, and so takes commands."""
+
+    def make(**groups):
+        bench = make_bench()
+        file = job(**groups)
+        bench.make_core = lambda: Core(Rules.of(file), bench.store, bench.store.snapshot(), now=bench.now, job=file)
+        bench.effects.clear()
+        with bench.store.transaction():
+            for table in ("tickets", "credit", "counts"):
+                bench.store._db.execute(f"DELETE FROM {table}")
+        bench.restart = lambda: setattr(bench, "core", bench.make_core())
+        bench.restart()
+        bench.settle()
+        return bench
+
+    return make
+
+
+def command(number: int, action: str = "set", **settings) -> Command:
+    return Command(run="r", command_id=f"c{number}", action=action, settings=settings)
+
+
+def state(bench) -> Control:
+    return bench.store.control() or Control(run="r", number=0)
+
+
+def train(bench, say, version: int, **counts: int) -> None:
+    """A batch of so many groups of each kind, attempted with tickets that are out, and trained."""
+    names = []
+    for kind, count in counts.items():
+        for ticket in sorted(bench.core.credit.out[kind], key=lambda t: int(t.split(".")[1]))[:count]:
+            bench.take(
+                say.begin(ticket, ticket, kind=kind, ticket_id=ticket), say.turn(episode=ticket), say.end(ticket)
+            )
+            names.append(ticket)
+    bench.take(say.consumed(*names, version=version))
+
+
+def test_a_setting_is_acknowledged_remembered_and_told_to_the_learner(steered):
+    bench = steered()
+    bench.take(command(1, **{RATE: 1e-5, "groups.silence_s": 60.0}))
+    (reply,) = bench.events("control")
+    assert (reply["state"], reply["number"], reply["learners"]) == ("accepted", 1, ["main"])
+    assert {c["path"]: (c["before"], c["value"]) for c in reply["changes"]} == {
+        RATE: (1e-6, 1e-5),
+        "groups.silence_s": (600.0, 60.0),
+    }
+    assert [e for e in bench.effects if isinstance(e, do.Tell)] == [do.Tell("main", 1)]
+    assert do.Tell("main", 1) in bench.store.outbox(), "told again by the next collector, until it is confirmed"
+    bench.restart()
+    assert bench.core.rules.silence_s == 60.0
+    bench.run(bench.core.told("main", 1))
+    assert do.Tell("main", 1) not in bench.store.outbox()
+
+
+def test_a_command_that_comes_again_is_answered_again_and_not_obeyed_again(steered):
+    bench = steered()
+    bench.take(command(1, "checkpoint"), command(1, "checkpoint"))
+    bench.restart()
+    bench.take(command(1, "checkpoint"))
+    assert state(bench).checkpoints == 1
+    assert len(bench.events("control")) == 3
+    assert len({str(sorted(reply.items())) for reply in bench.events("control")}) == 1
+
+
+def test_of_a_command_with_one_wrong_setting_nothing_is_applied(steered):
+    bench = steered()
+    bench.take(command(1, **{"groups.silence_s": 60.0, RATE: -1.0}))
+    (reply,) = bench.events("control")
+    assert reply["state"] == "refused"
+    assert "learning_rate" in reply["text"]
+    assert bench.core.rules.silence_s == 600.0
+    assert state(bench).number == 0
+
+
+def test_a_paused_run_issues_no_tickets_until_it_is_resumed(steered, say):
+    bench = steered()
+    issued = bench.tickets
+    bench.take(command(1, "pause"))
+    train(bench, say, 1, a=2, b=2)
+    assert bench.tickets == issued
+    bench.restart()
+    bench.settle()
+    assert bench.tickets == issued, "a restart forgets no pause"
+    bench.take(command(2, "resume"))
+    assert sum(bench.tickets.values()) == sum(issued.values()) + 4
+
+
+def test_a_drained_run_says_when_nothing_is_under_way(steered, say):
+    bench = steered()
+    bench.take(say.begin("e", kind="a", ticket_id="a.1"), command(1, "drain"))
+    bench.wait(1)
+    assert [fields["state"] for fields in bench.events("control")] == ["accepted"]
+    bench.take(say.end(status="failed"))
+    bench.wait(1)
+    bench.wait(1)
+    assert [fields["state"] for fields in bench.events("control")] == ["accepted", "drained"]
+
+
+def test_a_new_mix_holds_from_the_first_batch_without_a_ticket(steered, say):
+    """Within the staleness bound, and at the same batch in collector and learner."""
+    bench = steered()
+    assert bench.tickets == {"a": 4, "b": 4}
+    bench.take(command(1, mix={"a": 0.25, "b": 0.75}))
+    (change,) = [c for c in state(bench).changes if c.path == "mix"]
+    assert (change.from_grant, change.from_step) == (3, {"main": 3})
+    train(bench, say, 1, a=2, b=2)
+    assert bench.tickets == {"a": 5, "b": 7}
+    train(bench, say, 2, a=2, b=2)
+    assert bench.tickets == {"a": 6, "b": 10}
+
+
+def test_a_kind_can_join_and_leave_the_mix(steered, say):
+    bench = steered()
+    bench.take(command(1, mix={"a": 0.5, "c": 0.5}))
+    train(bench, say, 1, a=2, b=2)
+    assert bench.tickets == {"a": 6, "b": 4, "c": 2}
+
+
+def test_a_dry_kind_lends_its_share_until_it_is_back(steered, say):
+    bench = steered(when_dry="lend", dry_after_s=60.0)
+    train(bench, say, 1, a=2, b=2)  # b's clients die; tickets of both kinds are out
+    bench.take(say.begin("x", "x", kind="a", ticket_id=min(bench.core.credit.out["a"])))
+    bench.wait(30)
+    bench.wait(60)
+    assert state(bench).lent == ("b",)
+    assert any("kind b has run dry" in w["text"] and "lent" in w["text"] for w in bench.events("warning"))
+    before = bench.tickets["a"]
+    bench.settle()
+    assert bench.tickets["a"] > before - 1
+    bench.restart()
+    assert bench.core.credit.lent == {"b"}
+    granted_a = bench.tickets["a"]
+    train(bench, say, 2, a=2)
+    assert bench.tickets["a"] > granted_a, "the others go on"
+    issued_b = bench.tickets["b"]
+    bench.take(say.begin("back", "back", kind="b", ticket_id=min(bench.core.credit.out["b"])))
+    bench.wait(1)
+    assert state(bench).lent == ()
+    assert any("kind b is back" in w["text"] for w in bench.events("warning"))
+    assert bench.tickets["b"] == issued_b
+
+
+def test_a_dry_kind_that_is_waited_for_is_said_once(steered, say):
+    bench = steered(when_dry="wait", dry_after_s=60.0)
+    bench.take(say.begin("x", "x", kind="a", ticket_id="a.1"))
+    for _ in range(5):
+        bench.wait(30)
+    texts = [w["text"] for w in bench.events("warning") if "kind b has run dry" in w["text"]]
+    assert len(texts) == 1
+    assert "when_dry" in texts[0]
+    assert state(bench).lent == ()
+
+
+def test_a_run_without_any_client_lends_nothing(steered):
+    bench = steered(when_dry="lend", dry_after_s=60.0)
+    for _ in range(5):
+        bench.wait(30)
+    assert state(bench).lent == ()
+
+
+def test_another_group_size_counts_from_the_next_tickets_on(steered, say):
+    bench = steered()
+    bench.take(command(1, **{"kinds.a.group_size": 3}))
+    assert bench.core.rules.size_of("a") == 3
+    assert bench.tickets == {"a": 12, "b": 4}
