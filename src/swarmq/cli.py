@@ -302,6 +302,9 @@ def _resolved(run: Path) -> SwarmJob:
 @click.option("--limit", type=int, help="Only the first N tasks of DATA.")
 @click.option("--require", multiple=True, metavar="FIELD", help="A field that every row must have; may be repeated.")
 @click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
+@click.option(
+    "--eval", "for_eval", is_flag=True, help="Tasks to evaluate with every `eval.every` steps, never to train."
+)
 def feed(
     run: Path,
     data: str,
@@ -312,6 +315,7 @@ def feed(
     limit: int | None,
     require: tuple[str, ...],
     restart: bool,
+    for_eval: bool,
 ) -> None:
     """Put a data set on the task queue of a kind, for `swarmq worker` anywhere to attempt.
 
@@ -323,8 +327,12 @@ def feed(
     swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
     swarmq feed runs/demo "reasoning-gym:chain_sum?size=500&seed=1" --kind math
     swarmq feed runs/demo "hf:openai/gsm8k:train?name=main" --require question --require answer
+    swarmq feed runs/demo held-out.jsonl --kind math --eval --repeats 4
     """
     tasks = functools.partial(_read_tasks, data, limit=limit, require=require)
+    if for_eval:
+        run_until_signalled(_feed_eval(run, tasks, kind=kind, repeats=repeats))
+        return
     run_until_signalled(
         _feed(run, data, tasks, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart)
     )
@@ -334,6 +342,27 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
     from swarmq.client.readers import read_tasks
 
     return read_tasks(data, limit=limit, require=require)
+
+
+async def _feed_eval(run: Path, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None) -> None:
+    from swarmq.broker import AmqpBroker
+    from swarmq.observe.operate import bring_eval_tasks
+
+    job = _resolved(run)
+    chosen = _one_kind(job, kind)
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed --eval") as broker:
+        count = await bring_eval_tasks(broker, job, read(), chosen, repeats=repeats or max(job.eval.k))
+    click.echo(f"{count} tasks to evaluate {chosen} with")
+    if not job.eval.every:
+        click.echo(f"no round is held yet: swarmq set {run} eval.every=10")
+
+
+def _one_kind(job: SwarmJob, kind: str | None) -> str:
+    """The kind that is meant. Raises ConfigError when that is not clear."""
+    chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
+    if chosen not in job.task_kinds:
+        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.task_kinds)}")
+    return chosen
 
 
 async def _feed(
@@ -355,9 +384,7 @@ async def _feed(
 
     job = _resolved(run)
     job = live.applied(job, changes(job.run_folder.inbox))
-    chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
-    if chosen not in job.task_kinds:
-        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.task_kinds)}")
+    chosen = _one_kind(job, kind)
     async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
         with Progress() as progress:
             bar = progress.add_task(f"feeding {chosen}", total=None)

@@ -274,7 +274,7 @@ class Control(Record, frozen=True, kw_only=True, tag="control"):
     """The command that brought this number; empty where the collector decided by itself."""
 
 
-EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning", "control"]
+EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning", "control", "evaluated"]
 
 
 class Event(Record, frozen=True, kw_only=True, tag="event"):

@@ -33,8 +33,10 @@ from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.targets import load
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError
-from swarmq.messages import Task, key_of
+from swarmq.messages import Mode, Task, key_of
 
+EVAL_SHARE = 4
+"""A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
 REMEMBERED = 10_000
 """Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
 
@@ -64,7 +66,18 @@ def run_worker(
             client.agent_loop = agents
             with _stop_on_signals() as stop:
                 worker = Worker(client, function, kind=kind, concurrency=concurrency, max_attempts=max_attempts)
-                return await worker.run(stop, progress=progress)
+                evaluator = Worker(
+                    client,
+                    function,
+                    kind=kind,
+                    concurrency=max(1, concurrency // EVAL_SHARE),
+                    max_attempts=max_attempts,
+                    mode="eval",
+                )
+                async with asyncio.TaskGroup() as both:
+                    training = both.create_task(worker.run(stop, progress=progress))
+                    both.create_task(evaluator.run(stop, progress=False))
+                return training.result()
 
     try:
         return asyncio.run(main())
@@ -84,6 +97,7 @@ class Worker:
         concurrency: int = 16,
         max_attempts: int = 3,
         retry_pause_s: float = RETRY_PAUSE_S,
+        mode: Mode = "train",
     ) -> None:
         if concurrency < 1 or max_attempts < 1:
             raise TaskError(f"concurrency is {concurrency}, max_attempts {max_attempts}: both must be at least 1")
@@ -91,7 +105,8 @@ class Worker:
         self._agent = Agent(function, loop=client.agent_loop)
         self._code_version = client.code_version_of(function)
         self._kind = client.known_kind(kind)
-        self._queue = topology.tasks(client.invite.run, self._kind)
+        queue_of = topology.evals if mode == "eval" else topology.tasks
+        self._queue = queue_of(client.invite.run, self._kind)
         self._concurrency = concurrency
         self._max_attempts = max_attempts
         self._retry_pause_s = retry_pause_s

@@ -31,15 +31,18 @@ import msgspec
 
 from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw
+from swarmq.collector.evals import Evals, EvalTask
 from swarmq.collector.groups import Groups
 from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
 from swarmq.collector.steering import Steering, refusal
 from swarmq.collector.tickets import Credit
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, Turn
+from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, Task, Turn
 
 TICKETS_ISSUED = "tickets_issued"
+EVAL_ROUNDS = "eval_rounds"
+"""Rounds that were due up to now, the one before the first step included."""
 
 
 class Core:
@@ -60,6 +63,7 @@ class Core:
         self.credit = Credit(rules, snapshot.credit, snapshot.tickets, self.counts[TICKETS_ISSUED])
         self.credit.lent, self.credit.is_open = frozenset(state.lent), state.pace == "running"
         self._stored_counts = dict(self.counts)
+        self.evals = snapshot.evals or Evals()
         self._drained = False
         self._restore(snapshot, now)
 
@@ -80,6 +84,8 @@ class Core:
                 return self._consumed(message)
             case Command():
                 return self._command(message)
+            case Task():
+                return self._eval_task(message)
             case _:
                 return [do.DeadLetter(f"the collector has no use for {type(message).__name__}")]
 
@@ -94,7 +100,11 @@ class Core:
                 effects += self._drop(episode, "silent", now)
         for group_id in self.groups.overdue(now):
             effects += self._publish(group_id)
-        return [*effects, *self._look(now)]
+        return [*effects, *self._look(now), *self._round(now)]
+
+    def eval_sent(self, slot_id: str) -> list[do.Effect]:
+        """The broker has confirmed an attempt of an evaluation round."""
+        return [do.EvalSent(slot_id)]
 
     def told(self, policy: str, number: int) -> list[do.Effect]:
         """The broker has confirmed the control state of `number` for a learner."""
@@ -240,6 +250,31 @@ class Core:
         tell = [do.Tell(policy, state.number) for policy in self.rules.trained]
         return [do.SaveControl(msgspec.msgpack.encode(state)), *tell]
 
+    def _eval_task(self, task: Task) -> list[do.Effect]:
+        """A task to evaluate with, from the next round on."""
+        if task.mode != "eval" or task.group_size < 1:
+            return [
+                do.DeadLetter(f"task {task.slot.id}: only tasks of mode eval with at least one repeat are kept here")
+            ]
+        kept = EvalTask(task_id=task.slot.task_id, kind=task.kind, repeats=task.group_size)
+        self.evals.tasks[kept.task_id] = kept
+        return [do.SaveEvalTask(kept.task_id, kept.kind, kept.repeats, bytes(task.payload))]
+
+    def _round(self, now: float) -> list[do.Effect]:
+        """Close the evaluation round that is over; begin the one that is due."""
+        effects: list[do.Effect] = []
+        if self.evals.is_over(now, self.rules.eval.deadline_s):
+            effects += [do.Emit("evaluated", self.evals.close(now, self.rules.eval.k)), do.CloseRound()]
+        every, version = self.rules.eval.every, max(self._present().values(), default=0)
+        due = version // every + 1 if every else 0
+        if due > self.counts[EVAL_ROUNDS] and self.evals.tasks and not self.evals.slots and self.credit.is_open:
+            self.counts[EVAL_ROUNDS] = due
+            effects += [
+                do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, version, now)
+                for one in self.evals.begin(version, now)
+            ]
+        return effects
+
     def _present(self) -> dict[str, int]:
         return {policy: self.versions[policy] for policy in self.rules.trained}
 
@@ -312,6 +347,8 @@ class Core:
             do.Close("eval", end.status, episode.episode_id),
             do.ForgetTurns(episode.episode_id),
         ]
+        if result := self.evals.finish(begin.slot.id, end):
+            effects.append(do.EvalDone(result.reward or 0.0, result.success, begin.slot.id))
         return [*effects, self._tell(episode, begin, "", now)]
 
     def _drop(self, episode: OpenEpisode, reason: str, now: float) -> list[do.Effect]:

@@ -1,7 +1,7 @@
 """What the core asks its shell to do.
 
 Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward`,
-`IssueTicket` and `Tell` are rows of an outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
+`IssueTicket`, `IssueEval` and `Tell` are rows of an outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
 """
 
 from __future__ import annotations
@@ -173,6 +173,37 @@ class Tell(Effect, frozen=True):
 class Told(Effect, frozen=True):
     policy: str
     number: int
+
+
+class SaveEvalTask(Effect, frozen=True):
+    task_id: str
+    kind: str
+    repeats: int
+    payload: bytes
+
+
+class IssueEval(Effect, frozen=True):
+    """Publish an attempt of a round to the eval queue of its kind; unsent until confirmed."""
+
+    slot_id: str
+    slot: bytes
+    kind: str
+    version: int
+    began_at: float
+
+
+class EvalSent(Effect, frozen=True):
+    slot_id: str
+
+
+class EvalDone(Effect, frozen=True):
+    reward: float
+    success: bool
+    slot_id: str
+
+
+class CloseRound(Effect, frozen=True):
+    """The round is told and forgotten."""
 
 
 class SaveVersion(Effect, frozen=True):

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from swarmq.collector.evals import Evals
 from swarmq.config import Eval, SwarmJob
 from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Turn
 from swarmq.mix import Stretch, kinds_of, shares
@@ -202,3 +203,4 @@ class Snapshot(msgspec.Struct, kw_only=True):
     versions: dict[str, int] = {}
     counts: dict[str, int] = {}
     control: Control | None = None
+    evals: Evals | None = None

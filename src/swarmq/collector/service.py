@@ -20,18 +20,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
+import msgspec
 import structlog
 
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.collector.calls import assemble
 from swarmq.collector.core import Core
-from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueTicket, Tell
+from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
 from swarmq.collector.records import Rules
 from swarmq.collector.report import Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
-from swarmq.messages import Command, Episode, Event, EventName, Message, Ticket
+from swarmq.messages import Command, Episode, Event, EventName, Message, Slot, Task, Ticket
 
 PREFETCH = 1000
 BATCH = 500
@@ -44,7 +45,7 @@ RETRY_S = 2.0
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
-Outgoing = Forward | IssueTicket | Tell
+Outgoing = Forward | IssueTicket | IssueEval | Tell
 
 log = structlog.get_logger()
 
@@ -132,7 +133,7 @@ class Collector:
             now = self._clock()
             for delivery in batch:
                 is_command = delivery.arrival.queue == topology.control(self.job.run)
-                if is_command != isinstance(delivery.message, Command):
+                if is_command != isinstance(delivery.message, Command | Task):
                     refused.append((delivery, f"{type(delivery.message).__name__} on {delivery.arrival.queue}"))
                     continue
                 for effect in core.take(delivery.message, delivery.body, now):
@@ -228,6 +229,9 @@ class Collector:
         elif isinstance(item, Tell):
             queue = topology.control(self.job.run, item.policy)
             message = self._store.control()
+        elif isinstance(item, IssueEval):
+            queue = topology.evals(self.job.run, item.kind)
+            message = task_of(self._store, item, run=self.job.run)
         else:
             queue = topology.ready(self.job.run, item.policy)
             message = episode_of(self._store, item)
@@ -264,12 +268,22 @@ def episode_of(store: Store, item: Forward) -> Episode | None:
     return assemble(item.policy, *parts, group_members=item.group_members) if parts else None
 
 
+def task_of(store: Store, item: IssueEval, *, run: str) -> Task | None:
+    """The attempt that a row of an evaluation round stands for; None if its task is gone."""
+    payload = store.payload((slot := msgspec.msgpack.decode(item.slot, type=Slot)).task_id)
+    if payload is None:
+        return None
+    return Task(run=run, slot=slot, kind=item.kind, group_size=1, mode="eval", payload=msgspec.Raw(payload))
+
+
 def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
     for item in items:
         if isinstance(item, IssueTicket):
             yield from core.ticket_sent(item.ticket_id)
         elif isinstance(item, Tell):
             yield from core.told(item.policy, item.number)
+        elif isinstance(item, IssueEval):
+            yield from core.eval_sent(item.slot_id)
         else:
             yield from core.forwarded(item.episode_id, item.policy)
 

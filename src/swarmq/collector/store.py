@@ -4,7 +4,7 @@
 a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy;
 deleted with the last word on their episode), `slots` (winners), `groups`, `outcomes` (one row per policy of a
 forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
-the run is up), `replies` (to commands), `telling` (learners that have not been told).
+the run is up), `replies` (to commands), `telling` (learners that have not been told), `eval_tasks` and `eval_slots` (the round that is under way).
 
 One collector at a time: the file is locked by its process, and a second one is told which.
 """
@@ -22,9 +22,10 @@ from typing import Any
 import msgspec
 
 from swarmq.collector import effects as do
+from swarmq.collector.evals import Evals, EvalSlot, EvalTask
 from swarmq.collector.records import Call, EndedEpisode, KindCredit, OpenEpisode, PublishedGroup, Snapshot, Waiting
 from swarmq.errors import CollectorError
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Turn
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
 
 STORE_SCHEMA = "2"
 
@@ -70,6 +71,13 @@ CREATE TABLE credit (
 CREATE TABLE control (one INTEGER PRIMARY KEY CHECK (one = 1), body BLOB NOT NULL);
 CREATE TABLE replies (id TEXT PRIMARY KEY, body BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE telling (policy TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TABLE eval_tasks (
+    id TEXT PRIMARY KEY, kind TEXT NOT NULL, repeats INTEGER NOT NULL, payload BLOB NOT NULL
+) WITHOUT ROWID;
+CREATE TABLE eval_slots (
+    id TEXT PRIMARY KEY, slot BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER NOT NULL, began_at REAL NOT NULL,
+    sent INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, reward REAL, success INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
 CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
@@ -98,6 +106,11 @@ SQL: dict[type[do.Effect], str] = {
     do.TicketSent: "UPDATE tickets SET sent = 1 WHERE id = ?1",
     do.TicketUsed: "DELETE FROM tickets WHERE id = ?1",
     do.SaveCredit: "INSERT OR REPLACE INTO credit VALUES (?1, ?2, ?3, ?4, ?5)",
+    do.SaveEvalTask: "INSERT OR REPLACE INTO eval_tasks VALUES (?1, ?2, ?3, ?4)",
+    do.IssueEval: "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES (?1, ?2, ?3, ?4, ?5)",
+    do.EvalSent: "UPDATE eval_slots SET sent = 1 WHERE id = ?1",
+    do.EvalDone: "UPDATE eval_slots SET done = 1, reward = ?1, success = ?2 WHERE id = ?3",
+    do.CloseRound: "DELETE FROM eval_slots",
     do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, ?1)",
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (?1, ?2)",
     do.Tell: "INSERT OR REPLACE INTO telling VALUES (?1, ?2)",
@@ -191,6 +204,7 @@ class Store:
                 versions=dict(self._all("SELECT * FROM versions")),
                 counts=dict(self._all("SELECT * FROM counts")),
                 control=self._control(),
+                evals=self._evals(),
             )
 
     def outbox(self) -> list[do.Effect]:
@@ -199,9 +213,11 @@ class Store:
             tickets = self._all("SELECT id, kind FROM tickets WHERE NOT sent")
             episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
             telling = self._all("SELECT policy, number FROM telling")
+            evals = self._all("SELECT id, slot, kind, version, began_at FROM eval_slots WHERE NOT sent")
         return [
             *(do.IssueTicket(*row) for row in tickets),
             *(do.Tell(*row) for row in telling),
+            *(do.IssueEval(*row) for row in evals),
             *(do.Forward(*row) for row in episodes),
         ]
 
@@ -220,6 +236,31 @@ class Store:
         begin, end = _pieces.decode(row[0]), _pieces.decode(row[1])
         assert isinstance(begin, EpisodeBegin) and isinstance(end, EpisodeEnd)  # noqa: PT018
         return begin, end, [turn for (body,) in turns if isinstance(turn := _pieces.decode(body), Turn)]
+
+    def payload(self, task_id: str) -> bytes | None:
+        """What an eval task is about; None for one that is gone."""
+        with self._mapped():
+            row = self._one("SELECT payload FROM eval_tasks WHERE id = ?", task_id)
+        return row[0] if row else None
+
+    def _evals(self) -> Evals:
+        tasks = self._all("SELECT id, kind, repeats FROM eval_tasks ORDER BY id")
+        slots = self._all("SELECT slot, kind, version, began_at, reward, success, done FROM eval_slots ORDER BY id")
+        return Evals(
+            [EvalTask(task_id=task_id, kind=kind, repeats=repeats) for task_id, kind, repeats in tasks],
+            [
+                EvalSlot(
+                    slot=msgspec.msgpack.decode(slot, type=Slot),
+                    kind=kind,
+                    version=version,
+                    began_at=began_at,
+                    reward=reward,
+                    success=bool(success),
+                    done=bool(done),
+                )
+                for slot, kind, version, began_at, reward, success, done in slots
+            ],
+        )
 
     def _control(self) -> Control | None:
         row = self._one("SELECT body FROM control")

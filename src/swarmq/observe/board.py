@@ -33,6 +33,8 @@ class Board:
     """(Unix time, fields) of finished evaluation episodes."""
     episodes: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
     stages: dict[str, str] = dataclasses.field(default_factory=dict)
+    rounds: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
+    """(Unix time, figures) of evaluation rounds."""
     warnings: deque[tuple[float, str, str]] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
     depths: dict[str, int] = dataclasses.field(default_factory=dict)
     """Queue -> messages that wait in it."""
@@ -59,6 +61,10 @@ class Board:
                 self.stages[event.source] = str(event.fields.get("text", ""))
             case "warning":
                 self.warnings.append((event.at, event.source, str(event.fields.get("text", event.fields))))
+            case "evaluated":
+                self.rounds.append((event.at, event.fields))
+            case "control":
+                self.warnings.append((event.at, event.source, control_line(event.fields)))
             case "weights":
                 pass  # the engine's next state says the same
 
@@ -73,6 +79,17 @@ class Board:
     def part(self, prefix: str) -> dict[str, Any]:
         """The newest fields of the first part whose source starts so; empty when it has not spoken yet."""
         return next((part.fields for source, part in sorted(self.parts.items()) if source.startswith(prefix)), {})
+
+
+def control_line(fields: dict[str, Any]) -> str:
+    """What was asked of the run, or what came of it, in one line."""
+    changes = ", ".join(
+        f"{change['path']} = {change['value']}" + (f" from step {change['from_step']}" if "from_step" in change else "")
+        for change in fields.get("changes", [])
+    )
+    what = fields.get("text") or changes or fields.get("pace") or ""
+    who = f" by {fields['sender']}" if fields.get("sender") else ""
+    return f"{fields.get('action', '')} {fields.get('state', '')}{who}: {what}".strip(" :")
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping
 from typing import Any
 
 import msgspec
 
 from swarmq.broker import Broker, topology
-from swarmq.errors import ConfigError, SwarmqError
-from swarmq.messages import Action, Command, Event, new_id
+from swarmq.client.tasks import as_task
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError, SwarmqError, TaskError
+from swarmq.messages import Action, Command, Event, Slot, Task, new_id
 
 AGAIN_S = 5.0
 PATIENCE_S = 60.0
@@ -75,6 +78,33 @@ async def ask(
         )
     missing = tuple(policy for policy in accepted["learners"] if policy not in applied)
     return Answer(accepted=accepted, applied=applied, missing=missing)
+
+
+async def bring_eval_tasks(broker: Broker, job: SwarmJob, tasks: Iterable[Any], kind: str, *, repeats: int) -> int:
+    """Tasks for the evaluation rounds of a run; brought again they replace themselves. How many.
+
+    Raises TaskError for one that has no name or cannot be sent, before any is brought.
+    """
+    named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
+    if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:
+        raise TaskError(f"task id {repeated[0]!r} comes more than once: ids must differ")
+    bodies = []
+    for task in named:
+        try:
+            bodies.append(msgspec.msgpack.encode(task.payload))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
+    for task, body in zip(named, bodies, strict=True):
+        message = Task(
+            run=job.run,
+            slot=Slot(task_id=f"{kind}:{task.id}"),
+            kind=kind,
+            group_size=repeats,
+            mode="eval",
+            payload=msgspec.Raw(body),
+        )
+        await broker.publish(topology.control(job.run), message)
+    return len(named)
 
 
 async def _send(broker: Broker, run: str, command: Command) -> None:

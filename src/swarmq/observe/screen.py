@@ -18,6 +18,8 @@ STALE_S = 15.0
 def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
     """The whole screen: learners, episodes, queues, warnings."""
     parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board)]
+    if board.rounds:
+        parts.append(_rounds(board, width))
     if board.warnings:
         parts.append(_warnings(board))
     return Panel(Group(*parts), title=f"swarmq · {board.run}", border_style="cyan", width=min(width, 120))
@@ -87,6 +89,28 @@ def _flow(board: Board) -> RenderableType:
         columns.add_column(title, ratio=1)
     columns.add_row(left, middle, right)
     return columns
+
+
+def _rounds(board: Board, width: int) -> RenderableType:
+    """The newest evaluation by kind, with 95 % intervals, and how pass@1 came to be."""
+    newest = board.rounds[-1][1]
+    table = Table(box=None, padding=(0, 2), expand=True)
+    for column in (f"evaluation at step {newest['version']}", "tasks", "reward", "pass@k"):
+        table.add_column(column)
+    table.add_column("by round", ratio=1)
+    for kind, figures in newest["kinds"].items():
+        passed = "  ".join(
+            f"@{k} {one['value']:.1%} [{one['low']:.1%}, {one['high']:.1%}]" for k, one in figures["pass"].items()
+        )
+        history = [
+            float(earlier["kinds"][kind]["reward"])
+            for _, earlier in board.rounds
+            if earlier["kinds"].get(kind, {}).get("reward") is not None
+        ]
+        reward = "-" if figures["reward"] is None else f"{figures['reward']:.3f}"
+        curve = Text(sparkline(history, max(10, width // 4), low=0.0), style="green")
+        table.add_row(kind, str(figures["tasks"]), reward, passed or "-", curve)
+    return table
 
 
 def _warnings(board: Board) -> Text:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from support.families import BY_NAME, FAMILIES, FamilyEngine, spell, tokenizer_of
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.config import Policy
+from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import decode, unpack_ids
 from swarmq.proxy.calls import Call
@@ -24,6 +24,7 @@ from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
 from swarmq.proxy.recorder import Recorder
+from swarmq.proxy.tuning import Tuning
 from swarmq.testing import MemoryBroker
 from swarmq.timeline import fold, resolve
 
@@ -60,7 +61,7 @@ class Stage:
         self.engine, self.broker, self.meter = FamilyEngine(family), MemoryBroker(), Meter()
         self.completions = Completions(
             run="r",
-            policies={"main": Policy(model="x")},
+            tuning=Tuning(SwarmJob(run="r", policies={"main": Policy(model="x")})),
             pools={"main": Pool([self.engine])},
             episodes=Episodes(idle_s=1000),
             recorder=Recorder(self.broker, self.meter, confirm_timeout_s=1),

@@ -1,0 +1,132 @@
+"""Evaluation while training: rounds of tasks that are never trained, on queues of their own. Pure.
+
+    feed --eval ──> tasks kept here
+    every N steps ──> round: each task, each repeat ──> eval.<kind> ──> workers, in lanes of their own
+    ends ──> results ──> all in, or the deadline ──> pass@k by kind, with intervals
+
+One round at a time: a next one that comes due meanwhile begins when this one is closed, so evaluation never piles up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.messages import EpisodeEnd, Slot
+
+Z95 = 1.959964
+"""Two-sided 95 % of the normal distribution."""
+RIGHT = 1.0
+"""A reward from here on counts as a success where the agent does not say."""
+
+
+class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task to evaluate with; its payload lies in the store."""
+
+    task_id: str
+    kind: str
+    repeats: int
+
+
+class EvalSlot(msgspec.Struct, kw_only=True):
+    """One attempt that a round wants."""
+
+    slot: Slot
+    kind: str
+    version: int
+    began_at: float
+    reward: float | None = None
+    success: bool = False
+    done: bool = False
+
+
+class Evals:
+    """The tasks, and the round that is under way."""
+
+    def __init__(self, tasks: Iterable[EvalTask] = (), slots: Iterable[EvalSlot] = ()) -> None:
+        self.tasks = {task.task_id: task for task in tasks}
+        self.slots = {one.slot.id: one for one in slots}
+
+    def begin(self, version: int, now: float) -> list[EvalSlot]:
+        """The attempts of a new round, siblings apart so that an early look is fair to all tasks."""
+        rounds = max((task.repeats for task in self.tasks.values()), default=0)
+        wanted = [
+            EvalSlot(
+                slot=Slot(task_id=task.task_id, repeat=repeat, epoch=version),
+                kind=task.kind,
+                version=version,
+                began_at=now,
+            )
+            for repeat in range(rounds)
+            for task in self.tasks.values()
+            if repeat < task.repeats
+        ]
+        self.slots = {one.slot.id: one for one in wanted}
+        return wanted
+
+    def finish(self, slot_id: str, end: EpisodeEnd) -> EvalSlot | None:
+        """An attempt has a reward; None if this round does not want it, or has it already."""
+        one = self.slots.get(slot_id)
+        if one is None or one.done or end.status != "finished":
+            return None
+        one.done, one.reward = True, sum(end.rewards.values()) / len(end.rewards)
+        one.success = end.success if end.success is not None else one.reward >= RIGHT
+        return one
+
+    def is_over(self, now: float, deadline_s: float) -> bool:
+        slots = self.slots.values()
+        return bool(slots) and (
+            all(one.done for one in slots) or now - min(one.began_at for one in slots) >= deadline_s
+        )
+
+    def close(self, now: float, ks: Sequence[int]) -> dict[str, Any]:
+        """The figures of the round, which is over."""
+        slots = list(self.slots.values())
+        self.slots = {}
+        return {
+            "version": slots[0].version,
+            "seconds": now - slots[0].began_at,
+            "missing": sum(not one.done for one in slots),
+            "kinds": {
+                kind: figures([s for s in slots if s.kind == kind], ks) for kind in sorted({s.kind for s in slots})
+            },
+        }
+
+
+def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
+    """Of one kind: mean reward, and pass@k with 95 % intervals. What is missing is left out, never counted as 0."""
+    tasks: dict[str, list[bool]] = defaultdict(list)
+    rewards = [one.reward for one in slots if one.reward is not None]
+    for one in slots:
+        if one.done:
+            tasks[one.slot.task_id].append(one.success)
+    passed = {}
+    for k in ks:
+        values = [pass_at(k, len(tried), sum(tried)) for tried in tasks.values() if len(tried) >= k]
+        if values:
+            low, high = wilson(sum(values) / len(values), len(values))
+            passed[str(k)] = {"value": sum(values) / len(values), "low": low, "high": high, "tasks": len(values)}
+    return {
+        "tasks": len(tasks),
+        "episodes": len(rewards),
+        "reward": sum(rewards) / len(rewards) if rewards else None,
+        "pass": passed,
+    }
+
+
+def pass_at(k: int, n: int, right: int) -> float:
+    """Chance that at least one of k attempts is right, unbiased from n of which so many were (2107.03374)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def wilson(share: float, n: int) -> tuple[float, float]:
+    """95 % interval of a mean of n values between 0 and 1: Wilson's, which is too wide rather than too narrow for
+    values that are not all 0 or 1."""
+    centre = share + Z95**2 / (2 * n)
+    spread = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n))
+    scale = 1 + Z95**2 / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)

@@ -1,0 +1,128 @@
+"""Evaluation while training: rounds on their own queue, never trained, told with honest intervals."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from swarmq.collector import effects as do
+from swarmq.collector.evals import pass_at, wilson
+from swarmq.collector.service import task_of
+from swarmq.config import Eval
+from swarmq.messages import EpisodeBegin, Slot, Task
+
+
+def eval_task(name: str, repeats: int = 2, kind: str = "math", **fields) -> Task:
+    given = {"mode": "eval", "payload": msgspec.Raw(msgspec.msgpack.encode({"question": name})), **fields}
+    return Task(run="r", slot=Slot(task_id=name), kind=kind, group_size=repeats, **given)
+
+
+@pytest.fixture
+def bench(make_bench):
+    return make_bench(eval=Eval(every=2, k=(1, 2), deadline_s=500.0))
+
+
+def issued(bench) -> list[do.IssueEval]:
+    return [effect for effect in bench.effects if isinstance(effect, do.IssueEval)]
+
+
+def attempt(bench, say, item: do.IssueEval, *, success: bool | None = None, reward: float = 0.0) -> None:
+    slot = msgspec.msgpack.decode(item.slot, type=Slot)
+    begin = EpisodeBegin(
+        run="r",
+        episode_id=f"e-{slot.id}",
+        slot=slot,
+        kind=item.kind,
+        group_size=1,
+        policies=("main",),
+        mode="eval",
+        client_id="c",
+    )
+    bench.take(begin, say.turn(episode=begin.episode_id, mode="eval"))
+    bench.take(say.end(begin.episode_id, reward=reward, success=success))
+
+
+def step(bench, say, version: int) -> None:
+    name = f"t{version}"
+    bench.take(say.begin(name, name), say.turn(episode=name), say.end(name), say.consumed(name, version=version))
+    bench.wait(1)
+
+
+def test_a_round_is_held_before_the_first_step_and_every_n_steps(bench, say):
+    bench.take(eval_task("a"), eval_task("b"))
+    bench.wait(1)
+    assert [item.version for item in issued(bench)] == [0] * 4
+    message = task_of(bench.store, issued(bench)[0], run="r")
+    assert (message.mode, msgspec.msgpack.decode(message.payload)) == ("eval", {"question": "a"})
+    for item in issued(bench):
+        attempt(bench, say, item, success=True)
+    step(bench, say, 1)
+    assert len(issued(bench)) == 4
+    step(bench, say, 2)
+    assert [item.version for item in issued(bench)[4:]] == [2] * 4
+
+
+def test_pass_at_k_is_told_by_kind_and_what_is_missing_is_no_failure(bench, say):
+    bench.take(eval_task("a"), eval_task("b"), eval_task("c", kind="code"))
+    bench.wait(1)
+    for item in issued(bench):
+        if item.kind == "math":
+            attempt(bench, say, item, success="a/" in item.slot_id, reward=0.25)
+    assert not bench.events("evaluated"), "code has not come yet"
+    bench.wait(500)
+    (told,) = bench.events("evaluated")
+    assert (told["version"], told["missing"]) == (0, 2)
+    math = told["kinds"]["math"]
+    assert (math["tasks"], math["episodes"], math["reward"]) == (2, 4, 0.25)
+    assert math["pass"]["1"]["value"] == math["pass"]["2"]["value"] == 0.5
+    assert math["pass"]["1"]["low"] < 0.5 < math["pass"]["1"]["high"]
+    assert told["kinds"]["code"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}}
+
+
+def test_a_round_survives_a_restart_and_counts_each_attempt_once(bench, say):
+    bench.take(eval_task("a"))
+    bench.wait(1)
+    first, second = issued(bench)
+    attempt(bench, say, first, success=True)
+    bench.restart()
+    assert bench.store.outbox()[-2:] == [first, second] or second in bench.store.outbox()
+    bench.run(bench.core.eval_sent(second.slot_id))
+    assert second not in bench.store.outbox()
+    attempt(bench, say, second, success=False)
+    bench.wait(1)
+    (told,) = bench.events("evaluated")
+    assert told["kinds"]["math"]["pass"]["1"]["value"] == 0.5
+
+
+def test_evaluation_is_never_trained_and_takes_no_credit(bench, say):
+    tickets = bench.tickets
+    bench.take(eval_task("a"))
+    bench.wait(1)
+    for item in issued(bench):
+        attempt(bench, say, item, success=True)
+    assert not bench.sent
+    assert bench.tickets == tickets
+
+
+def test_rounds_never_pile_up(bench, say):
+    bench.take(eval_task("a"))
+    bench.wait(1)
+    for version in range(1, 8):
+        step(bench, say, version)
+    assert {item.version for item in issued(bench)} == {0}, "nobody evaluates: no further round begins"
+
+
+def test_a_training_task_is_not_kept_for_evaluation(bench):
+    assert isinstance(bench.core.take(eval_task("a", mode="train"), b"", 0.0)[0], do.DeadLetter)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "right", "chance"), [(1, 4, 1, 0.25), (2, 4, 1, 0.5), (2, 2, 0, 0.0), (3, 4, 2, 1.0)]
+)
+def test_pass_at_k_is_unbiased(k, n, right, chance):
+    assert pass_at(k, n, right) == pytest.approx(chance)
+
+
+def test_an_interval_of_few_tasks_is_wide_even_where_all_agree():
+    low, high = wilson(1.0, 5)
+    assert (round(low, 2), high) == (0.57, 1.0)
