@@ -127,3 +127,9 @@ def test_length_costs_reward_beyond_what_is_free() -> None:
     got = sorted(values[0] for values in advantages([group], train).values())
     assert got == pytest.approx([-1.0, 1.0]), "half-way between free and full costs half the weight"
     assert has_signal(group, train)
+
+
+def test_each_kind_is_compared_by_its_own_method() -> None:
+    groups = [make_group("a", (0.0, 1.0), turns=1, kind="math"), make_group("b", (0.0, 1.0), turns=1, kind="code")]
+    got = advantages(groups, Train(advantage="rloo", advantages={"code": "centered"}))
+    assert {name: values[0] for name, values in got.items()} == {"a-0": -1.0, "a-1": 1.0, "b-0": -0.5, "b-1": 0.5}
