@@ -177,6 +177,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Keep the whole batch log; false removes what no kept checkpoint needs."""
     token_log: bool = True
     """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
+    """Where the figures of every step go besides the run's events; TensorBoard's lie in `<run>/<policy>/trackers`."""
     seed: int = 0
     deterministic: bool = False
 
@@ -384,6 +386,9 @@ class RunFolder:
 
     def token_log(self, policy: str) -> Path:
         return self.path / policy / "tokens"
+
+    def trackers(self, policy: str) -> Path:
+        return self.path / policy / "trackers"
 
     def checkpoints(self, policy: str) -> Path:
         return self.path / policy / "checkpoints"

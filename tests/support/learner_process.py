@@ -88,6 +88,7 @@ class FolderBroker:
 class Report(NamedTuple):
     pause_s: float = 0.0
     total_s: float = 0.0
+    pauses: dict[str, float] = {}  # noqa: RUF012
 
 
 class Recorder:

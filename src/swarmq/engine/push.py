@@ -45,6 +45,8 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     version: int
     write_s: float = 0.0
     pause_s: float = 0.0
+    pauses: dict[str, float] = {}
+    """Engine url -> its own."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> why it does not serve this version. `ensure` brings them up to date when they are back."""
@@ -133,10 +135,12 @@ class WeightPusher:
             outcome = asyncio.run(self._update(urls, update_info, version))
         finally:
             self._transfer.withdraw()
+        pauses = {url: pause for url, pause in outcome.items() if isinstance(pause, float)}
         return PushReport(
             version=version,
             write_s=write_s,
-            pause_s=max(pause for pause in outcome.values() if isinstance(pause, float)),
+            pause_s=max(pauses.values()),
+            pauses=pauses,
             total_s=time.perf_counter() - began,
             failed={url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)},
         )

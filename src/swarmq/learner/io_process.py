@@ -109,6 +109,8 @@ class Desk:
         self.intake = Intake(self.orders.limits(**self.reach), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
+        self.figures = dict[int, dict[str, Any]]()
+        """Version -> what the batch handed over says of itself."""
         self.wanted_since: float | None = None
         """When the trainer asked for a batch; None while it has one."""
         self.serving = asyncio.Lock()
@@ -231,7 +233,11 @@ class Desk:
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
 
     async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
-        await self._say(records.Batch(record=records.encode_record(record), replayed=replayed))
+        version = record.index.version
+        self.figures = {version: describe(*self.log.step(version))}
+        await self._say(
+            records.Batch(record=records.encode_record(record), replayed=replayed, figures=self.figures[version])
+        )
 
     async def _say(self, message: records.Batch | records.Save | records.Halt) -> None:
         """The trainer has something to do."""
@@ -241,9 +247,8 @@ class Desk:
     async def _stepped(self, stepped: records.Stepped) -> None:
         self.version = stepped.version
         self.owed.set()
-        figures = describe(*self.log.step(stepped.version))
-        folding = figures["tokens_unfolded"] / max(stepped.fields.get("tokens_computed", 0), 1)
-        await self._emit("step", {**stepped.fields, **figures, "version": stepped.version, "folding": folding})
+        figures = self.figures.get(stepped.version) or describe(*self.log.step(stepped.version))
+        await self._emit("step", {**figures, **stepped.fields, "version": stepped.version})
 
     async def _report(self) -> None:
         while True:

@@ -28,6 +28,7 @@ from swarmq.errors import EngineError
 from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.records import Identity
+from swarmq.learner.trackers import Trackers
 from swarmq.learner.trainer import COLLECTIVE_TIMEOUT, Trainer
 
 log = structlog.get_logger()
@@ -41,6 +42,8 @@ class PushReport(Protocol):
 
     @property
     def pause_s(self) -> float: ...
+    @property
+    def pauses(self) -> dict[str, float]: ...
     @property
     def total_s(self) -> float: ...
 
@@ -59,6 +62,7 @@ class Command(NamedTuple):
     body: bytes = b""
     replayed: bool = False
     asked: int = 0
+    figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 class Learner:
@@ -77,6 +81,13 @@ class Learner:
         self._pushed = False
         """Whether engines took the current weights, as far as this process knows."""
         self._control = _control_group()
+        self._trackers = Trackers(
+            self.trainer.accelerator,
+            self.settings.train,
+            run=job.run,
+            policy=policy,
+            folder=job.run_folder.trackers(policy),
+        )
 
     @property
     def is_main(self) -> bool:
@@ -108,6 +119,7 @@ class Learner:
                 self._save(link)
         if self.trainer.version > self.saved:
             self._save(link)
+        self._trackers.close()
         if link:
             link.finish()
 
@@ -116,8 +128,8 @@ class Learner:
             return Command("stop")
         link.tell(records.Phase(phase="waiting"))
         match link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S):
-            case records.Batch(record=record, replayed=replayed):
-                return Command("step", record, replayed)
+            case records.Batch(record=record, replayed=replayed, figures=figures):
+                return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
                 return Command("save", asked=asked)
             case None:
@@ -133,7 +145,9 @@ class Learner:
             return
         fields |= {"wait_s": wait_s, **self._push(link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
+        fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
         link.tell(records.Stepped(version=self.trainer.version, fields=fields))
+        self._trackers.log(self.trainer.version, command.figures | fields)
         log.info(
             "step",
             version=self.trainer.version,
@@ -145,14 +159,14 @@ class Learner:
             },
         )
 
-    def _push(self, link: Link, *, replayed: bool) -> dict[str, float]:
+    def _push(self, link: Link, *, replayed: bool) -> dict[str, Any]:
         """An engine that cannot be reached does not stop the training: it is brought up to date while waiting.
 
         Nor are weights of the past pushed: after a restart the engines may be ahead of the replay.
         """
         self._pushed = False
         if self.pusher is None or replayed:
-            return {"push_s": 0.0, "pause_s": 0.0}
+            return {"push_s": 0.0, "pause_s": 0.0, "pauses": {}}
         link.tell(records.Phase(phase="pushing"))
         began = time.monotonic()
         try:
@@ -160,9 +174,9 @@ class Learner:
         except EngineError as error:
             log.warning("push_failed", version=self.trainer.version, error=str(error))
             link.tell(records.Warn(text=f"weights {self.trainer.version} of {self.policy} not pushed: {error}"))
-            return {"push_s": time.monotonic() - began, "pause_s": 0.0}
+            return {"push_s": time.monotonic() - began, "pause_s": 0.0, "pauses": {}}
         self._pushed = True
-        return {"push_s": time.monotonic() - began, "pause_s": report.pause_s}
+        return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
 
     def _ensure(self, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""

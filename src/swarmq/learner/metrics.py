@@ -13,6 +13,7 @@ from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, Tokens
 NAMES = (
     "tokens", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
     "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
+    "filtered_positive", "filtered_negative", "divergence",
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
@@ -47,8 +48,16 @@ class Sums:
             clipped_positive=(clipped & (sign > 0) & kept).sum(),
             clipped_negative=(clipped & (sign < 0) & kept).sum(),
         )
+        if tokens.reference is not None:
+            d = (tokens.reference - theta).clamp(max=MAX_LOG_RATIO)
+            self.add(divergence=((d.exp() - d - 1) * kept).sum(dtype=torch.float64))
         place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), kept.double())
+
+    def add_filtered(self, tokens: Tokens, left_out: Tensor) -> None:
+        """`left_out` [S] bool: tokens that weigh something and that a filter took."""
+        sign = tokens.advantages.sign()
+        self.add(filtered_positive=((sign > 0) & left_out).sum(), filtered_negative=((sign < 0) & left_out).sum())
 
     def reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The figures over all ranks; every rank gets the same."""
@@ -66,9 +75,16 @@ class Sums:
             "logprob": total["theta"] / count,
             "clipped_positive": total["clipped_positive"] / max(total["positive"], 1.0),
             "clipped_negative": total["clipped_negative"] / max(total["negative"], 1.0),
+            "filtered_positive": _share(total["filtered_positive"], total["positive"]),
+            "filtered_negative": _share(total["filtered_negative"], total["negative"]),
+            "kl_reference": total["divergence"] / count,
             "calls_left_out": int(total["calls_left_out"]),
             "tokens_left_out": int(total["tokens_left_out"]),
         }
+
+
+def _share(left_out: float, kept: float) -> float:
+    return left_out / max(left_out + kept, 1.0)
 
 
 def _quantile(counts: Tensor, share: float) -> float:

@@ -141,6 +141,8 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """A `BatchRecord`, encoded."""
     replayed: bool
     """Read from the log after a restart, not from the queue."""
+    figures: dict[str, Any] = {}
+    """Of the batch alone, for the trackers."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):

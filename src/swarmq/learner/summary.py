@@ -60,9 +60,10 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "tokens_sampled": sum(len(turn.sampled_ids) for turn in turns) // 4,
         "tokens_unfolded": sum(turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns),
         "staleness": dict(sorted(Counter(str(record.index.version - 1 - oldest_version(e)) for e in episodes).items())),
-        "truncated": sum(turn.finish_reason == "length" for turn in turns) / max(len(turns), 1),
+        "truncated": _share(turn.finish_reason == "length" for turn in turns),
         "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
-        "repaired": sum(turn.repaired for turn in turns) / max(len(turns), 1),
+        "drifted": _share(turn.repaired or turn.branch == "drift" for turn in turns),
+        "repaired": _share(turn.repaired for turn in turns),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
 

@@ -34,6 +34,7 @@ from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.steps import merged, parts_of
+from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
@@ -76,6 +77,7 @@ class Trainer:
             rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
+        self._head_flops = 2.0 * policy.model.get_output_embeddings().weight.numel()
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
         self._seen: Seen | None = None
@@ -124,7 +126,16 @@ class Trainer:
 
     def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
         train_s = time.perf_counter() - began
-        return fields | {"train_s": train_s, "tokens_per_s": fields["tokens_computed"] / train_s}
+        available = self._matrix_rate() * train_s * self.accelerator.num_processes
+        return fields | {
+            "train_s": train_s,
+            "tokens_per_s": fields["tokens_computed"] / train_s,
+            "mfu": fields["flops"] / available,
+        }
+
+    def _matrix_rate(self) -> float:
+        dtype = torch.bfloat16 if self.train.mixed_precision == "bf16" else torch.float32
+        return matrix_rate(self.accelerator.device, dtype)
 
     def _logprobs(self, work: Work) -> list[Tensor]:
         """Of each pass [S], under the weights as they are."""
@@ -151,6 +162,7 @@ class Trainer:
             "layout_reason": work.plan.reason,
             "passes": len(work.plan.layouts),
             "tokens_computed": work.plan.tokens,
+            "flops": model_flops(work.plan.layouts, self.engine.cost, self._head_flops),
         }
         if units(train.normalisation) == "tokens":
             left = fields["tokens_trained"]
@@ -182,6 +194,7 @@ class Trainer:
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         if (filtered := keep(tokens, train)) is not None:
+            sums.add_filtered(tokens, kept & ~filtered.tokens)
             kept &= filtered.tokens
             weights = weights * kept
             sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)

@@ -1,0 +1,77 @@
+"""Every figure of every step, to the trackers that people use, by accelerate.
+
+TensorBoard needs nothing else and writes into the run folder; the others are chosen by name, and configured by their own
+environment variables. What a tracker does wrong while the run goes on costs a warning, never the run.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
+
+from swarmq.config import Train
+from swarmq.errors import LearnerError
+
+log = structlog.get_logger()
+
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
+"""Tracker -> the module it needs."""
+
+
+class Trackers:
+    """Of one policy. Rank 0 alone logs."""
+
+    def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
+        """Raises LearnerError when a tracker's package is missing or it cannot be started."""
+        self._accelerator = accelerator
+        check(train.trackers)
+        self._on = bool(train.trackers) and accelerator.is_main_process
+        if not self._on:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        accelerator.project_configuration.set_directories(str(folder))
+        accelerator.log_with = filter_trackers(list(train.trackers), str(folder))
+        try:
+            accelerator.init_trackers(f"{run}.{policy}", config=dict(flat(msgspec.to_builtins(train), texts=True)))
+        except Exception as error:
+            raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
+
+    def log(self, version: int, fields: Mapping[str, Any]) -> None:
+        """The numbers among `fields`; those in dictionaries as `name/key`."""
+        if not self._on:
+            return
+        try:
+            self._accelerator.log(dict(flat(fields)), step=version)
+        except Exception as error:
+            log.warning("tracker_failed", version=version, error=str(error), consequence="these figures are in events")
+
+    def close(self) -> None:
+        if self._on:
+            self._accelerator.end_training()
+
+
+def check(names: Sequence[str]) -> None:
+    """Raises LearnerError for trackers whose package is not installed."""
+    missing = [PACKAGES[name] for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
+    if missing:
+        raise LearnerError(
+            f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"
+        )
+
+
+def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
+    """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, prefix=f"{prefix}{name}/", texts=texts)
+        elif isinstance(value, int | float):
+            yield prefix + name, float(value) if not texts else value
+        elif texts:
+            yield prefix + name, str(value)
