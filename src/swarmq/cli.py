@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import functools
 import importlib.util
+import itertools
 import signal
 import sys
 import time
@@ -583,6 +584,38 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
         report=lambda step: click.echo(f"step {step['version']}  loss {step['loss']:.6f}"),
     )
     click.echo(f"version {version} written to {to}")
+
+
+@main.command()
+@RUN
+@click.option("--policy", help="Which policy; needed when the run trains several.")
+@click.option("--batches", default=3, show_default=True, help="How many stored batches to replay.")
+def doctor(run: Path, policy: str | None, batches: int) -> None:
+    """Examine a run: is what is trained what was sampled, and is the training alive?
+
+    Holds stored batches against the rules that come before any formula, replays them through the learner from a
+    checkpoint, says where and why engine and learner disagree, and names signs of collapse. Changes nothing; status 1
+    when something is wrong.
+    """
+    need("learner")
+    from swarmq.learner.doctor.examine import examine
+    from swarmq.learner.doctor.signs import signs
+    from swarmq.observe.curves import read_events
+
+    job = _resolved(run)
+    name = _one_policy(job, policy)
+    steps: dict[int, dict[str, Any]] = {}
+    if job.run_folder.events.exists():
+        events = (e for e in read_events(job.run_folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
+        steps = {int(event.fields["version"]): event.fields for event in events}
+    wrong = False
+    colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
+    for finding in itertools.chain(
+        examine(job, name, batches=batches), signs([fields for _, fields in sorted(steps.items())])
+    ):
+        wrong |= finding.level == "error"
+        click.echo(click.style(f"{finding.level:8}", fg=colors[finding.level]) + f"{finding.check}: {finding.text}")
+    sys.exit(int(wrong))
 
 
 def _one_policy(job: SwarmJob, policy: str | None) -> str:

@@ -134,7 +134,7 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
     assert [s["version"] for s in steps] == [1, 2]
     assert steps[0]["loss"] == 0.5
     assert sum(s["equal_groups"] for s in steps) == 0.5
-    assert {"reward", "reward_by_kind", "staleness", "tokens_sampled", "truncated", "folding"} <= steps[0].keys()
+    assert {"reward", "reward_by_kind", "staleness", "tokens_sampled", "truncated"} <= steps[0].keys()
 
 
 async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_the_batch(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""The list "before any formula", held against a job and its stored batches. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from swarmq.config import Policy, Train
+from swarmq.drift import Drift
+from swarmq.learner.doctor.findings import Finding, judged
+from swarmq.learner.passes import Engine, sampled_tokens, work_of
+from swarmq.learner.records import BatchRecord
+from swarmq.messages import Turn, unpack_floats, unpack_ids
+
+REPLACED = ("--logprobs-mode", "--generation-config")
+"""Arguments of vLLM that make it report another distribution than it samples from, when they are changed."""
+DRIFT_LIMIT = 0.05
+
+
+def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab: int) -> Iterator[Finding]:
+    """Of the batches of one policy; `engine` and `vocab` are those of its learner."""
+    turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
+    yield _engine_arguments(policy)
+    yield _sampling(turns)
+    yield _logprobs(turns)
+    yield _versions(turns)
+    yield _token_ids(turns, vocab)
+    yield _drift(turns)
+    yield from _weights(records, engine)
+
+
+def _engine_arguments(policy: Policy) -> Finding:
+    given = [word for word in policy.engine.arguments if word.partition("=")[0] in REPLACED]
+    return judged(
+        "engine reports what it samples",
+        bad=bool(given),
+        ok="engines that we start report processed log-probabilities, under vLLM's own sampling defaults",
+        wrong=f"policy.engine.arguments changes {', '.join(given)}: take it out",
+    )
+
+
+def _sampling(turns: Sequence[Turn]) -> Finding:
+    bad = sum(t.sampling.temperature <= 0 or t.sampling.top_p < 1 or t.sampling.top_k > 0 for t in turns)
+    temperatures = Counter(t.sampling.temperature for t in turns)
+    return judged(
+        "whole distribution sampled",
+        bad=bad > 0,
+        ok=f"top-p 1, no top-k in all {len(turns)} turns; temperatures {dict(temperatures)}",
+        wrong=f"{bad} of {len(turns)} turns were sampled greedily or from a part of the vocabulary: no ratio corrects that",
+    )
+
+
+def _logprobs(turns: Sequence[Turn]) -> Finding:
+    values = [value for turn in turns for value in unpack_floats(turn.logprobs)]
+    zeros = sum(value == 0.0 for value in values) / max(len(values), 1)
+    return judged(
+        "log-probabilities are those of samples",
+        bad=zeros > 0.5,
+        ok=f"mean {np.mean(values or [0.0]):.3f}; {zeros:.1%} are exactly 0",
+        wrong=f"{zeros:.0%} of the recorded log-probabilities are exactly 0: the engine answers greedily or reports none",
+        level="warning",
+    )
+
+
+def _versions(turns: Sequence[Turn]) -> Finding:
+    without = sum(not turn.versions for turn in turns)
+    return judged(
+        "every token names its weights",
+        bad=without > 0,
+        ok="each sampled token has a weight version",
+        wrong=f"{without} of {len(turns)} turns carry no weight versions and count as sampled by version 0: "
+        "use vLLM 0.30 to 0.33",
+        level="warning",
+    )
+
+
+def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
+    beyond = sum(max([*unpack_ids(t.prompt_ids), *unpack_ids(t.sampled_ids)], default=0) >= vocab for t in turns)
+    return judged(
+        "same tokens in engine and learner",
+        bad=beyond > 0,
+        ok=f"all ids are below the learner's {vocab}",
+        wrong=f"{beyond} turns hold ids that the learner's {vocab} tokens do not have: engine and learner load other models",
+    )
+
+
+def _drift(turns: Sequence[Turn]) -> Finding:
+    drift = Drift.of(turns)
+    rate = drift.drifted / max(drift.continued, 1)
+    return judged(
+        "nothing is tokenised again",
+        bad=rate > DRIFT_LIMIT,
+        ok=f"{drift.drifted} of {drift.continued} continued turns would have drifted ({drift.repaired} repaired); "
+        f"branches {drift.branches}",
+        wrong=f"{rate:.1%} of continued turns drifted (limit {DRIFT_LIMIT:.0%}), branches {drift.branches}: "
+        "look at one with `swarmq inspect`",
+        level="warning",
+    )
+
+
+def _weights(records: Sequence[BatchRecord], engine: Engine) -> Iterator[Finding]:
+    """Each sampled token once, with the weight that its episode had before anything was folded."""
+    for record in records:
+        train = record.settings or Train()
+        work = work_of(record.episodes, train, engine)
+        keys = [
+            key
+            for one in work.passes
+            for key in zip(
+                one.layout.episodes.tolist(), one.layout.turns.tolist(), one.layout.offsets.tolist(), strict=True
+            )
+        ]
+        wanted = sum(sampled_tokens(episode) for episode in record.episodes)
+        once = len(keys) == len(set(keys)) == wanted
+        if not once:
+            yield Finding(
+                level="error",
+                check="each token trained once",
+                text=f"batch {record.index.version}: {len(set(keys))} of {wanted} tokens in {len(keys)} places",
+            )
+            return
+    yield Finding(
+        level="ok", check="each token trained once", text=f"in all {len(records)} batches, folded and packed as trained"
+    )

@@ -1,0 +1,94 @@
+"""One examination: load the newest checkpoint that stored batches go on from, check, replay, compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from swarmq.config import SwarmJob, Train
+from swarmq.errors import LearnerError
+from swarmq.learner import batch_log, checkpoint
+from swarmq.learner.doctor.checks import checks
+from swarmq.learner.doctor.findings import Finding, judged
+from swarmq.learner.doctor.mismatch import compare, explain
+from swarmq.learner.passes import totals, work_of
+from swarmq.learner.records import BatchRecord, Identity
+from swarmq.learner.trainer import Trainer
+from swarmq.messages import Episode
+from swarmq.timeline import resolve
+
+LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
+"""Relative difference of two layouts' gradients that rounding can make."""
+
+
+def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding]:
+    """Findings about the newest `batches` that can be replayed. Writes nothing. Raises LearnerError without any."""
+    identity, settings = Identity.of(job, policy), job.policies[policy]
+    places = [p for p in batch_log.scan(job.run_folder.batch_log(policy), identity) if p.index.trained]
+    if not places:
+        raise LearnerError(f"{job.run_folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
+    start = _start(job.run_folder.checkpoints(policy), identity, places[-1].index.version, batches)
+    trainer = Trainer(str(start.path) if start else settings.model, settings.train, initial=settings.model)
+    if start:
+        checkpoint.restore(trainer, start)
+    stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
+    if not stored or stored[0].index.version != trainer.version + 1:
+        raise LearnerError(
+            f"no stored batch goes on from version {trainer.version}: train a few steps more, or keep_batches"
+        )
+    yield Finding(
+        level="note",
+        check="examined",
+        text=f"batches {stored[0].index.version} to {stored[-1].index.version} of {places[-1].index.version}, from the "
+        f"weights of version {trainer.version}",
+    )
+    yield from checks(settings, stored, trainer.engine, trainer.vocab_size)
+    yield _layouts(trainer, stored[0])
+    compared = []
+    for record in stored:
+        compared.append(compare(trainer, record))
+        trainer.step(record)
+    yield from explain(compared)
+
+
+def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpoint.Checkpoint | None:
+    """The newest sound checkpoint that `batches` were trained after; None for the initial model."""
+    sound = []
+    for path in sorted(folder.glob("step-*")):
+        try:
+            manifest = checkpoint.check(path)
+        except checkpoint.DamagedError:
+            continue
+        if not identity.difference(manifest.identity) and manifest.version < last:
+            sound.append(checkpoint.Checkpoint(path=path, version=manifest.version))
+    enough = [each for each in sound if each.version <= last - batches]
+    return enough[-1] if enough else None
+
+
+def _layouts(trainer: Trainer, record: BatchRecord) -> Finding:
+    """The gradient of one group, as it is trained and with every timeline in a row of its own passes."""
+    assert record.settings is not None
+    group = [e for e in record.episodes if e.group_id == record.episodes[0].group_id]
+    longest = max(len(turn) for episode in group for turn in resolve(episode.turns))
+    small = msgspec.structs.replace(record.settings, layout="rows", micro_batch_tokens=longest)
+    first, second = (_gradient(trainer, group, train) for train in (record.settings, small))
+    apart = sum(float(((a - b) ** 2).sum()) for a, b in zip(first, second, strict=True)) ** 0.5
+    size = sum(float((a**2).sum()) for a in first) ** 0.5
+    relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[record.settings.mixed_precision]
+    return judged(
+        "layout changes nothing",
+        bad=relative > limit,
+        ok=f"gradients of two layouts differ by {relative:.2g} relative",
+        wrong=f"gradients of two layouts differ by {relative:.2g} relative (limit {limit:g}): set train.layout = 'rows' and report it",
+    )
+
+
+def _gradient(trainer: Trainer, group: list[Episode], train: Train) -> list[Tensor]:
+    trainer.optimizer.zero_grad()
+    trainer.accumulate(work_of(group, train, trainer.engine), train, total=totals(group).of(train.normalisation))
+    made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
+    trainer.optimizer.zero_grad()
+    return made

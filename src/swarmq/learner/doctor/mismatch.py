@@ -1,0 +1,164 @@
+"""Replays stored batches through the learner and says where it disagrees with what the engine recorded, and why.
+
+Sampled tokens are sorted by what can make two computations of one probability differ: nothing but arithmetic (the very
+weights that sampled them), older weights, a weight push in the middle of the answer, a repaired prompt. Where even the
+same weights disagree, the usual causes are tried out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from swarmq.learner.doctor.findings import Finding, Level
+from swarmq.learner.passes import Pass, work_of
+from swarmq.learner.records import BatchRecord
+from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
+
+Floats = NDArray[np.float64]
+
+SAME_WEIGHTS_LIMIT = 0.01
+"""k3 per token under the same weights; BF16 engines and learners of one model stay below."""
+BROKEN = 0.1
+EXPLAINS = 0.25
+"""A cause that was tried out explains a mismatch when it leaves less than this share of it."""
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """The tokens for which one thing alone can make engine and learner differ."""
+
+    name: str
+    tokens: int
+    k3: float
+    mean_gap: float
+    """Of theta - mu."""
+    p99: float
+    """Of |theta - mu|."""
+
+
+class Compared(msgspec.Struct, frozen=True, kw_only=True):
+    """All sampled tokens of a batch, [N] each."""
+
+    theta: Floats
+    """Log-probability under the weights before the batch's step."""
+    at_one: Floats
+    """The same at temperature 1."""
+    mu: Floats
+    lag: NDArray[np.int64]
+    """Steps between the weights that sampled a token and those of `theta`."""
+    pushed: NDArray[np.bool_]
+    """Sampled after a weight push in the middle of its answer."""
+    repaired: NDArray[np.bool_]
+
+
+def compare(trainer: Trainer, record: BatchRecord) -> Compared:
+    """The learner's view of a batch whose step it is about to take."""
+    assert record.settings is not None
+    passes = work_of(record.episodes, record.settings, trainer.engine).passes
+    theta = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
+    warm = any((one.temperatures != 1).any() for one in passes)
+    at_one = [_score(trainer, one, torch.ones(len(one.temperatures))) for one in passes] if warm else theta
+    turns = [
+        record.episodes[e].turns[t]
+        for one in passes
+        for e, t in zip(one.layout.episodes.tolist(), one.layout.turns.tolist(), strict=True)
+    ]
+    versions = np.concatenate([one.layout.versions for one in passes]).astype(np.int64)
+    first = np.array([turn.versions[0].version if turn.versions else 0 for turn in turns])
+    return Compared(
+        theta=np.concatenate(theta),
+        at_one=np.concatenate(at_one),
+        mu=np.concatenate([one.layout.logprobs for one in passes]).astype(np.float64),
+        lag=trainer.version - np.maximum(versions, 0),
+        pushed=versions != first,
+        repaired=np.array([turn.repaired for turn in turns]),
+    )
+
+
+def causes(batches: Sequence[Compared]) -> list[Cause]:
+    """Disjoint groups of tokens, the least disturbed first."""
+    theta, mu, lag, pushed, repaired = (
+        np.concatenate([getattr(each, name) for each in batches])
+        for name in ("theta", "mu", "lag", "pushed", "repaired")
+    )
+    plain = ~pushed & ~repaired
+    groups = {
+        "arithmetic alone (same weights)": plain & (lag == 0),
+        **{f"weights {n} steps old": plain & (lag == n) for n in sorted({*lag[plain].tolist()} - {0})},
+        "after a push in mid-answer": pushed & ~repaired,
+        "repaired prompt": repaired,
+    }
+    return [_cause(name, theta[which] - mu[which]) for name, which in groups.items() if which.any()]
+
+
+def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
+    """What the causes mean, and for the same weights what else it may be."""
+    found = causes(batches)
+    same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
+    for cause in found:
+        level: Level = "ok"
+        if cause.k3 > BROKEN:
+            level = "error" if cause is same else "warning"
+        elif cause.k3 > SAME_WEIGHTS_LIMIT:
+            level = "warning" if cause is same else "note"
+        yield Finding(
+            level=level,
+            check=f"mismatch: {cause.name}",
+            text=f"{cause.tokens} tokens, k3 {cause.k3:.2g}, mean gap {cause.mean_gap:+.2g}, p99 |gap| {cause.p99:.2g}",
+        )
+    if same is None:
+        yield Finding(
+            level="note",
+            check="mismatch: arithmetic alone (same weights)",
+            text="no stored token was sampled by weights that a checkpoint has: nothing to compare arithmetic with",
+        )
+    elif same.k3 > SAME_WEIGHTS_LIMIT:
+        yield from _suspects(batches, same)
+
+
+def _suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
+    theta, at_one, mu, lag = (
+        np.concatenate([getattr(each, name) for each in batches]) for name in ("theta", "at_one", "mu", "lag")
+    )
+    now = lag == 0
+    raw = _cause("", at_one[now] - mu[now])
+    if raw.k3 < EXPLAINS * same.k3:
+        text = f"k3 is {raw.k3:.2g} at temperature 1: the engine reports raw log-probabilities; --logprobs-mode processed_logprobs"
+        yield Finding(level="error", check="cause: temperature", text=text)
+    elif np.quantile(theta[now] - mu[now], 0.9) < 0:
+        text = (
+            "nearly every token is likelier to the engine than to the learner: it samples from a part of the "
+            "vocabulary (top-p, top-k, min-p, penalties); serve with --generation-config vllm and without them"
+        )
+        yield Finding(level="error", check="cause: truncated support", text=text)
+    elif same.k3 > BROKEN:
+        text = "the engine serves other weights than it says, or another model or tokenizer: restart it and compare model folders"
+        yield Finding(level="error", check="cause: other weights", text=text)
+    else:
+        text = "of the size that BF16 or FP8 in the engine makes: serve in BF16 or FP32, or set ratio_band"
+        yield Finding(level="warning", check="cause: precision", text=text)
+
+
+def _cause(name: str, gap: Floats) -> Cause:
+    with np.errstate(over="ignore"):
+        k3 = float(np.mean(np.exp(np.minimum(gap, 20.0)) - gap - 1))
+    return Cause(
+        name=name,
+        tokens=len(gap),
+        k3=k3,
+        mean_gap=float(gap.mean()),
+        p99=float(np.quantile(np.abs(gap), 0.99)),
+    )
+
+
+def _score(trainer: Trainer, one: Pass, temperatures: torch.Tensor) -> Floats:
+    device = trainer.accelerator.device
+    with torch.no_grad():
+        scored = trainer.model(Placed.of(one.layout, device), temperatures.to(device)).logprobs
+    values: Floats = scored.double().cpu().numpy()
+    return values

@@ -1,0 +1,130 @@
+"""Signs that a training goes wrong, with their limits, read off the figures of its steps. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.learner.doctor.findings import Finding, Level
+
+WINDOW = 10
+"""Steps at the beginning and at the end that are compared."""
+
+Steps = Sequence[Mapping[str, Any]]
+
+
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    measure: Callable[[Steps], float | None]
+    """Of the steps; None where they do not have it."""
+    limit: float
+    below: bool = False
+    """Whether it is a sign to be below the limit; else to be above."""
+    level: Level = "warning"
+    advice: str
+
+
+def last(name: str) -> Callable[[Steps], float | None]:
+    """Mean of a figure over the newest steps."""
+    return lambda steps: _mean(steps[-WINDOW:], name)
+
+
+def over_first(name: str) -> Callable[[Steps], float | None]:
+    """The same over that of the first steps."""
+
+    def ratio(steps: Steps) -> float | None:
+        if len(steps) < 2 * WINDOW:
+            return None
+        now, then = _mean(steps[-WINDOW:], name), _mean(steps[:WINDOW], name)
+        return None if now is None or not then else now / then
+
+    return ratio
+
+
+def at_bound(steps: Steps) -> float | None:
+    """Share of episodes dropped as stale among all that were consumed."""
+    stale = sum(step.get("dropped", {}).get("stale", 0) for step in steps[-WINDOW:])
+    total = stale + sum(step.get("episodes", 0) for step in steps[-WINDOW:])
+    return stale / total if total else None
+
+
+def skipped(steps: Steps) -> float | None:
+    return sum("skipped" in step for step in steps[-WINDOW:]) / len(steps[-WINDOW:])
+
+
+SIGNS = (
+    Sign(
+        name="entropy collapse", measure=over_first("entropy"), limit=0.2, below=True,
+        advice="entropy fell to less than a fifth of where it began: raise clip_high, lower the learning rate, or more tasks",
+    ),
+    Sign(
+        name="no entropy left", measure=last("entropy"), limit=0.01, below=True,
+        advice="the policy answers as if greedy: nothing new is tried; go back to an earlier checkpoint",
+    ),
+    Sign(
+        name="entropy explosion", measure=over_first("entropy"), limit=3.0,
+        advice="entropy tripled: the policy is being scattered; lower the learning rate, look at kl_k3",
+    ),
+    Sign(
+        name="mismatch", measure=last("kl_k3"), limit=0.05,
+        advice="engine and learner disagree: see the causes above; set ratio_band or row_k3_max",
+    ),
+    Sign(
+        name="broken mismatch", measure=last("kl_k3"), limit=0.5, level="error",
+        advice="the engine does not sample from what is trained: stop, and see the causes above",
+    ),
+    Sign(
+        name="few effective samples", measure=last("effective_samples"), limit=0.3, below=True,
+        advice="a few tokens carry most of the weight: lower groups.max_staleness or steps_per_batch",
+    ),
+    Sign(
+        name="stale episodes", measure=at_bound, limit=0.1,
+        advice="work is thrown away: fewer workers, shorter episodes, or a larger groups.max_staleness",
+    ),
+    Sign(
+        name="zero-variance groups", measure=last("equal_groups"), limit=0.7,
+        advice="most groups have equal rewards: tasks are too easy or too hard; change the mix or enlarge group_size",
+    ),
+    Sign(
+        name="clipped upwards", measure=last("clipped_positive"), limit=0.5,
+        advice="the loss cuts most of what was rewarded: lower the learning rate or steps_per_batch",
+    ),
+    Sign(
+        name="clipped downwards", measure=last("clipped_negative"), limit=0.5,
+        advice="the loss cuts most of what was punished: lower the learning rate or steps_per_batch",
+    ),
+    Sign(
+        name="truncated answers", measure=last("truncated"), limit=0.3,
+        advice="token limits cut many answers off: raise sampling.max_tokens, or set length_penalty",
+    ),
+    Sign(
+        name="gradient growing", measure=over_first("grad_norm"), limit=10.0,
+        advice="the gradient norm grew tenfold: lower the learning rate or grad_clip",
+    ),
+    Sign(
+        name="steps skipped", measure=skipped, limit=0.0, level="error",
+        advice="steps changed nothing (`skipped` in their events says why): a filter leaves nothing, or gradients overflow",
+    ),
+)  # fmt: skip
+
+
+def signs(steps: Steps) -> Iterator[Finding]:
+    """One finding for every sign that the steps have figures for."""
+    for sign in SIGNS:
+        if not steps or (value := sign.measure(steps)) is None:
+            continue
+        shown = value < sign.limit if sign.below else value > sign.limit
+        side = "below" if sign.below else "above"
+        yield Finding(
+            level=sign.level if shown else "ok",
+            check=sign.name,
+            text=f"{value:.4g} ({side} {sign.limit:g} is a sign)" + (f": {sign.advice}" if shown else ""),
+        )
+
+
+def _mean(steps: Steps, name: str) -> float | None:
+    values = [float(step[name]) for step in steps if name in step]
+    return statistics.fmean(values) if values else None

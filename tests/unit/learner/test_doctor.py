@@ -1,0 +1,145 @@
+"""The doctor tells a sound run from a broken one, and names what broke it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from support.episodes import make_group
+from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.learner import checkpoint
+from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.doctor.checks import checks
+from swarmq.learner.doctor.examine import examine
+from swarmq.learner.doctor.findings import Finding
+from swarmq.learner.doctor.signs import SIGNS, signs
+from swarmq.learner.passes import work_of
+from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
+from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats
+
+TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, token_log=False)
+SOUND = {
+    "entropy": 1.0, "kl_k3": 0.001, "effective_samples": 0.9, "episodes": 8, "dropped": {}, "equal_groups": 0.1,
+    "clipped_positive": 0.0, "clipped_negative": 0.0, "truncated": 0.0, "grad_norm": 1.0,
+}  # fmt: skip
+SICK: dict[str, dict[str, Any]] = {
+    "entropy collapse": {"entropy": 0.1},
+    "no entropy left": {"entropy": 0.005},
+    "entropy explosion": {"entropy": 4.0},
+    "mismatch": {"kl_k3": 0.1},
+    "broken mismatch": {"kl_k3": 1.0},
+    "few effective samples": {"effective_samples": 0.1},
+    "stale episodes": {"dropped": {"stale": 4}},
+    "zero-variance groups": {"equal_groups": 0.9},
+    "clipped upwards": {"clipped_positive": 0.8},
+    "clipped downwards": {"clipped_negative": 0.8},
+    "truncated answers": {"truncated": 0.5},
+    "gradient growing": {"grad_norm": 20.0},
+    "steps skipped": {"skipped": "gradient_not_finite"},
+}
+
+
+def test_every_sign_has_a_case() -> None:
+    assert SICK.keys() == {sign.name for sign in SIGNS}
+
+
+@pytest.mark.parametrize("name", SICK)
+def test_a_sign_is_named_when_its_limit_is_crossed_and_not_before(name: str) -> None:
+    sound, sick = [SOUND] * 10, [SOUND | SICK[name]] * 10
+    assert {f.level for f in signs(sound + sound)} == {"ok"}
+    (finding,) = (f for f in signs(sound + sick) if f.check == name)
+    assert finding.level in ("warning", "error")
+
+
+def sampled_by(trainer: Trainer, group: list[Episode], *, temperature: float, engine: str) -> list[Episode]:
+    """The group as if an engine with the trainer's weights had sampled it, with what is wrong with that engine."""
+    sampling = Sampling(temperature=temperature)
+    group = [
+        msgspec.structs.replace(e, turns=tuple(msgspec.structs.replace(t, sampling=sampling) for t in e.turns))
+        for e in group
+    ]
+    scored: dict[tuple[int, int, int], float] = {}
+    for one in work_of(group, TRAIN, trainer.engine).passes:
+        reported = torch.ones(len(one.temperatures)) if engine == "raw" else torch.from_numpy(one.temperatures)
+        with torch.no_grad():
+            theta = trainer.model(Placed.of(one.layout, torch.device("cpu")), reported).logprobs
+        keys = zip(one.layout.episodes.tolist(), one.layout.turns.tolist(), one.layout.offsets.tolist(), strict=True)
+        scored |= dict(zip(keys, theta.tolist(), strict=True))
+    off = {"sound": 0.0, "raw": 0.0, "cut": 0.4}[engine]
+
+    def turn(e: int, t: int) -> Any:
+        old = group[e].turns[t]
+        size = len(old.sampled_ids) // 4
+        values = [min(scored[e, t, i] + off, 0.0) for i in range(size)]
+        span = (VersionSpan(version=trainer.version, start=0, end=size),)
+        return msgspec.structs.replace(old, logprobs=pack_floats(values), versions=span)
+
+    return [
+        msgspec.structs.replace(one, turns=tuple(turn(e, t) for t in range(len(one.turns))))
+        for e, one in enumerate(group)
+    ]
+
+
+def run_with(engine: str, model: Path, folder: Path, *, temperature: float = 1.0) -> SwarmJob:
+    """A run of three steps whose second checkpoint the doctor can start from."""
+    policy = Policy(model=str(model), train=TRAIN)
+    job = SwarmJob(run="r", folder=str(folder), policies={"main": policy})
+    identity = Identity.of(job, "main")
+    trainer, log = Trainer(str(model), TRAIN), BatchLog(job.run_folder.batch_log("main"), identity)
+    for version in (1, 2, 3):
+        group = sampled_by(trainer, make_group(f"g{version}", (0.0, 1.0)), temperature=temperature, engine=engine)
+        index = Index(record=version, version=version, trained=tuple(e.episode_id for e in group), at=time.time())
+        record = BatchRecord(index=index, episodes=tuple(group), settings=TRAIN)
+        log.append(record)
+        trainer.step(record)
+        if version == 1:
+            checkpoint.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(model), keep=2)
+    log.close()
+    return job
+
+
+def levels(findings: list[Finding]) -> dict[str, str]:
+    return {finding.check: finding.level for finding in findings}
+
+
+def test_a_sound_run_is_found_sound_and_left_as_it_was(tiny_qwen: Path, tmp_path: Path) -> None:
+    job = run_with("sound", tiny_qwen, tmp_path, temperature=0.7)
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    found = list(examine(job, "main", batches=2))
+    assert {f.check: f.text for f in found if f.level not in ("ok", "note")} == {}
+    assert "batches 2 to 3 of 3, from the weights of version 1" in found[0].text
+    assert levels(found)["mismatch: arithmetic alone (same weights)"] == "ok"
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("engine", "cause"), [("raw", "cause: temperature"), ("cut", "cause: truncated support")])
+def test_the_cause_of_a_mismatch_is_named(engine: str, cause: str, tiny_qwen: Path, tmp_path: Path) -> None:
+    job = run_with(engine, tiny_qwen, tmp_path, temperature=0.1 if engine == "raw" else 1.0)
+    found = levels(list(examine(job, "main", batches=1)))
+    assert found["mismatch: arithmetic alone (same weights)"] in ("warning", "error")
+    assert found[cause] == "error"
+    assert len([check for check in found if check.startswith("cause")]) == 1
+
+
+def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
+    group = make_group("a", (0.0, 1.0), turns=2)
+    first = group[0].turns[0]
+    broken = msgspec.structs.replace(
+        first, sampling=Sampling(top_p=0.9), versions=(), repaired=True, logprobs=bytes(len(first.logprobs))
+    )
+    group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
+    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
+    policy = Policy(model=str(tiny_qwen), engine=Engine(arguments=("--logprobs-mode=raw_logprobs",)))
+    found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).engine, vocab=100)))
+    assert found["engine reports what it samples"] == "error"
+    assert found["whole distribution sampled"] == "error"
+    assert found["every token names its weights"] == "warning"
+    assert found["same tokens in engine and learner"] == "error"
+    assert found["each token trained once"] == "ok"
