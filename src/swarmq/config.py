@@ -49,9 +49,16 @@ class Proxy(Settings, frozen=True, kw_only=True):
     count: Count = 1
     key_lifetime_s: Positive = 7200.0
     request_timeout_s: Positive = 600.0
+    """Deadline of a call, from its arrival to its last byte; later it is answered 504."""
     max_body_bytes: Count = 10 * 1024 * 1024
     confirm_timeout_s: Positive = 15.0
     """How long an answer waits for the broker's confirm before the agent gets a 503."""
+    max_open_calls: Count = 4096
+    """Calls of one proxy that are rendered or sampled at a time; what is beyond waits its turn."""
+    max_waiting_calls: Whole = 4096
+    """Calls that wait; what is beyond is answered 429 with `Retry-After`."""
+    probe_every_s: Positive = 2.0
+    """How often engines are asked for their health and weight version."""
     drift_alert: Share = 0.05
     """Warn when more than this share of turns cannot continue their conversation token by token, though its history was
     not edited: the template writes it anew, or drift that could not be repaired. 1 never warns."""
@@ -95,10 +102,13 @@ class Engine(Settings, frozen=True, kw_only=True):
 
 
 class SamplingDefaults(Settings, frozen=True, kw_only=True):
-    """Training episodes are sampled like this, whatever the agent asks for; evaluation keeps the agent's wishes."""
+    """Training episodes are sampled like this; evaluation keeps the agent's wishes."""
 
     temperature: Positive = 1.0
     max_tokens: Count = 512
+    conflicts: Literal["override", "refuse"] = "override"
+    """A call of a training episode that asks for other sampling is answered as the run samples, with a header that
+    names what was overridden, or refused with 400."""
 
 
 class Loss(Settings, frozen=True, kw_only=True):
@@ -363,6 +373,11 @@ class RunFolder:
     def endpoints(self) -> Path:
         """JSON that `swarmq up` writes: urls of broker, management UI, proxies and engines."""
         return self.path / "endpoints.json"
+
+    @property
+    def roster(self) -> Path:
+        """JSON: engines of each policy, where they have changed since the start (engine/roster.py)."""
+        return self.path / "engines.json"
 
     @property
     def broker(self) -> Path:

@@ -88,6 +88,13 @@ class VllmEngine:
         except (aiohttp.ClientError, OSError):
             return False
 
+    async def weight_version(self) -> int | None:
+        try:
+            async with self._post("/weight_info", None, self._brief, method="GET") as response:
+                return _version(str(msgspec.json.decode(await response.read())["weight_version"]))
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            return None
+
     async def render(self, chat: Json) -> Rendered:
         request = {**chat, "model": (await self.info()).model}
         if "prompt" in chat:

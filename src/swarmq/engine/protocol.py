@@ -80,6 +80,9 @@ class Engine(Protocol):
     async def healthy(self) -> bool:
         """Whether it answers at all; never raises."""
 
+    async def weight_version(self) -> int | None:
+        """Of the weights it serves right now; None where it does not say."""
+
     async def render(self, chat: Json) -> Rendered:
         """Token ids and sampling parameters of a chat request; its `model` is filled in.
 

@@ -43,6 +43,7 @@ STATUSES = {
     404: "The model is not one of the key's policies.",
     413: "The body is too large.",
     429: "The proxy has as many calls as it takes; again after `Retry-After` seconds.",
+    504: "The answer took longer than calls may.",
     503: "The engine or the broker is away; again after `Retry-After` seconds.",
 }
 
@@ -82,11 +83,16 @@ def agent_routes(
         finally:
             meter.open_calls -= 1
         said = _counted(events(dialect, completions, begun, meter), meter)
+
+        async def finish() -> None:
+            await said.aclose()
+            await begun.close()  # where the agent was gone before the first event
+
         return Stream(
             said,
             media_type="text/event-stream",
             headers={**headers(begun), "cache-control": "no-cache"},
-            background=BackgroundTask(said.aclose),
+            background=BackgroundTask(finish),
         )
 
     def route(dialect: Dialect) -> HTTPRouteHandler:

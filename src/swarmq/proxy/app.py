@@ -19,15 +19,17 @@ from swarmq import __version__, keys
 from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
+from swarmq.engine.roster import Roster
 from swarmq.messages import Event
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
 from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_router
 from swarmq.proxy.dialects import dialect_of
+from swarmq.proxy.fleet import Fleet, Opener
+from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
-from swarmq.proxy.pool import Pool
 from swarmq.proxy.recorder import Publisher, Recorder
 from swarmq.proxy.refusals import refusal_of
 from swarmq.proxy.tuning import Tuning
@@ -46,11 +48,23 @@ def create_app(
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
     tuning: Tuning | None = None,
+    opener: Opener | None = None,
 ) -> Litestar:
-    """The proxy of a run; with `tuning`, settings can change while it serves. `engines` has every policy's; they and the broker are opened and closed by the caller."""
+    """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
+
+    `opener` opens those that are added while it serves; with `tuning`, settings can change meanwhile.
+    """
     meter = Meter(alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     episodes = Episodes(idle_s=job.proxy.key_lifetime_s)
-    pools = {name: Pool(engines[name]) for name in job.policies}
+    gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
+    fleet = Fleet(
+        {name: engines[name] for name in job.policies},
+        roster=Roster(job),
+        max_behind=job.groups.max_staleness,
+        probe_every_s=job.proxy.probe_every_s,
+        opener=opener,
+    )
+    pools = fleet.pools
     completions = Completions(
         run=job.run,
         tuning=tuning or Tuning(job),
@@ -58,6 +72,8 @@ def create_app(
         episodes=episodes,
         recorder=Recorder(broker, meter, confirm_timeout_s=job.proxy.confirm_timeout_s),
         meter=meter,
+        gate=gate,
+        timeout_s=job.proxy.request_timeout_s,
     )
 
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
@@ -66,19 +82,26 @@ def create_app(
     @get("/health")
     async def health() -> Response[dict[str, Any]]:
         """200 when every policy has an engine that answers."""
-        alive = {name: await _alive(pool) for name, pool in pools.items()}
+        alive = {name: pool.num_healthy for name, pool in pools.items()}
         status = 200 if all(alive.values()) else 503
         return Response({"status": "ok" if status == 200 else "degraded", "engines": alive}, status_code=status)
 
     def status() -> ProxyStatus:
-        engines = {name: [lane.engine.url for lane in pool.lanes] for name, pool in pools.items()}
-        return ProxyStatus(run=job.run, source=source, policies=engines, episodes=len(episodes), counts=meter.fields())
+        return ProxyStatus(
+            run=job.run,
+            source=source,
+            policies=fleet.views(),
+            open_calls=gate.open,
+            waiting_calls=gate.waiting,
+            episodes=len(episodes),
+            counts=meter.fields(),
+        )
 
     control = Control(job, broker, root=root, now=now)
 
     @asynccontextmanager
     async def controlling(_: Litestar) -> AsyncIterator[None]:
-        async with control.serve():
+        async with fleet.kept(), control.serve():
             yield
 
     @asynccontextmanager
@@ -100,7 +123,7 @@ def create_app(
 
     asked = agent_routes(completions, claims_of=claims_of, pools=pools, episodes=episodes, meter=meter)
     return Litestar(
-        [*asked, health, control_router(control, Authority(root, job.run, now), episodes, status)],
+        [*asked, health, control_router(control, Authority(root, job.run, now), episodes, fleet, status)],
         lifespan=[reporting, controlling],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
@@ -116,11 +139,6 @@ def create_app(
         request_max_body_size=job.proxy.max_body_bytes,
         logging_config=None,
     )
-
-
-async def _alive(pool: Pool) -> int:
-    """How many engines answer."""
-    return sum(await asyncio.gather(*(lane.engine.healthy() for lane in pool.lanes)))
 
 
 async def _report(run: str, source: str, meter: Meter, episodes: Episodes, broker: Publisher, every_s: float) -> None:

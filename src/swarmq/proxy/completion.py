@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -20,16 +20,17 @@ import structlog
 
 from swarmq.engine.protocol import Answer, Delta, Rendered
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.keys import Claims
 from swarmq.messages import Timings, pack_ids, unpack_ids
+from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
 from swarmq.proxy.deltas import extend
+from swarmq.proxy.gate import Gate, Pass
 from swarmq.proxy.graph import history_of
 from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Lane, Pool
 from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.refusals import DeadlineError
 from swarmq.proxy.sampling import effective
 from swarmq.proxy.stitch import stitch
 from swarmq.proxy.tuning import Tuning
@@ -49,6 +50,16 @@ class Begun(msgspec.Struct, kw_only=True):
     overridden: tuple[str, ...]
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
+    reserved: Reservation | None
+    place: Pass | None = None
+
+    async def close(self) -> None:
+        """Give everything back. Doing it again does nothing."""
+        if self.reserved:
+            self.reserved.end()
+        if self.place:
+            self.place.give_back()
+        await self.deltas.aclose()
 
     @property
     def prompt_tokens(self) -> int:
@@ -67,6 +78,8 @@ class Completions:
         episodes: Episodes,
         recorder: Recorder,
         meter: Meter,
+        gate: Gate,
+        timeout_s: float,
     ) -> None:
         self._run = run
         self._tuning = tuning
@@ -74,15 +87,34 @@ class Completions:
         self._episodes = episodes
         self._recorder = recorder
         self._meter = meter
+        self._gate = gate
+        self._timeout_s = timeout_s
 
     async def begin(self, call: Call) -> Begun:
-        """Raises RefusedError, EngineRefusedError, or EngineError when no engine could start it."""
+        """Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError when no engine could start it."""
         memory = self._episodes.of(call.claims.episode_id)
-        _check_budget(call.claims, memory)
-        memory.calls += 1
+        memory.budget.take_call(call.claims)
         self._meter.calls += 1
+        try:
+            async with self._deadline(call):
+                return await self._begin_inside(call, memory)
+        except BaseException:
+            memory.budget.give_call_back()
+            raise
+
+    async def _begin_inside(self, call: Call, memory: Memory) -> Begun:
+        place = await self._gate.enter()
+        try:
+            begun = await self._begin_somewhere(call, memory)
+        except BaseException:
+            place.give_back()
+            raise
+        begun.place = place
+        return begun
+
+    async def _begin_somewhere(self, call: Call, memory: Memory) -> Begun:
         failure = EngineError(f"policy {call.policy} has no engine")
-        for lane in self._pools[call.policy].order(memory.lanes.get(call.policy)):
+        for lane in self._pools[call.policy].order(memory.lanes.get(call.policy), call.claims.episode_id):
             try:
                 begun = await self._begin_on(lane, call, memory)
             except EngineRefusedError:
@@ -101,7 +133,7 @@ class Completions:
         """Raises EngineError or BrokerError in the middle, and then nothing more comes of the call."""
         choices: dict[int, Choice] = {}
         with begun.lane.occupied():
-            async with aclosing(_taken(begun, choices)) as taken:
+            async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
                 async for choice, delta in taken:
                     gain = await _gain(begun, choice, delta)
                     extend(choice.message, gain)
@@ -113,13 +145,14 @@ class Completions:
         """Every choice, in order. Raises EngineError or BrokerError."""
         choices: dict[int, Choice] = {}
         with begun.lane.occupied():
-            async with aclosing(_taken(begun, choices)) as taken:
-                async for choice, delta in taken:
-                    choice.message["content"] += delta.text
-            ordered = [choices[index] for index in sorted(choices)]
-            if begun.rendered.parsed:
-                await _derender(begun, ordered)
-            return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
+            async with _closing(begun):
+                async with aclosing(self._taken(begun, choices)) as taken:
+                    async for choice, delta in taken:
+                        choice.message["content"] += delta.text
+                ordered = [choices[index] for index in sorted(choices)]
+                if begun.rendered.parsed:
+                    await _derender(begun, ordered)
+                return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
 
     async def count(self, call: Call) -> int:
         """Tokens of the prompt. Raises EngineRefusedError or EngineError."""
@@ -129,6 +162,8 @@ class Completions:
 
     async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
         chat = _for_engine(call.chat)
+        choices = call.chat.get("n") or 1
+        limited = call.claims.max_tokens > 0
         with lane.occupied():
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
@@ -142,11 +177,18 @@ class Completions:
                 setting=setting,
                 prompt_tokens=len(prompt_ids),
                 max_model_len=(await lane.engine.info()).max_model_len,
+                room_left=memory.budget.room(call.claims, choices),
             )
+            reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if limited else None
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             deltas = lane.engine.generate(rendered, stream=call.stream)
-            first: list[Delta] = await anext(deltas, [])
+            try:
+                first: list[Delta] = await anext(deltas, [])
+            except BaseException:
+                if reserved:
+                    reserved.end()
+                raise
         asked = Asked(
             run=self._run,
             episode_id=call.claims.episode_id,
@@ -164,13 +206,16 @@ class Completions:
         )
         return Begun(
             call=call, lane=lane, chat=chat, rendered=rendered, asked=asked,
-            overridden=tuned.overridden, first=first, deltas=deltas,
+            overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
         )  # fmt: skip
 
     async def _end(self, begun: Begun, choice: Choice) -> Ended:
         assert choice.finish_reason
         memory = self._episodes.of(begun.call.claims.episode_id)
-        memory.sampled_tokens += len(choice.token_ids)
+        if begun.reserved:
+            begun.reserved.sampled(len(choice.token_ids))
+        else:
+            memory.budget.sampled_tokens += len(choice.token_ids)
         named = isinstance(begun.chat.get("tool_choice"), dict)  # a call that was demanded by name ends with `stop`
         calls_tools = choice.finish_reason == "stop" and choice.message.get("tool_calls") and not named
         sampled = Sampled(
@@ -200,19 +245,35 @@ class Completions:
             num_tokens=len(choice.token_ids),
         )
 
-
-async def _taken(begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
-    """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
-    async with aclosing(begun.deltas) as deltas:
+    async def _taken(self, begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
+        """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
         portion: list[Delta] | None = begun.first
         while portion is not None:
             for delta in portion:
                 choice = choices.setdefault(delta.index, Choice(delta.index, stops_of(begun.chat)))
                 choice.take(delta, time.monotonic() - begun.call.began)
                 yield choice, delta
-            portion = await anext(deltas, None)
-    if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
-        raise EngineError("the engine stopped before its answer was complete")
+            async with self._deadline(begun.call):
+                portion = await anext(begun.deltas, None)
+        if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
+            raise EngineError("the engine stopped before its answer was complete")
+
+    @asynccontextmanager
+    async def _deadline(self, call: Call) -> AsyncIterator[None]:
+        """Of the whole call. Raises DeadlineError."""
+        try:
+            async with asyncio.timeout_at(call.began + self._timeout_s):
+                yield
+        except TimeoutError as error:
+            raise DeadlineError(f"the answer took longer than {self._timeout_s:g} s") from error
+
+
+@asynccontextmanager
+async def _closing(begun: Begun) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        await begun.close()
 
 
 async def _gain(begun: Begun, choice: Choice, delta: Delta) -> Json:
@@ -249,14 +310,3 @@ async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
 
 def _for_engine(chat: Json) -> Json:
     return {key: value for key, value in chat.items() if key not in OURS}
-
-
-def _check_budget(claims: Claims, memory: Memory) -> None:
-    if claims.max_calls and memory.calls >= claims.max_calls:
-        raise RefusedError(
-            f"the episode has made its {claims.max_calls} calls", status=403, code="episode_calls_exhausted"
-        )
-    if claims.max_tokens and memory.sampled_tokens >= claims.max_tokens:
-        raise RefusedError(
-            f"the episode has sampled its {claims.max_tokens} tokens", status=403, code="episode_tokens_exhausted"
-        )

@@ -15,6 +15,7 @@ from litestar.handlers import BaseRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body, Parameter
 from litestar.response import Response
+from msgspec import Meta
 
 from swarmq import keys
 from swarmq.proxy.control import (
@@ -25,7 +26,9 @@ from swarmq.proxy.control import (
     EndedEpisode,
     EndRequest,
 )
+from swarmq.proxy.fleet import Fleet
 from swarmq.proxy.memory import Episodes, EpisodeView
+from swarmq.proxy.pool import EngineView
 from swarmq.proxy.refusals import RefusedError, refusal_of
 
 PATH = "/v1/control"
@@ -50,13 +53,22 @@ class FaultBody(msgspec.Struct):
     error: Fault
 
 
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An engine of a policy; the learner on its host must reach it as well, to give it weights."""
+
+    policy: str
+    url: Annotated[str, Meta(pattern=r"^[a-z]+://[^\s]{1,200}$")]
+
+
 class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True):
     """Of this proxy alone."""
 
     run: str
     source: str
-    policies: dict[str, Any]
+    policies: dict[str, list[EngineView]]
     """Policy -> its engines."""
+    open_calls: int
+    waiting_calls: int
     episodes: int
     """Of which calls are remembered."""
     counts: dict[str, Any]
@@ -103,7 +115,7 @@ class Authority:
 
 
 def control_router(
-    control: Control, authority: Authority, episodes: Episodes, status: Callable[[], ProxyStatus]
+    control: Control, authority: Authority, episodes: Episodes, fleet: Fleet, status: Callable[[], ProxyStatus]
 ) -> Router:
     """Everything below `PATH`."""
 
@@ -169,9 +181,29 @@ def control_router(
         """Give an episode up: never trained, never a reward of 0. Repeatable."""
         return await control.abort(episode_id, data, operator=_operator(request))
 
+    @post(
+        "/engines/add", guards=[authority.needs("admin")], status_code=200, responses=FAULTS, operation_id="addEngine"
+    )
+    async def add_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
+        """Let an engine serve a policy, at every proxy that shares this run folder."""
+        await fleet.change(data.policy, add=data.url)
+        return fleet.views()
+
+    @post(
+        "/engines/remove",
+        guards=[authority.needs("admin")],
+        status_code=200,
+        responses=FAULTS,
+        operation_id="removeEngine",
+    )
+    async def remove_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
+        """Drain an engine: nothing new goes to it, what is open there ends, then it is forgotten."""
+        await fleet.change(data.policy, remove=data.url)
+        return fleet.views()
+
     return Router(
         PATH,
-        route_handlers=[show_status, list_episodes, show_episode, begin, end, abort],
+        route_handlers=[show_status, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine],
         exception_handlers={ValidationException: _refuse_invalid},
         security=[{SECURITY: []}],
         tags=["control"],

@@ -9,6 +9,7 @@ from itertools import islice
 
 import msgspec
 
+from swarmq.proxy.budget import Budget
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.graph import Graph
 from swarmq.proxy.pool import Lane
@@ -36,8 +37,7 @@ class Memory:
         self.lanes: dict[str, Lane] = {}
         """Policy -> the engine that answered last."""
         self.conversations = Conversations()
-        self.calls = 0
-        self.sampled_tokens = 0
+        self.budget = Budget()
         self.used_at = 0.0
 
     def graph(self, policy: str) -> Graph:
@@ -80,8 +80,8 @@ class Episodes:
         return EpisodeView(
             episode_id=episode_id,
             policies=tuple(memory.graphs),
-            calls=memory.calls,
-            sampled_tokens=memory.sampled_tokens,
+            calls=memory.budget.calls,
+            sampled_tokens=memory.budget.sampled_tokens,
             idle_s=round(self._clock() - memory.used_at, 3),
         )
 

@@ -1,15 +1,39 @@
-"""The engines of one policy: an episode stays with the engine that has its prefix cached; new ones go where least is open."""
+"""The engines of one policy, and which of them a call goes to. Probes tell who is well; calls tell it sooner.
+
+An episode stays with the engine that has its prefix cached, unless far more is open there than elsewhere. New ones go
+where least is open; where that is the same, every proxy makes the same choice for an episode. An engine that is being
+drained gets nothing new; one that failed, or serves weights too old to train from, is asked last.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hashlib
 import time
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from swarmq.engine.protocol import Engine
+from swarmq.errors import EngineError
 
 SHUN_S = 5.0
 """An engine that failed is asked last for this long."""
+CROWDED = 16
+"""An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as a proxy sees it."""
+
+    url: str
+    healthy: bool
+    draining: bool
+    version: int | None
+    """Weights it serves; None where it does not say."""
+    open_calls: int
+    """Of this proxy."""
 
 
 class Lane:
@@ -18,28 +42,72 @@ class Lane:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.open_calls = 0
+        self.healthy = True
+        self.draining = False
+        self.version: int | None = None
         self.failed_at = float("-inf")
+        self.idle = asyncio.Event()
+        """Nothing is open."""
+        self.idle.set()
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
         self.open_calls += 1
+        self.idle.clear()
         try:
             yield
         finally:
             self.open_calls -= 1
+            if not self.open_calls:
+                self.idle.set()
 
     def fail(self) -> None:
         self.failed_at = time.monotonic()
 
+    async def probe(self) -> None:
+        self.healthy = await self.engine.healthy()
+        if self.healthy:
+            with contextlib.suppress(EngineError):  # in the middle of an update, say
+                self.version = await self.engine.weight_version()
+
+    @property
+    def view(self) -> EngineView:
+        return EngineView(
+            url=self.engine.url,
+            healthy=self.healthy,
+            draining=self.draining,
+            version=self.version,
+            open_calls=self.open_calls,
+        )
+
 
 class Pool:
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], *, max_behind: int = 1_000_000) -> None:
+        """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice."""
         self.lanes = [Lane(engine) for engine in engines]
+        self._max_behind = max_behind
 
-    def order(self, favourite: Lane | None) -> list[Lane]:
-        """Lanes in the order to try them."""
+    def order(self, favourite: Lane | None, episode_id: str = "") -> list[Lane]:
+        """Lanes in the order to try them; none that is draining."""
+        lanes = [lane for lane in self.lanes if not lane.draining]
         now = time.monotonic()
-        return sorted(
-            self.lanes,
-            key=lambda lane: (now - lane.failed_at < SHUN_S, lane is not favourite, lane.open_calls),
-        )
+        newest = max((lane.version or 0 for lane in lanes), default=0)
+        crowd = 2 * min((lane.open_calls for lane in lanes), default=0) + CROWDED
+
+        def rank(lane: Lane) -> tuple[bool, bool, bool, int, bytes]:
+            return (
+                not lane.healthy or now - lane.failed_at < SHUN_S,
+                lane.version is not None and newest - lane.version > self._max_behind,
+                lane is not favourite or lane.open_calls > crowd,
+                lane.open_calls,
+                hashlib.blake2b(f"{episode_id} {lane.engine.url}".encode(), digest_size=8).digest(),
+            )
+
+        return sorted(lanes, key=rank)
+
+    @property
+    def num_healthy(self) -> int:
+        return sum(lane.healthy and not lane.draining for lane in self.lanes)
+
+    async def probe(self) -> None:
+        await asyncio.gather(*(lane.probe() for lane in self.lanes))

@@ -25,12 +25,23 @@ class RefusedError(SwarmqError):
     """A request that cannot be answered, by no fault of ours."""
 
     def __init__(
-        self, message: str, *, status: int = 400, code: str | None = "invalid_value", param: str | None = None
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        code: str | None = "invalid_value",
+        param: str | None = None,
+        retry_after_s: int = RETRY_AFTER_S,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
         self.param = param
+        self.retry_after_s = retry_after_s
+
+
+class DeadlineError(SwarmqError):
+    """A call has taken as long as calls may."""
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +50,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     type: str
     code: str | None = None
     param: str | None = None
+    retry_after_s: int = RETRY_AFTER_S
 
     @property
     def body(self) -> dict[str, Any]:
@@ -46,7 +58,7 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER_S)} if self.status in {429, 503} else {}
+        return {"retry-after": str(self.retry_after_s)} if self.status in {429, 503} else {}
 
 
 def too_long(message: str) -> RefusedError:
@@ -57,11 +69,14 @@ def refusal_of(error: Exception) -> Refusal:
     """An agent's faults are told as they are; of ours only what to do: their details are for the log."""
     match error:
         case RefusedError():
-            return _client_fault(error.status, str(error), error.code, error.param)
+            refusal = _client_fault(error.status, str(error), error.code, error.param)
+            return msgspec.structs.replace(refusal, retry_after_s=error.retry_after_s)
         case KeyRefusedError():
             return _client_fault(401, str(error), "invalid_api_key")
         case EngineRefusedError():
             return _client_fault(error.status, str(error), error.code)
+        case DeadlineError():
+            return _server_fault(504, str(error), "deadline_exceeded")
         case EngineError():
             return _server_fault(503, "the model's engine is not available; try again", "engine_unavailable")
         case BrokerError():

@@ -40,9 +40,19 @@ class Effective(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def effective(
-    chat: Json, rendered: Json, *, mode: Mode, setting: SamplingDefaults, prompt_tokens: int, max_model_len: int
+    chat: Json,
+    rendered: Json,
+    *,
+    mode: Mode,
+    setting: SamplingDefaults,
+    prompt_tokens: int,
+    max_model_len: int,
+    room_left: int | None,
 ) -> Effective:
-    """Raises RefusedError where prompt and answer do not fit the model."""
+    """`room_left`: tokens that the episode's budget leaves for each choice.
+
+    Raises RefusedError where prompt and answer do not fit the model, or by the run's policy on conflicts.
+    """
     room = max_model_len - prompt_tokens
     if room < 1:
         raise too_long(f"the prompt has {prompt_tokens} tokens, the model takes {max_model_len} with the answer")
@@ -57,12 +67,22 @@ def effective(
         limit = min(asked or setting.max_tokens, setting.max_tokens, room)
         if asked and asked > setting.max_tokens:
             overridden.append("max_tokens")
+        if overridden and setting.conflicts == "refuse":
+            raise RefusedError(
+                f"this run samples its training episodes at temperature {setting.temperature:g}, top_p 1, without penalties "
+                f"and up to {setting.max_tokens} tokens: leave out {', '.join(overridden)}",
+                code="sampling_conflict", param=overridden[0],
+            )  # fmt: skip
     else:
         if chat.get("temperature") is None:
             params["temperature"] = setting.temperature
         limit = asked or min(setting.max_tokens, room)
         if limit > room:
             raise too_long(f"{prompt_tokens} prompt tokens and max_tokens {limit} are over the model's {max_model_len}")
+    if room_left is not None and room_left < limit:
+        limit = room_left
+        if "max_tokens" not in overridden:
+            overridden.append("max_tokens")
     params["max_tokens"] = limit
     record = Sampling(
         temperature=params["temperature"],

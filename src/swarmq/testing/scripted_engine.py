@@ -114,6 +114,9 @@ class ScriptedEngine:
     async def healthy(self) -> bool:
         return not self.down
 
+    async def weight_version(self) -> int | None:
+        return self.version
+
     async def render(self, chat: Json) -> Rendered:
         self._answer_or_fail()
         prompt = chat.get("prompt")

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from aiohttp import ClientSession
@@ -22,6 +23,7 @@ class Stage(Agent):
 
     engines: list[ScriptedEngine]
     broker: MemoryBroker
+    job: SwarmJob
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -32,16 +34,29 @@ class Stage(Agent):
 
 
 @asynccontextmanager
-async def staged(*, engines: int = 1, **settings) -> AsyncIterator[Stage]:
-    policy = {"model": "x", "sampling": {"temperature": 0.8, "max_tokens": 200}}
-    job = SwarmJob.build({"run": RUN, "policies": {"main": policy, "other": policy}, "proxy": settings})
+async def staged(*, engines: int = 1, folder: str = "runs", sampling: Any = None, **settings) -> AsyncIterator[Stage]:
+    urls = [f"scripted://{i}" for i in range(engines)]
+    policy = {
+        "model": "x",
+        "engine": {"urls": urls},
+        "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
+    }
+    tree = {"run": RUN, "folder": folder, "policies": {"main": policy, "other": policy}}
+    job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
     broker = MemoryBroker()
     await broker.declare(RUN, policies=job.policies, kinds=job.mix)
-    scripted = [ScriptedEngine(url=f"scripted://{i}") for i in range(engines)]
-    app = create_app(job, root=ROOT, engines={"main": scripted, "other": scripted}, broker=broker, state_every_s=0.01)
+    scripted = [ScriptedEngine(url=url) for url in urls]
+
+    @asynccontextmanager
+    async def opener(url: str) -> AsyncIterator[ScriptedEngine]:
+        scripted.append(ScriptedEngine(url=url))
+        yield scripted[-1]
+
+    given = {"main": scripted[:], "other": scripted[:]}
+    app = create_app(job, root=ROOT, engines=given, broker=broker, state_every_s=0.01, opener=opener)
     async with served(app) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)
-        stage.engines, stage.broker = scripted, broker
+        stage.engines, stage.broker, stage.job = scripted, broker, job
         yield stage
 
 

@@ -73,8 +73,8 @@ def test_memory_is_bounded_and_the_least_recently_used_goes_first():
 
 def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engine():
     pool = Pool([ScriptedEngine(url=str(i)) for i in range(3)])
-    with pool.lanes[0].occupied():
-        assert [lane.engine.url for lane in pool.order(None)] == ["1", "2", "0"]
+    with pool.lanes[0].occupied(), pool.lanes[1].occupied(), pool.lanes[0].occupied():
+        assert [lane.engine.url for lane in pool.order(None)] == ["2", "1", "0"]
         assert pool.order(pool.lanes[0])[0] is pool.lanes[0]
         pool.lanes[1].fail()
         assert [lane.engine.url for lane in pool.order(None)] == ["2", "0", "1"]

@@ -1,0 +1,61 @@
+"""Which engines serve a policy, where that has changed since the run was started: a JSON file in the run folder.
+
+Whoever adds or removes an engine writes it; proxies and learners of the run look at it now and then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+from collections.abc import Callable, Iterator
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.errors import EngineError
+
+Urls = dict[str, tuple[str, ...]]
+
+
+class Roster:
+    def __init__(self, job: SwarmJob) -> None:
+        self._path = job.run_folder.roster
+        self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
+
+    def urls(self) -> Urls:
+        """Policy -> engines, as of now. Raises EngineError for a file that is not ours."""
+        try:
+            written = msgspec.json.decode(self._path.read_bytes(), type=Urls)
+        except FileNotFoundError:
+            written = {}
+        except (OSError, msgspec.MsgspecError) as error:
+            raise EngineError(
+                f"{self._path} cannot be read ({error}): delete it to go back to the job's engines"
+            ) from error
+        return {name: written.get(name, urls) for name, urls in self._at_start.items()}
+
+    def add(self, policy: str, url: str) -> Urls:
+        return self._change(policy, lambda urls: urls if url in urls else (*urls, url))
+
+    def remove(self, policy: str, url: str) -> Urls:
+        return self._change(policy, lambda urls: tuple(one for one in urls if one != url))
+
+    def forget(self) -> None:
+        """Back to the job's engines."""
+        self._path.unlink(missing_ok=True)
+
+    def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:
+        with self._locked():
+            urls = self.urls()
+            urls[policy] = change(urls[policy])
+            partial = self._path.with_suffix(".partial")
+            partial.write_bytes(msgspec.json.encode(urls))
+            partial.replace(self._path)
+        return urls
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with self._path.with_suffix(".lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield

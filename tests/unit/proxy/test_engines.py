@@ -1,0 +1,172 @@
+"""Several engines: who gets a call, who gets none, and engines that come and go while agents are served."""
+
+import asyncio
+
+import pytest
+
+from swarmq.proxy.pool import CROWDED, Pool
+from swarmq.testing.scripted_engine import ScriptedEngine
+
+HI = {"role": "user", "content": "hi"}
+
+
+def pool_of(count, **how):
+    return Pool([ScriptedEngine(url=str(i)) for i in range(count)], **how)
+
+
+def urls(pool, *arguments):
+    return [lane.engine.url for lane in pool.order(*arguments)]
+
+
+def test_two_proxies_choose_the_same_engine_for_a_new_episode_and_spread_episodes():
+    one, other = pool_of(4), pool_of(4)
+    firsts = [urls(one, None, f"episode-{n}")[0] for n in range(64)]
+    assert firsts == [urls(other, None, f"episode-{n}")[0] for n in range(64)]
+    assert set(firsts) == set("0123")
+
+
+def test_an_episode_leaves_its_engine_only_when_that_is_crowded():
+    pool = pool_of(2)
+    mine = pool.lanes[0]
+    mine.open_calls = CROWDED
+    assert pool.order(mine)[0] is mine
+    mine.open_calls = CROWDED + 1
+    assert pool.order(mine)[0] is not mine
+
+
+def test_an_engine_with_weights_too_old_to_train_from_is_asked_last():
+    pool = pool_of(3, max_behind=2)
+    for lane, version in zip(pool.lanes, (7, 4, 5), strict=True):
+        lane.version = version
+    assert urls(pool, pool.lanes[1], "e")[-1] == "1"
+    pool.lanes[1].version = 5
+    assert urls(pool, pool.lanes[1], "e")[0] == "1"
+
+
+async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_has():
+    pool = pool_of(2)
+    ill, well = (lane.engine for lane in pool.lanes)
+    ill.down, well.version = True, 3
+    await pool.probe()
+    assert [(lane.healthy, lane.version) for lane in pool.lanes] == [(False, None), (True, 3)]
+    assert (urls(pool, pool.lanes[0])[0], pool.num_healthy) == ("1", 1)
+    ill.down = False
+    await pool.probe()
+    assert urls(pool, pool.lanes[0])[0] == "0"
+
+
+async def change(stage, what, url, policy="main"):
+    from .test_control import call
+
+    return await call(stage, "POST", f"/engines/{what}", {"policy": policy, "url": url}, roles=["admin"])
+
+
+async def test_an_engine_that_is_added_serves(stages, tmp_path):
+    async with stages(folder=str(tmp_path)) as stage:
+        status, engines = await change(stage, "add", "scripted://new")
+        assert status == 200
+        assert [view["url"] for view in engines["main"]] == ["scripted://0", "scripted://new"]
+        stage.engines[0].down = True
+        stage.engines[-1].say("x")
+        await stage.ask(HI)
+        assert stage.engines[-1].url == "scripted://new"
+        assert len(stage.engines[-1].requests) == 1
+
+
+async def test_an_engine_that_is_drained_gets_nothing_new_and_ends_what_it_has(stages, tmp_path):
+    async with stages(folder=str(tmp_path), engines=2) as stage:
+        gate = asyncio.Event()
+        for engine in stage.engines:
+            engine.say("slow", gate=gate)
+        async with asyncio.TaskGroup() as tasks:
+            open_call = tasks.create_task(stage.stream(HI, key=stage.key("e1")))
+            leaving, staying = await _asked(stage.engines)
+            status, engines = await change(stage, "remove", leaving.url)
+            assert status == 200
+            assert {(view["url"], view["draining"]) for view in engines["main"]} == {
+                (leaving.url, True),
+                (staying.url, False),
+            }
+            staying.lines.clear()
+            for _ in range(3):
+                staying.say("x")
+                await stage.ask(HI, key=stage.key("e1"))
+            assert (len(leaving.requests), len(staying.requests)) == (1, 3)
+            gate.set()
+        assert open_call.result()[-1] == "[DONE]"
+        async with asyncio.timeout(20):
+            while len((await _engines(stage))["main"]) > 1:
+                pass
+        assert len(stage.turns()) == 4
+
+
+async def test_a_proxy_follows_what_another_one_was_told(stages, tmp_path):
+    async with stages(folder=str(tmp_path), engines=2) as told, stages(folder=str(tmp_path), engines=2) as other:
+        await change(told, "remove", "scripted://0")
+        async with asyncio.timeout(20):
+            while len((await _engines(other))["main"]) > 1:
+                pass
+        assert [view["url"] for view in (await _engines(other))["other"]] == ["scripted://0", "scripted://1"]
+
+
+@pytest.mark.parametrize(
+    ("what", "url", "policy"),
+    [
+        ("remove", "scripted://0", "main"),
+        ("remove", "scripted://5", "main"),
+        ("add", "scripted://5", "nobody"),
+        ("add", "not a url", "main"),
+    ],
+    ids=["the last one", "an unknown one", "of no policy", "nonsense"],
+)
+async def test_a_change_that_makes_no_sense_changes_nothing(stages, tmp_path, what, url, policy):
+    async with stages(folder=str(tmp_path)) as stage:
+        before = await _engines(stage)
+        status, _ = await change(stage, what, url, policy)
+        assert status == 400
+        assert [view["url"] for view in (await _engines(stage))["main"]] == [view["url"] for view in before["main"]]
+
+
+async def test_only_admins_change_engines(stage):
+    from .test_control import call
+
+    for role in ("rollout", "read"):
+        status, _ = await call(stage, "POST", "/engines/add", {"policy": "main", "url": "http://x"}, roles=[role])
+        assert status == 403
+
+
+async def test_calls_wait_through_a_pause_for_weights_and_go_on(stage):
+    """As vLLM does it: requests are kept, tokens before and after have their versions."""
+    gate = asyncio.Event()
+    stage.engine.say("abcdef", gate=gate)
+    async with asyncio.TaskGroup() as tasks:
+        answer = tasks.create_task(stage.ask(HI))
+        await stage.engine.asked.wait()
+        stage.engine.version = 8
+        await _some_probes()
+        assert not answer.done()
+        gate.set()
+    assert answer.result()["choices"][0]["message"]["content"] == "abcdef"
+    [turn] = stage.turns()
+    assert turn.versions[-1].version == 8
+
+
+async def _asked(engines):
+    """The engine that samples, and the other one."""
+    waits = [asyncio.ensure_future(engine.asked.wait()) for engine in engines]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    first = next(engine for engine in engines if engine.asked.is_set())
+    return first, next(engine for engine in engines if engine is not first)
+
+
+async def _engines(stage):
+    from .test_control import call
+
+    return (await call(stage, "GET", "/status", roles=["read"]))[1]["policies"]
+
+
+async def _some_probes():
+    for _ in range(50):
+        await asyncio.sleep(0.001)
