@@ -667,11 +667,12 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
     "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.",
 )
 @click.option("--port", type=int, help="Override proxy.port, e.g. for a second proxy.")
-def proxy_command(job: Path, sets: tuple[str, ...], port: int | None) -> None:
+@click.option("--number", default=0, show_default=True, help="Its own among proxy.count proxies.")
+def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int) -> None:
     need("proxy")
     from swarmq.proxy.main import run
 
-    run(SwarmJob.load(job, sets=[*sets, *([f"proxy.port={port}"] if port else [])]))
+    run(SwarmJob.load(job, sets=[*sets, *([f"proxy.port={port}"] if port else [])]), number=number)
 
 
 @_daemon("learner", "Train one policy of a job from its ready queue, and push the weights to its engines.")

@@ -45,8 +45,9 @@ class Broker(Settings, frozen=True, kw_only=True):
 class Proxy(Settings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 0
-    """0 picks a free one and writes it to the run folder."""
+    """The first proxy's; 0 picks free ones. A fixed port of several proxies is followed by the next ones."""
     count: Count = 1
+    """Proxies side by side; each is one process on one core. An episode stays with one of them."""
     key_lifetime_s: Positive = 7200.0
     request_timeout_s: Positive = 600.0
     """Deadline of a call, from its arrival to its last byte; later it is answered 504."""

@@ -94,7 +94,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     def base_url_of(self, episode_id: str) -> str:
         """The proxy that an episode is to use: always the same one, so that it finds its conversation there."""
         urls = self.base_urls or (self.base_url,)
-        return urls[zlib.crc32(episode_id.encode()) % len(urls)]
+        return urls[home_of(episode_id, len(urls))]
 
     def encode(self) -> str:
         return "swarmq-invite." + _b64(msgspec.msgpack.encode(self))
@@ -109,6 +109,11 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.msgpack.decode(_unb64(body), type=cls)
         except (msgspec.MsgspecError, KeyRefusedError) as error:
             raise KeyRefusedError(f"the invite is damaged ({error}): copy the whole line again") from error
+
+
+def home_of(episode_id: str, num_proxies: int) -> int:
+    """Number of the proxy that an episode's client sends it to."""
+    return zlib.crc32(episode_id.encode()) % num_proxies
 
 
 def new_root() -> bytes:

@@ -413,6 +413,15 @@ def new_id() -> str:
     return str(uuid.UUID(int=value))
 
 
+def made_at(made_id: str) -> float | None:
+    """Unix time at which `new_id` made it; None for an id that something else made."""
+    try:
+        value = uuid.UUID(made_id)
+    except ValueError:
+        return None
+    return (value.int >> 80) / 1000 if value.version == 7 else None
+
+
 def pack_ids(ids: Sequence[int]) -> bytes:
     """Packed little-endian int32. Raises MessageError for an id that does not fit."""
     try:

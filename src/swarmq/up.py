@@ -1,7 +1,7 @@
 """One host, one command: start every part of a run, keep each running, stop them in order.
 
     broker (private node, or a url) ─┐
-    engines (vLLM, one per policy) ──┼─> resolved.toml ──> proxy, collector, learners
+    engines (vLLM, one per policy) ──┼─> resolved.toml ──> proxies, collector, learners
                                      └─> endpoints.json, invite
 
 A part that dies is started again on the same port, later each time; one that keeps dying ends the whole run with
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from swarmq.broker import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import Policy, SwarmJob, amqp_url
 from swarmq.engine.launch import EngineProcess, check_model
+from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.messages import Event
 from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
@@ -55,6 +56,8 @@ class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
     management_user: str | None
     management_password: str | None
     proxy: str
+    """The first one; ends in `/v1`."""
+    proxies: tuple[str, ...]
     engines: dict[str, tuple[str, ...]]
     pids: dict[str, int]
 
@@ -132,6 +135,7 @@ class Deployment:
             management_user=self.node.user if self.node else None,
             management_password=self.node.password if self.node else None,
             proxy=self.invite.base_url,
+            proxies=self.invite.base_urls,
             engines={name: policy.engine.urls for name, policy in self.job.policies.items()},
             pids=pids,
         )
@@ -152,8 +156,10 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
         async with contextlib.AsyncExitStack() as stack:
             node, url = await _broker(job, stack, report)
             engines = await _engines(job, stack, report)
-            resolved = _resolve(job, url, engines)
-            deployment = Deployment(resolved, node, _invite(resolved))
+            proxies = _proxies(job, engines)
+            resolved = _resolve(job, url, engines, proxies)
+            Roster(resolved).forget()  # engines that were added to an earlier start
+            deployment = Deployment(resolved, node, _invite(resolved, proxies))
             deployment.engines = engines
             folder.job.write_text(job.to_toml())
             _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
@@ -166,7 +172,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
                 warnings.put_nowait(text)
 
             warnings: asyncio.Queue[str] = asyncio.Queue()
-            await _daemons(deployment, stack, report)
+            await _daemons(deployment, proxies, stack, report)
             _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
             _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
             async with asyncio.TaskGroup() as tasks:
@@ -218,7 +224,7 @@ async def _engines(
             report(f"engine {name}: the ones you named")
         else:
             wanted |= {f"{name}.{index}": policy for index in range(policy.engine.count)}
-    ports = _ports(job.run_folder.path / "ports.json", [*wanted, "proxy"])
+    ports = _ports(job.run_folder.path / "ports.json", [*wanted, *_proxy_names(job)])
     engines = {
         name: EngineProcess(
             policy,
@@ -267,21 +273,31 @@ async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
         await node.start()
 
 
-async def _daemons(deployment: Deployment, stack: contextlib.AsyncExitStack, report: Callable[[str], None]) -> None:
+async def _daemons(
+    deployment: Deployment,
+    proxies: dict[str, int],
+    stack: contextlib.AsyncExitStack,
+    report: Callable[[str], None],
+) -> None:
     job, folder = deployment.job, deployment.job.run_folder
     resolved = str(folder.path / "resolved.toml")
     learners = [
         (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector"]) for name in _trained(job)
     ]
-    plans = [("proxy", ["proxy", resolved]), ("collector", ["collector", resolved]), *learners]
+    serving = [
+        (name, ["proxy", resolved, "--port", str(port), "--number", str(number)])
+        for number, (name, port) in enumerate(proxies.items())
+    ]
+    plans = [*serving, ("collector", ["collector", resolved]), *learners]
     for name, arguments in plans:
         report(f"{name}: starting")
         daemon = Daemon(name, [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log")
         await daemon.start()
         stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])
         deployment.daemons[name] = daemon
-    await _until_serving(deployment.daemons["proxy"], job.proxy.host, job.proxy.port)
-    report("proxy: serving")
+    for name, port in proxies.items():
+        await _until_serving(deployment.daemons[name], job.proxy.host, port)
+        report(f"{name}: serving")
 
 
 async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
@@ -306,15 +322,27 @@ async def _tell(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> N
         await broker.emit(Event(run=run, source="up", name="warning", at=time.time(), fields={"text": text}))
 
 
-def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess]) -> SwarmJob:
+def _proxy_names(job: SwarmJob) -> list[str]:
+    return ["proxy", *(f"proxy.{number}" for number in range(1, job.proxy.count))]
+
+
+def _proxies(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
+    """Proxy -> port: from the job's on, or free ones."""
+    names = _proxy_names(job)
+    if job.proxy.port:
+        return {name: job.proxy.port + number for number, name in enumerate(names)}
+    ports = _ports(job.run_folder.path / "ports.json", [*engines, *names])
+    return {name: ports[name] for name in names}
+
+
+def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess], proxies: dict[str, int]) -> SwarmJob:
     """The job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
-    ports = _ports(job.run_folder.path / "ports.json", [*engines, "proxy"])
     return msgspec.structs.replace(
         job,
         folder=str(Path(job.folder).resolve()),
         broker=msgspec.structs.replace(job.broker, url=url),
-        proxy=msgspec.structs.replace(job.proxy, port=job.proxy.port or ports["proxy"]),
+        proxy=msgspec.structs.replace(job.proxy, port=proxies["proxy"]),
         policies={
             name: msgspec.structs.replace(
                 policy, engine=msgspec.structs.replace(policy.engine, urls=urls[name] or policy.engine.urls)
@@ -324,15 +352,17 @@ def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess]) -> Swar
     )
 
 
-def _invite(job: SwarmJob) -> keys.Invite:
+def _invite(job: SwarmJob, proxies: dict[str, int]) -> keys.Invite:
     assert job.broker.url
+    base_urls = tuple(f"http://{job.proxy.host}:{port}/v1" for port in proxies.values())
     root = keys.load_root(job.run_folder.root_secret)
     return keys.Invite(
         run=job.run,
         client=HOST_CLIENT,
         secret=keys.client_secret(root, HOST_CLIENT),
         amqp_url=job.broker.url,
-        base_url=f"http://{job.proxy.host}:{job.proxy.port}/v1",
+        base_url=base_urls[0],
+        base_urls=base_urls,
         policies=tuple(job.policies),
         kinds=job.task_kinds,
         group_size=job.groups.group_size,

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -110,17 +110,19 @@ class WeightPusher:
         transfer: Transfer | None = None,
         timeouts: Timeouts | None = None,
         patience_s: float = 180.0,
+        current: Callable[[], Sequence[str]] | None = None,
     ) -> None:
         """`patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
-        started again, and there is nothing to learn from without any)."""
-        self._urls = tuple(engine_urls)
+        started again, and there is nothing to learn from without any). `current` gives the engines of each moment,
+        where they come and go; `engine_urls` are those of the beginning."""
+        self._current = current or (lambda: engine_urls)
         self._transfer = transfer or FileTransfer(engine_urls, folder)
         self._timeouts = timeouts or Timeouts()
         self._patience_s = patience_s
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
-        return self._run(named_tensors, version, self._urls)
+        return self._run(named_tensors, version, self._current())
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Push to the engines that do not serve `version` (started again, left paused, or in doubt); often to none."""
@@ -169,7 +171,7 @@ class WeightPusher:
 
     async def _behind(self, version: int) -> tuple[str, ...]:
         async with asyncio.TaskGroup() as tasks:
-            asked = {url: tasks.create_task(self._is_at(url, version)) for url in self._urls}
+            asked = {url: tasks.create_task(self._is_at(url, version)) for url in self._current()}
         return tuple(url for url, at in asked.items() if not at.result())
 
     async def _is_at(self, url: str, version: int) -> bool:

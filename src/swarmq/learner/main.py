@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmq import logs
 from swarmq.config import SwarmJob
+from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError
 from swarmq.learner.children import collector_beside, own_rank, run_ranks
 from swarmq.learner.lock import exclusive
@@ -64,4 +65,7 @@ def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
     from swarmq.engine.push import WeightPusher  # noqa: PLC0415
 
     urls = job.policies[policy].engine.urls
-    return WeightPusher(urls, job.run_folder.path / policy / "weights") if urls else None
+    if not urls:
+        return None
+    roster = Roster(job)
+    return WeightPusher(urls, job.run_folder.path / policy / "weights", current=lambda: roster.urls()[policy])

@@ -20,7 +20,7 @@ from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
-from swarmq.messages import Event
+from swarmq.messages import Event, made_at
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
@@ -44,7 +44,7 @@ def create_app(
     root: bytes,
     engines: Mapping[str, Sequence[Engine]],
     broker: Broker,
-    source: str = "proxy.0",
+    number: int = 0,
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
     tuning: Tuning | None = None,
@@ -52,10 +52,17 @@ def create_app(
 ) -> Litestar:
     """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
 
-    `opener` opens those that are added while it serves; with `tuning`, settings can change meanwhile.
+    `number` is its own among the run's proxies. `opener` opens engines that are added while it serves; with `tuning`,
+    settings can change meanwhile.
     """
     meter = Meter(alert=job.proxy.drift_alert, window=job.proxy.drift_window)
-    episodes = Episodes(idle_s=job.proxy.key_lifetime_s)
+    source, started_at = f"proxy.{number}", now()
+
+    def is_home(episode_id: str) -> bool:
+        made = made_at(episode_id)
+        return keys.home_of(episode_id, job.proxy.count) == number and (made is None or made >= started_at)
+
+    episodes = Episodes(idle_s=job.proxy.key_lifetime_s, is_home=is_home)
     gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
     fleet = Fleet(
         {name: engines[name] for name in job.policies},

@@ -167,7 +167,9 @@ class Completions:
         with lane.occupied():
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
-            stitched = await stitch(memory.graph(call.policy), history, rendered.token_ids, lane.engine)
+            stitched = await stitch(
+                memory.graph(call.policy), history, rendered.token_ids, lane.engine, lost=memory.lost
+            )
             setting = self._tuning.sampling(call.policy, call.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = effective(

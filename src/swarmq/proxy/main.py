@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from contextlib import AsyncExitStack
+from functools import partial
 from types import FrameType
 
 import structlog
@@ -41,11 +42,9 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"swarmq proxy.{number} {job.run}"))
         trained = [name for name, policy in job.policies.items() if policy.trained]
         await broker.declare(job.run, policies=trained, kinds=job.task_kinds)
+        opener = partial(VllmEngine.open, deadline_s=job.proxy.request_timeout_s)
         engines = {
-            name: [
-                await stack.enter_async_context(VllmEngine.open(engine, deadline_s=job.proxy.request_timeout_s))
-                for engine in policy.engine.urls
-            ]
+            name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
@@ -53,7 +52,9 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(tuning.follow(broker))
         stack.callback(following.cancel)
-        app = create_app(job, root=root, engines=engines, broker=broker, source=f"proxy.{number}", tuning=tuning)
+        app = create_app(
+            job, root=root, engines=engines, broker=broker, number=number, tuning=tuning, opener=opener
+        )
         host, port = listener.getsockname()[:2]
         log.info("listening", url=f"http://{host}:{port}/v1")
         config = uvicorn.Config(

@@ -16,6 +16,8 @@ from swarmq.proxy.pool import Lane
 
 LIMIT_BYTES = 512 * 1024 * 1024
 """Tokens and keys of all remembered episodes together."""
+MAX_FORGOTTEN = 10_000
+"""Episodes of which we remember that we have forgotten them."""
 
 
 class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +34,9 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
 class Memory:
     """Of one episode."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lost: bool = False) -> None:
+        self.lost = lost
+        """There may have been calls that we know nothing of."""
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, Lane] = {}
         """Policy -> the engine that answered last."""
@@ -52,18 +56,29 @@ class Episodes:
     """Memories by episode; the least recently used go first."""
 
     def __init__(
-        self, *, idle_s: float, limit_bytes: int = LIMIT_BYTES, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        idle_s: float,
+        limit_bytes: int = LIMIT_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        is_home: Callable[[str], bool] = lambda _: True,
     ) -> None:
+        """`is_home` says of an episode's id whether its first call was to come here, and not before we were there."""
         self._idle_s = idle_s
         self._limit_bytes = limit_bytes
         self._clock = clock
+        self._is_home = is_home
+        self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._memories: OrderedDict[str, Memory] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._memories)
 
     def of(self, episode_id: str) -> Memory:
-        memory = self._memories.setdefault(episode_id, Memory())
+        memory = self._memories.get(episode_id)
+        if memory is None:
+            lost = episode_id in self._forgotten or not self._is_home(episode_id)
+            memory = self._memories[episode_id] = Memory(lost=lost)
         memory.used_at = self._clock()
         self._memories.move_to_end(episode_id)
         return memory
@@ -94,3 +109,6 @@ class Episodes:
                 return
             total -= memory.size_bytes
             del self._memories[episode_id]
+            self._forgotten[episode_id] = None
+            if len(self._forgotten) > MAX_FORGOTTEN:
+                self._forgotten.popitem(last=False)

@@ -15,13 +15,15 @@ from swarmq.messages import pack_ids, unpack_ids
 from swarmq.proxy.graph import Graph, History, Node, Reason, Stitched, branched, continued, why_not
 
 
-async def stitch(graph: Graph, history: History, fresh_ids: list[int], engine: Engine) -> Stitched:
-    """Raises EngineError when the engine cannot be asked about texts."""
+async def stitch(
+    graph: Graph, history: History, fresh_ids: list[int], engine: Engine, *, lost: bool = False
+) -> Stitched:
+    """`lost`: earlier answers of this episode may be unknown here. Raises EngineError when the engine cannot be asked about texts."""
     fresh = pack_ids(fresh_ids)
     nodes = graph.known(history)
     edited: Reason | None = "history_edited" if graph.edited(history) else None
     if not nodes:
-        return Stitched(prompt=fresh, branch=edited)
+        return Stitched(prompt=fresh, branch=edited or ("memory_lost" if lost and history.answered else None))
     found: Stitched | Reason | None = continued(nodes[0], fresh)
     if found is None:
         found = await _by_text(nodes[0], history, fresh, engine)

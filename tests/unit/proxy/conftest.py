@@ -34,7 +34,9 @@ class Stage(Agent):
 
 
 @asynccontextmanager
-async def staged(*, engines: int = 1, folder: str = "runs", sampling: Any = None, **settings) -> AsyncIterator[Stage]:
+async def staged(
+    *, engines: int = 1, folder: str = "runs", sampling: Any = None, number: int = 0, **settings
+) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
     policy = {
         "model": "x",
@@ -53,7 +55,7 @@ async def staged(*, engines: int = 1, folder: str = "runs", sampling: Any = None
         yield scripted[-1]
 
     given = {"main": scripted[:], "other": scripted[:]}
-    app = create_app(job, root=ROOT, engines=given, broker=broker, state_every_s=0.01, opener=opener)
+    app = create_app(job, root=ROOT, engines=given, broker=broker, state_every_s=0.01, opener=opener, number=number)
     async with served(app) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)
         stage.engines, stage.broker, stage.job = scripted, broker, job

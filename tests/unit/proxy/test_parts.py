@@ -78,3 +78,10 @@ def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engi
         assert pool.order(pool.lanes[0])[0] is pool.lanes[0]
         pool.lanes[1].fail()
         assert [lane.engine.url for lane in pool.order(None)] == ["2", "0", "1"]
+
+
+def test_what_was_forgotten_is_known_to_be_forgotten():
+    episodes = Episodes(idle_s=1000, limit_bytes=0, is_home=lambda name: name != "moved")
+    assert [episodes.of(name).lost for name in ("a", "moved")] == [False, True]
+    episodes.sweep()
+    assert (len(episodes), episodes.of("a").lost) == (0, True)
