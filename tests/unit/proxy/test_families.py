@@ -20,6 +20,7 @@ from swarmq.errors import EngineRefusedError
 from swarmq.messages import decode, unpack_ids
 from swarmq.proxy.calls import Call
 from swarmq.proxy.completion import Completions
+from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
@@ -66,6 +67,8 @@ class Stage:
             episodes=Episodes(idle_s=1000),
             recorder=Recorder(self.broker, self.meter, confirm_timeout_s=1),
             meter=self.meter,
+            gate=Gate(max_open=10, max_waiting=0),
+            timeout_s=60.0,
         )
         self.declared = False
 
