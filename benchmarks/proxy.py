@@ -1,0 +1,316 @@
+"""What one proxy process on one core costs: added latency, requests and tokens a second, two thousand streams held.
+
+    python -m benchmarks.proxy --litellm .cache/litellm/bin/litellm
+
+The engine is scripted (`proxy_engine.py`) and streams a token at a time at the pace of a busy server: one every
+15 ms, slower where all streams together would pass 4,000 tokens a second. Every call is an episode of its own, its turn
+confirmed by a real RabbitMQ before its last byte. Direct calls and calls through the proxy take turns in one run, and so
+do swarmq's proxy and LiteLLM's (which records nothing); the proxy that is measured has a core to itself as far as
+the machine allows (`taskset`). Added latency is the difference of the percentiles, of the time to the first token and
+of the whole answer. Memory is read when all streams are open and again when they end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import resource
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import aiohttp
+
+from benchmarks import report
+from swarmq import keys
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.node import PrivateNode
+from swarmq.config import SwarmJob
+from swarmq.messages import new_id
+from swarmq.process import die_with_parent, free_port, stop_group
+
+RUN = "proxy-benchmark"
+STREAMS = (1, 64, 512, 2000)
+REPEATS = 5
+TOKEN_S, MAX_TOKENS_PER_S = 0.015, 4000
+WINDOW_S = 6.0
+"""How long a stream of the latency part lasts."""
+SATURATED = 64
+"""Calls at a time where requests are counted."""
+SHORT = 16
+OPEN_FILES = 16_384
+
+
+class Target(NamedTuple):
+    """Somewhere to send chat completions to."""
+
+    name: str
+    url: str
+    model: str
+    pid: int
+
+
+class Call(NamedTuple):
+    first_s: float
+    whole_s: float
+
+
+class Client:
+    """Sends streamed chat completions, each with a key of its own."""
+
+    def __init__(self, http: aiohttp.ClientSession, secret: bytes) -> None:
+        self._http = http
+        self._secret = secret
+
+    async def stream(self, target: Target, opened: asyncio.Event | None = None) -> Call:
+        headers = {"authorization": f"Bearer {self._key() if target.name == 'swarmq' else 'sk-none'}"}
+        body = {"model": target.model, "messages": [{"role": "user", "content": "hello"}], "stream": True}
+        began, first, tail = time.perf_counter(), 0.0, b""
+        async with self._http.post(f"{target.url}/chat/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{target.name} answered {response.status}: {(await response.text())[:300]}")
+            async for block in response.content.iter_any():
+                if not first and b"word" in block:
+                    first = time.perf_counter()
+                    if opened:
+                        opened.set()
+                tail = (tail + block)[-64:]
+        if not first or b"[DONE]" not in tail:
+            raise RuntimeError(f"{target.name} ended a stream with {tail!r}")
+        return Call(first - began, time.perf_counter() - began)
+
+    async def together(self, target: Target, count: int, *, over_s: float = 0.0) -> list[Call]:
+        """So many streams at once, begun evenly over a while, as agents begin theirs."""
+
+        async def one(at: int) -> Call:
+            await asyncio.sleep(at * over_s / count)
+            return await self.stream(target)
+
+        return list(await asyncio.gather(*(one(at) for at in range(count))))
+
+    def _key(self) -> str:
+        claims = keys.Claims(
+            run=RUN, client="b", episode_id=new_id(), policies=("main",), expires_at=time.time() + 3600
+        )
+        return keys.mint(self._secret, claims)
+
+
+async def play(
+    folder: Path, *, streams: Sequence[int], litellm: Path | None
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and detail."""
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(PrivateNode(folder / "broker"))
+        engine_port, port, litellm_port = free_port(), free_port(), free_port()
+        engine = f"http://127.0.0.1:{engine_port}"
+        job = SwarmJob.build(
+            {
+                "run": RUN,
+                "folder": str(folder),
+                "policies": {"main": {"model": "x", "engine": {"urls": [engine]}, "sampling": {"max_tokens": 10_000}}},
+                "broker": {"url": node.amqp_url},
+                "proxy": {"port": port},
+            }
+        )
+        (folder / "job.toml").write_text(job.to_toml())
+        secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
+        broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="proxy benchmark"))
+        await broker.declare(RUN, policies=["main"], kinds=job.mix)
+        drain = asyncio.create_task(_drain(broker))
+        stack.callback(drain.cancel)
+        python = [sys.executable, "-m"]
+        await stack.enter_async_context(
+            running(folder, "engine", [*python, "benchmarks.proxy_engine", str(engine_port)])
+        )
+        ours = [*pinned(), *python, "swarmq", "proxy", str(folder / "job.toml")]
+        proxy = await stack.enter_async_context(running(folder, "proxy", ours))
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=600)
+        http = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, timeout=timeout))
+        client = Client(http, secret)
+        direct = Target("direct", f"{engine}/v1", "scripted", 0)
+        swarmq = Target("swarmq", f"http://127.0.0.1:{port}/v1", "main", proxy.pid)
+        await until_serving(http, f"{engine}/health")
+        await until_serving(http, f"http://127.0.0.1:{port}/health")
+        figures: dict[str, float] = {}
+        detail: dict[str, Any] = {"latency": {}, "machine_load": os.getloadavg()}
+        for count in streams:
+            detail["latency"][count] = measured = await latency(client, http, engine, direct, swarmq, count)
+            print(count, {key: value for key, value in measured.items() if not isinstance(value, list)}, flush=True)
+        figures["added_p50_ms"] = detail["latency"][streams[0]]["added_first_p50_ms"]
+        for count in streams:
+            for name in ("added_first_p50_ms", "added_first_p99_ms", "added_whole_p50_ms", "added_whole_p99_ms"):
+                figures[f"{name.removesuffix('_ms')}_ms_{count}"] = detail["latency"][count][name]
+        if 512 in streams:
+            figures["added_p99_ms_512"] = detail["latency"][512]["added_first_p99_ms"]
+        most = max(streams)
+        figures["streams_held"] = detail["latency"][most]["held"]
+        figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
+        targets = [swarmq]
+        if litellm:
+            argv = [*pinned(), str(litellm), "--config", _litellm_config(folder, engine), "--port", str(litellm_port)]
+            other = await stack.enter_async_context(running(folder, "litellm", [*argv, "--host", "127.0.0.1"]))
+            await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness")
+            targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
+        rates = await saturated(client, http, engine, targets)
+        detail["requests_per_s"] = rates
+        figures["requests_per_s"] = statistics.median(rates["swarmq"])
+        figures["tokens_per_s"] = figures["requests_per_s"] * SHORT
+        if litellm:
+            pairs = zip(rates["swarmq"], rates["litellm"], strict=True)
+            figures["over_litellm"] = statistics.median(one / other for one, other in pairs)
+            detail["litellm"] = litellm_version(litellm)
+        return figures, detail
+
+
+async def latency(
+    client: Client, http: aiohttp.ClientSession, engine: str, direct: Target, proxy: Target, count: int
+) -> dict[str, Any]:
+    """Direct and through the proxy in turns: percentiles of both, their differences, and the proxy's memory."""
+    interval_s = max(TOKEN_S, count / MAX_TOKENS_PER_S)
+    tokens = max(int(WINDOW_S / interval_s), SHORT) if count > 1 else SHORT
+    rounds = max(REPEATS * 8 // count, 1) if count > 1 else 60
+    await set_pace(http, engine, tokens=tokens, interval_s=interval_s)
+    calls: dict[str, list[Call]] = {"direct": [], "swarmq": []}
+    growth: list[float] = []
+    await client.together(proxy, min(count, 64))  # warm
+    for _ in range(rounds if count == 1 else REPEATS if count < 512 else 2):
+        for target in (direct, proxy):
+            async with asyncio.TaskGroup() as tasks:
+                watch = (
+                    tasks.create_task(_memory(target.pid, tokens * interval_s)) if count > 1 and target.pid else None
+                )
+                calls[target.name] += await client.together(target, count, over_s=interval_s if count > 1 else 0.0)
+            if watch:
+                growth.append(watch.result())
+    found: dict[str, Any] = {"interval_s": interval_s, "tokens": tokens, "held": count, "calls": len(calls["swarmq"])}
+    for field, name in enumerate(("first", "whole")):
+        for percent in (50, 99):
+            one, other = (percentile([call[field] for call in calls[key]], percent) for key in ("swarmq", "direct"))
+            found[f"direct_{name}_p{percent}_ms"] = 1000 * other
+            found[f"added_{name}_p{percent}_ms"] = 1000 * (one - other)
+    found["rss_growth_ratio"] = max(growth, default=1.0)
+    return found
+
+
+async def saturated(
+    client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target]
+) -> dict[str, list[float]]:
+    """Requests a second of short streamed answers, the targets in turns."""
+    await set_pace(http, engine, tokens=SHORT, interval_s=0.0)
+    rates: dict[str, list[float]] = {target.name: [] for target in targets}
+    for target in targets:
+        await client.together(target, SATURATED)  # warm
+    for _ in range(REPEATS):
+        for target in targets:
+            rates[target.name].append(await _rate(client, target, seconds=4.0))
+    return rates
+
+
+async def _rate(client: Client, target: Target, *, seconds: float) -> float:
+    done, until, began = 0, time.perf_counter() + seconds, time.perf_counter()
+
+    async def caller() -> None:
+        nonlocal done
+        while time.perf_counter() < until:
+            await client.stream(target)
+            done += 1
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(SATURATED):
+            tasks.create_task(caller())
+    return done / (time.perf_counter() - began)
+
+
+async def _memory(pid: int, lasts_s: float) -> float:
+    """Resident memory late in the streams' life over that when all are open."""
+    await asyncio.sleep(0.35 * lasts_s)
+    before = resident(pid)
+    await asyncio.sleep(0.45 * lasts_s)
+    return resident(pid) / before
+
+
+async def _drain(broker: AmqpBroker) -> None:
+    """What a collector would do."""
+    async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
+        async for delivery in deliveries:
+            await delivery.ack()
+
+
+@contextlib.asynccontextmanager
+async def running(folder: Path, name: str, argv: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+    with (folder / f"{name}.log").open("wb") as sink:
+        process = await asyncio.create_subprocess_exec(*argv, stdout=sink, stderr=sink, preexec_fn=die_with_parent)
+    try:
+        yield process
+    finally:
+        await stop_group(process, grace_s=10)
+
+
+def pinned() -> list[str]:
+    """The last core for the proxy that is measured."""
+    return ["taskset", "-c", str(max(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
+
+
+async def until_serving(http: aiohttp.ClientSession, url: str, *, within_s: float = 180.0) -> None:
+    async with asyncio.timeout(within_s):
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with http.get(url) as response:
+                    if response.status == 200:
+                        return
+            await asyncio.sleep(0.1)
+
+
+async def set_pace(http: aiohttp.ClientSession, engine: str, *, tokens: int, interval_s: float) -> None:
+    async with http.post(f"{engine}/pace", json={"tokens": tokens, "interval_s": interval_s}) as response:
+        response.raise_for_status()
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
+
+
+def resident(pid: int) -> float:
+    """MiB."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def _litellm_config(folder: Path, engine: str) -> str:
+    path = folder / "litellm.yaml"
+    path.write_text(
+        "model_list:\n- model_name: main\n  litellm_params:\n    model: openai/scripted\n"
+        f"    api_base: {engine}/v1\n    api_key: none\n"
+    )
+    return str(path)
+
+
+def litellm_version(binary: Path) -> str:
+    found = sorted(binary.parent.parent.glob("lib/python*/site-packages/litellm-*.dist-info"))
+    return found[0].name.removeprefix("litellm-").removesuffix(".dist-info") if found else "unknown"
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--litellm", type=Path, help="the `litellm` program of a virtual environment of its own")
+    parser.add_argument("--streams", type=int, nargs="+", default=STREAMS)
+    arguments = parser.parse_args()
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (OPEN_FILES, max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        figures, detail = asyncio.run(play(Path(folder), streams=arguments.streams, litellm=arguments.litellm))
+    print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
+    report.save("proxy", figures, detail=detail, out=arguments.out)
+
+
+if __name__ == "__main__":
+    main()
