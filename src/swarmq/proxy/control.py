@@ -248,7 +248,7 @@ class Control:
 
     def _begin_of(self, asked: BeginRequest, operator: str) -> EpisodeBegin:
         job = self._job
-        kind = asked.kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
+        kind = asked.kind or (job.task_kinds[0] if len(job.task_kinds) == 1 else None)
         if kind not in job.task_kinds:
             raise RefusedError(f"kind {kind!r}: the kinds of the run are {', '.join(job.task_kinds)}", param="kind")
         policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))

@@ -52,9 +52,7 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(tuning.follow(broker))
         stack.callback(following.cancel)
-        app = create_app(
-            job, root=root, engines=engines, broker=broker, number=number, tuning=tuning, opener=opener
-        )
+        app = create_app(job, root=root, engines=engines, broker=broker, number=number, tuning=tuning, opener=opener)
         host, port = listener.getsockname()[:2]
         log.info("listening", url=f"http://{host}:{port}/v1")
         config = uvicorn.Config(
