@@ -23,7 +23,7 @@ from swarmq.keys import Role
 from swarmq.messages import Action
 
 EXTRAS = {
-    "proxy": ("litestar", "uvicorn", "aiohttp"),
+    "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client"),
     "learner": ("torch", "transformers", "accelerate", "zstandard"),
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }

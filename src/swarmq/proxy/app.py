@@ -30,6 +30,7 @@ from swarmq.proxy.fleet import Fleet, Opener
 from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
+from swarmq.proxy.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.recorder import Publisher, Recorder
 from swarmq.proxy.refusals import refusal_of
 from swarmq.proxy.tuning import Tuning
@@ -106,6 +107,14 @@ def create_app(
 
     control = Control(job, broker, root=root, now=now)
 
+    metrics = Metrics(meter, gate, fleet, episodes)
+    authority = Authority(root, job.run, now)
+
+    @get("/metrics", guards=[authority.needs("read")], media_type=CONTENT_TYPE, security=[{SECURITY: []}])
+    async def show_metrics() -> bytes:
+        """For Prometheus, with an operator token whose role is read."""
+        return metrics.text()
+
     @asynccontextmanager
     async def controlling(_: Litestar) -> AsyncIterator[None]:
         async with fleet.kept(), control.serve():
@@ -130,7 +139,7 @@ def create_app(
 
     asked = agent_routes(completions, claims_of=claims_of, pools=pools, episodes=episodes, meter=meter)
     return Litestar(
-        [*asked, health, control_router(control, Authority(root, job.run, now), episodes, fleet, status)],
+        [*asked, health, show_metrics, control_router(control, authority, episodes, fleet, status)],
         lifespan=[reporting, controlling],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",

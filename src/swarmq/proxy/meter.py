@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from swarmq.drift import Drift
@@ -21,12 +22,15 @@ class Meter:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     errors: int = 0
+    on_turn: Callable[[Turn, float], None] = lambda _turn, _confirm_s: None
+    """Called for each turn that is confirmed, with the seconds that took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
 
-    def take(self, turn: Turn) -> None:
+    def take(self, turn: Turn, confirm_s: float = 0.0) -> None:
         """Count a turn that is confirmed."""
+        self.on_turn(turn, confirm_s)
         one = Drift.of_turn(turn)
         self.sampled_tokens += len(turn.sampled_ids) // 4
         self.drift += one

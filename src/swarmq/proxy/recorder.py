@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -79,9 +80,10 @@ class Recorder:
         """Return once the turn is durable. Raises BrokerError when that takes too long, EngineError for a bad answer."""
         turn = turn_of(asked, sampled)
         _check(turn)
+        sampled_at = time.monotonic()
         await self._broker.publish(topology.inbox(asked.run), turn, deadline_s=self._confirm_timeout_s)
         graph.add(node_of(asked, sampled, turn), asked.history)  # only now: a parent must exist for the collector
-        self._meter.take(turn)
+        self._meter.take(turn, time.monotonic() - sampled_at)
 
 
 def _check(turn: Turn) -> None:

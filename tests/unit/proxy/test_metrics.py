@@ -1,0 +1,74 @@
+"""What Prometheus and the log get to see, and what they never do."""
+
+import asyncio
+
+import structlog
+from prometheus_client.parser import text_string_to_metric_families
+
+from .test_control import call, token
+
+HI = {"role": "user", "content": "hi"}
+
+
+async def scrape(stage, *, role="read"):
+    headers = {"authorization": f"Bearer {token(role)}"}
+    async with stage.http.get(f"{stage.url}/metrics", headers=headers) as response:
+        assert response.status == 200, await response.text()
+        assert response.headers["content-type"].startswith("text/plain")
+        text = await response.text()
+    return {
+        (sample.name, *sorted(sample.labels.values())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_metrics_count_calls_tokens_engines_and_durations(stages):
+    async with stages(engines=2) as stage:
+        for engine in stage.engines:
+            engine.version = 3
+            engine.say("hello")
+        await stage.ask(HI)
+        await stage.refused({"model": "no", "messages": [HI]})
+        async with asyncio.timeout(20):
+            while (found := await scrape(stage)).get(("swarmq_engine_weight_version", "main", "scripted://0")) != 3:
+                pass
+    assert found["swarmq_calls_total",] == 1
+    assert found["swarmq_errors_total",] == 1
+    assert found["swarmq_sampled_tokens_total",] == 4
+    assert found["swarmq_open_calls",] == 0
+    assert found["swarmq_engine_up", "main", "scripted://1"] == 1
+    for name in ("first_token", "call", "confirm"):
+        assert found[f"swarmq_{name}_seconds_count", "main"] == 1
+
+
+async def test_metrics_need_a_token(stage):
+    async with stage.http.get(f"{stage.url}/metrics") as response:
+        assert response.status == 401
+
+
+async def test_nothing_secret_is_logged(stage, capsys):
+    """Every way to be refused, and a failure of ours with its traceback."""
+    structlog.reset_defaults()
+    secrets = [
+        stage.key(),
+        stage.key(expires_in=-100),
+        stage.key(root=b"x" * 32),
+        token("read"),
+        "sk-someone-elses-key",
+    ]
+    for secret in secrets:
+        await stage.post({"model": "main", "messages": []}, key=secret)
+        await call(stage, "POST", "/episodes", {"task_id": "t"}, as_=secret)
+
+    async def broken(*_):
+        raise RuntimeError("a bug")
+
+    stage.engine.render = broken
+    status, _ = await stage.refused({"model": "main", "messages": [HI]}, key=secrets[0])
+    assert status == 500
+    told = "".join(capsys.readouterr())
+    assert "a bug" in told, "nothing was logged, so nothing is shown"
+    for secret in secrets:
+        assert secret not in told
+        assert secret.rpartition(".")[2] not in told
