@@ -50,9 +50,14 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def save(
-    name: str, figures: Mapping[str, float], *, detail: Mapping[str, Any] | None = None, out: Path | None = None
+    name: str,
+    figures: Mapping[str, float],
+    *,
+    detail: Mapping[str, Any] | None = None,
+    out: Path | None = None,
+    finished: bool = True,
 ) -> Path:
-    """Write `NAME.json` and a line of history; the path of the former.
+    """Write `NAME.json` and, of a finished run, a line of history; the path of the former.
 
     Raises ValueError for a figure that is not finite: what is no plain number belongs into `detail`.
     """
@@ -71,8 +76,9 @@ def save(
     path = (out or RESULTS) / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record | {"detail": dict(detail or {})}, indent=1) + "\n")
-    with (HISTORY if out is None else out / HISTORY.name).open("a") as history:
-        history.write(json.dumps(record) + "\n")
+    if finished:
+        with (HISTORY if out is None else out / HISTORY.name).open("a") as history:
+            history.write(json.dumps(record) + "\n")
     return path
 
 

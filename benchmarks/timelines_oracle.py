@@ -49,7 +49,8 @@ def compare(device: torch.device) -> dict[str, dict[str, float]]:
 
 
 def worst(found: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    names = ("oracle_logprob_max_abs", "oracle_grad_rel")
+    """Over all of `compare`; nothing of nothing."""
+    names = ("oracle_logprob_max_abs", "oracle_grad_rel") if found else ()
     return {name: max(each[name] for each in found.values()) for name in names}
 
 

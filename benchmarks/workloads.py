@@ -23,6 +23,8 @@ class Workload(NamedTuple):
     """One group of episodes; measurements repeat it with other random tokens until there is enough to do."""
     goal: float | None = None
     """Speed-up over the oracle to be reached on an H200."""
+    groups: int = 1
+    """At least so many: a pass of several trees keeps a GPU busy to its end, where the last blocks of one tree do not."""
 
 
 class Source:
@@ -110,7 +112,7 @@ WORKLOADS = [
     Workload("linear_10", linear(10), 5.5),
     Workload("linear_20", linear(20), 9.0),
     Workload("linear_30", linear(30), 13.0),
-    Workload("forks_3", forks(3), 8.0),
+    Workload("forks_3", forks(3), 8.0, groups=2),
     Workload("linear_2", linear(2)),
     Workload("linear_5", linear(5)),
     Workload("forks_2", forks(2)),
@@ -125,11 +127,12 @@ WORKLOADS = [
 
 
 def batch(workload: Workload, source: Source, at_least: int, tree_at_least: int = 0) -> list[Episode]:
-    """Groups until the oracle has `at_least` tokens to compute and the tree `tree_at_least`: fewer than keep a
-    processor busy would measure how fast work is handed to it."""
+    """Groups until there are as many as the workload wants, and the oracle has `at_least` tokens to compute and the tree
+    `tree_at_least`: fewer than keep a processor busy would measure how fast work is handed to it."""
     episodes: list[Episode] = []
-    unfolded = folded = 0
-    while unfolded < at_least or folded < tree_at_least:
+    unfolded = folded = groups = 0
+    while groups < workload.groups or unfolded < at_least or folded < tree_at_least:
+        groups += 1
         group = workload.make(source)
         unfolded += sum(len(turn) for turns in group for turn in turns)
         folded += PrefixTree(group).num_tokens

@@ -37,19 +37,31 @@ class Visibility:
 
     def __init__(self, layout: Layout, device: torch.device, *, compiled: bool) -> None:
         self.num_tokens = layout.num_tokens
-        self.nodes = node_spans(layout)
-        self.paths = _paths(self.nodes, layout.node_parents.tolist())
-        """Node -> the runs of tokens from its root to its own end, in order."""
         self.compiled = compiled
+        self._layout = layout
         self._device = device
         self._exits, self._positions = _padded(layout, compiled)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, Batches] = {}
 
+    @functools.cached_property
+    def nodes(self) -> list[Run]:
+        return node_spans(self._layout)
+
+    @functools.cached_property
+    def paths(self) -> list[list[Run]]:
+        """Node -> the runs of tokens from its root to its own end, in order."""
+        return _paths(self.nodes, self._layout.node_parents.tolist())
+
     def block_mask(self, window: int | None) -> BlockMask:
         """For queries and keys padded to `padded_length`; made once per window and layout."""
         if window not in self._block_masks:
-            self._block_masks[window] = _block_mask(self._exits, self._positions, window, self._device)
+            partly, wholly = block_map(self._exits, self._positions, BLOCK, window)
+            partly[-(-self.num_tokens // BLOCK) :] = False  # padding alone
+            sees = _sees(placed(self._exits, self._device), placed(self._positions, self._device), window)
+            self._block_masks[window] = BlockMask.from_kv_blocks(
+                *_ordered(partly, self._device), *_ordered(wholly, self._device), BLOCK_SIZE=BLOCK, mask_mod=sees
+            )
         return self._block_masks[window]
 
     def batches(self, window: int | None) -> Batches:
@@ -136,14 +148,6 @@ def _padded(layout: Layout, compiled: bool) -> tuple[IntArray, IntArray]:
     length = next(length for length in LENGTHS if length >= size) if compiled else size
     extra = np.arange(size, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
-
-
-def _block_mask(exits: IntArray, positions: IntArray, window: int | None, device: torch.device) -> BlockMask:
-    partly, wholly = block_map(exits, positions, BLOCK, window)
-    sees = _sees(placed(exits, device), placed(positions, device), window)
-    return BlockMask.from_kv_blocks(
-        *_ordered(partly, device), *_ordered(wholly, device), BLOCK_SIZE=BLOCK, mask_mod=sees
-    )
 
 
 def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Log-probabilities of chosen tokens without ever holding [S, vocabulary] logits.
 
-The head runs over chunks of tokens, forward and again backward. Logits are FP32 (from BF16 factors on CUDA, where the
-matrix product accumulates and returns FP32). Bias, scaling and soft-capping of logits are part of the head.
+The head runs over chunks of tokens. Of the first ones, as many as fit a fixed share of memory, the gradient of the
+log-probabilities is kept in the dtype of the matrix products; the logits of the others are made again for the backward
+pass. Logits are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling
+and soft-capping of logits are part of the head.
 """
 
 from __future__ import annotations
@@ -15,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 CPU_CHUNK = 1 << 22
-"""Most logits at once on a CPU: 16 MiB."""
+"""Most logits at once on a CPU: 16 MiB. And most of their gradients that are kept."""
 GPU_SHARE = 1 / 32
-"""Share of a GPU's memory that FP32 logits may take at once. Few large chunks, because each one costs a pass over the
-gradient of the head's weight."""
+"""Share of a GPU's memory that FP32 logits may take at once, and their gradients that are kept. Few large chunks,
+because each one costs a pass over the gradient of the head's weight."""
 
 
 class Form(NamedTuple):
@@ -51,7 +53,8 @@ def head_of(model: PreTrainedModel) -> Head:
 
 def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor) -> Scored:
     """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S])."""
-    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures)  # type: ignore[no-untyped-call]
+    learning = torch.is_grad_enabled()  # which a Function's own forward cannot tell
+    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning)  # type: ignore[no-untyped-call]
     return Scored(logprobs, entropies)
 
 
@@ -62,7 +65,8 @@ def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Score
 
 
 class _Score(torch.autograd.Function):
-    """Logits are made twice, chunk by chunk, and kept never."""
+    """The gradient of a log-probability with respect to the logits does not depend on what comes after it but for a
+    factor per token, so it can be had while the logits are there."""
 
     @staticmethod
     def forward(
@@ -73,44 +77,53 @@ class _Score(torch.autograd.Function):
         form: Form,
         targets: Tensor,
         temperatures: Tensor,
+        learning: bool,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         ctx.form = form
         reduce = _compiled(_reduce) if device == "cuda" else _reduce
+        slope = _compiled(_slope) if device == "cuda" else _slope
         factor = weight.to(ctx.dtype).t()
         logprobs, entropies, norms = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
+        kept: list[Tensor] = []
+        room = _most_kept(hidden.device, ctx.dtype) if learning else 0
         for part in _chunks(hidden, weight):
             logits = _product(hidden[part].to(ctx.dtype), factor, bias)
             logprobs[part], entropies[part], norms[part] = reduce(logits, targets[part], temperatures[part], form)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms)
+            room -= logits.numel()
+            if room >= 0:
+                kept.append(slope(logits, Chosen(targets[part], temperatures[part], norms[part]), form, ctx.dtype))
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, *kept)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, norms = ctx.saved_tensors
+        hidden, weight, bias, targets, temperatures, norms, *kept = ctx.saved_tensors
         slope = _compiled(_slope) if hidden.device.type == "cuda" else _slope
         factor = weight.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
         weight_grad: Tensor | None = None
         bias_grad = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
-        by_scaled = gradients[0] / temperatures
-        for part in _chunks(hidden, weight):
-            inputs = hidden[part].to(ctx.dtype)
-            logits = _product(inputs, factor.t(), bias)
-            chosen = Chosen(targets[part], temperatures[part], norms[part], by_scaled[part])
-            by_logits = slope(logits, chosen, ctx.form, ctx.dtype)
-            hidden_grad[part] = (by_logits @ factor).to(hidden.dtype)
-            by_weight = _product(by_logits.t(), inputs)
+        by_scaled = (gradients[0] / temperatures)[:, None]
+        for i, part in enumerate(_chunks(hidden, weight)):
+            inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
+            if i < len(kept):
+                by_product = kept[i]
+            else:
+                logits = _product(inputs, factor.t(), bias)
+                by_product = slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, ctx.dtype)
+            hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
+            by_weight = _product(by_product.t(), (inputs * above).to(ctx.dtype))
             weight_grad = by_weight if weight_grad is None else weight_grad.add_(by_weight)
             if bias_grad is not None:
-                bias_grad += by_logits.float().sum(0)
+                bias_grad += by_product.float().t() @ above[:, 0]
         return (
             hidden_grad,
             torch.zeros_like(weight) if weight_grad is None else weight_grad.to(weight.dtype),
             None if bias is None or bias_grad is None else bias_grad.to(bias.dtype),
-            *[None] * 3,
+            *[None] * 4,
         )
 
 
@@ -121,8 +134,6 @@ class Chosen(NamedTuple):
     temperatures: Tensor
     norms: Tensor
     """Log of the sum of exponentials."""
-    by_scaled: Tensor
-    """Gradient with respect to the chosen logit, over the temperature."""
 
 
 def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
@@ -135,14 +146,16 @@ def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -
 
 
 def _slope(logits: Tensor, chosen: Chosen, form: Form, dtype: torch.dtype) -> Tensor:
-    """The gradient with respect to the product W h + b, in the dtype of the matrix products."""
+    """The gradient of each log-probability times its temperature with respect to the product W h + b, in the dtype of
+    the matrix products."""
     formed = _formed(logits, form)
     is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == chosen.targets[:, None]
     gap = is_target.to(logits.dtype) - torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
-    by_logits = gap * (chosen.by_scaled[:, None] * form.multiplier)
+    if form.multiplier != 1.0:
+        gap = gap * form.multiplier
     if form.softcap is not None:
-        by_logits = by_logits * (1 - (formed / form.softcap) ** 2)
-    return by_logits.to(dtype)
+        gap = gap * (1 - (formed / form.softcap) ** 2)
+    return gap.to(dtype)
 
 
 def _formed(logits: Tensor, form: Form) -> Tensor:
@@ -162,11 +175,18 @@ def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
     return [slice(start, start + size) for start in range(0, len(hidden), size)]
 
 
-@functools.cache
 def _most_logits(device: torch.device) -> int:
-    if device.type != "cuda":
-        return CPU_CHUNK
-    return int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE) // 4
+    return _shared_out(device, 4) if device.type == "cuda" else CPU_CHUNK
+
+
+def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
+    return _shared_out(device, dtype.itemsize) if device.type == "cuda" else CPU_CHUNK
+
+
+@functools.cache
+def _shared_out(device: torch.device, size: int) -> int:
+    """Numbers of `size` bytes in the share of a GPU's memory."""
+    return int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE) // size
 
 
 @functools.cache

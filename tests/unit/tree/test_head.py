@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from swarmq.learner import tree_head
 from swarmq.learner.tree_head import CPU_CHUNK, Form, Head, score, score_logits
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
@@ -60,10 +61,25 @@ def test_entropies_carry_no_gradient(inputs):
     assert not score_logits(hidden @ weight.t(), targets, temperatures).entropies.requires_grad
 
 
-def test_logits_never_exist_at_once(inputs):
-    """The largest tensor kept for the backward pass is an input, not [tokens, vocabulary]."""
-    hidden, weight, bias, targets, temperatures = inputs
+def kept_for_backward(compute):
     kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        compute()
+    return kept
+
+
+def test_logits_never_exist_at_once():
+    """Of so large a vocabulary the gradients of one chunk are kept, and those of no more."""
+    hidden, weight, bias, targets, temperatures = make_inputs(SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS)
+    kept = kept_for_backward(lambda: score(hidden, Head(weight, bias), targets, temperatures))
+    made = sum(x.numel() for x in kept) - sum(x.numel() for x in (hidden, weight, bias, targets, temperatures))
+    assert CPU_CHUNK <= made < CPU_CHUNK + 2 * TOKENS
+
+
+def test_without_a_gradient_nothing_is_kept(inputs, monkeypatch):
+    hidden, weight, bias, targets, temperatures = inputs
+    asked = []
+    monkeypatch.setattr(tree_head, "_slope", lambda *_: asked.append(1))
+    with torch.no_grad():
         score(hidden, Head(weight, bias), targets, temperatures)
-    assert max(kept) == weight.numel() < TOKENS * VOCAB
+    assert not asked
