@@ -115,14 +115,14 @@ WORKLOADS = [
     Workload("forks_3", forks(3), 8.0, groups=2),
     Workload("linear_2", linear(2)),
     Workload("linear_5", linear(5)),
-    Workload("forks_2", forks(2)),
-    Workload("forks_4", forks(4)),
     Workload("think_stripped_10", think_stripped(10)),
     Workload("compacted_24", compacted(24)),
     Workload("prompt_0", common_prompt(0)),
     Workload("prompt_1k", common_prompt(8)),
     Workload("prompt_4k", common_prompt(32)),
     Workload("prompt_8k", common_prompt(64)),
+    Workload("forks_2", forks(2)),
+    Workload("forks_4", forks(4)),
 ]
 
 
