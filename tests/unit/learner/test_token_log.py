@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner import token_log
+from swarmq.learner.passes import totals, work_of
 from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.seen import Seen
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import unpack_floats
@@ -79,6 +81,25 @@ def test_recording_does_not_change_the_step(tiny_qwen, stepped):
     on = Trainer(str(tiny_qwen), TRAIN).step(record(TRAIN))
     assert trainer.tokens == []
     assert (fields["loss"], fields["grad_norm"]) == (on["loss"], on["grad_norm"])
+
+
+def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    episodes = record(TRAIN).episodes
+    for rank in range(2):
+        trainer._seen = Seen()
+        work = work_of(episodes, TRAIN, trainer.engine, rank=rank, world=2)
+        trainer.accumulate(work, TRAIN, total=totals(episodes).of(TRAIN.normalisation))
+        token_log.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
+        assert trainer._seen.by_episode(episodes)
+    for alone in stepped.tokens:
+        together = token_log.find(tmp_path, 1, alone.episode_id)
+        mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))
+        assert len(mine) == len(together.turns)
+        assert mine.keys() == theirs.keys()
+        for call, turn in theirs.items():
+            assert mine[call].advantage == turn.advantage
+            np.testing.assert_allclose(unpack_floats(mine[call].logprobs), unpack_floats(turn.logprobs), atol=2e-5)
 
 
 def tokens(name):
