@@ -27,6 +27,7 @@ from swarmq.config import SwarmJob
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import BrokerError
 from swarmq.learner import io_process
+from swarmq.learner.records import Hello
 from swarmq.messages import Event, Message, Turn
 from swarmq.proxy.app import create_app
 
@@ -163,8 +164,8 @@ def learner(job: SwarmJob, rule: str) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _eager_broker(job: SwarmJob, policy: str) -> AsyncIterator[EagerBroker]:
-    async with io_process.open_amqp(job, policy) as broker:
+async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
+    async with io_process.open_amqp(hello) as broker:
         assert isinstance(broker, AmqpBroker)
         yield EagerBroker(broker)
 

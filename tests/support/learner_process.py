@@ -42,6 +42,14 @@ def put(root: Path, queue: str, message: Message) -> None:
     (folder / f"{number:06d}.new").rename(folder / f"{number:06d}.msg")
 
 
+def freeze_at(root: Path, event: str) -> None:
+    """Stand still where `ROOT/freeze/<event>-<n>` says so, once, until somebody sends SIGCONT."""
+    point = root / "freeze" / event
+    if point.exists():
+        point.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 class FolderBroker:
     """One file per message; acknowledged ones are removed. Enough of a broker for one learner."""
 
@@ -101,6 +109,7 @@ class Recorder:
         die_at(self.root, f"push-{version}")
         with (self.root / "pushed").open("a") as file:
             file.write(f"{version}\n")
+        freeze_at(self.root, f"pushed-{version}")
         return Report()
 
     def ensure(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> Report:
@@ -122,7 +131,7 @@ def trainer(root: Path) -> None:
 def io(root: Path) -> None:
     from swarmq.learner import io_process
 
-    io_process.main(lambda job, policy: FolderBroker(root).open())
+    io_process.main(lambda _: FolderBroker(root).open())
 
 
 if __name__ == "__main__":

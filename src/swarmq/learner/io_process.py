@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ import structlog
 
 from swarmq import logs
 from swarmq.broker import AmqpBroker, Broker, Delivery, topology
-from swarmq.config import SwarmJob, amqp_url
+from swarmq.broker.amqp import OPEN_S
+from swarmq.config import amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SwarmqError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.files import mapped
 from swarmq.learner.intake import Intake
-from swarmq.learner.lock import exclusive
+from swarmq.learner.lock import Fence, exclusive
 from swarmq.learner.orders import Orders
 from swarmq.learner.records import BatchRecord, Hello, Identity
 from swarmq.learner.reports import Reports
@@ -54,14 +55,17 @@ PREDECESSOR_S = 15.0
 MAX_PREFETCH = 65535
 CHUNK = 256
 
-OpenBroker = Callable[[SwarmJob, str], AbstractAsyncContextManager[Broker]]
+OpenBroker = Callable[[Hello], AbstractAsyncContextManager[Broker]]
+Hear = Callable[[], Awaitable[records.ToIO]]
 
 
-def open_amqp(job: SwarmJob, policy: str) -> AbstractAsyncContextManager[Broker]:
-    url = amqp_url(job.broker)
+def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
+    """One that cannot be reached is waited for, but at the very first start not long: its address may be wrong."""
+    url = amqp_url(hello.job.broker)
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
-    return AmqpBroker.open(url, name=f"learner {job.run}.{policy}")
+    name = f"learner {hello.job.run}.{hello.policy}"
+    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else OPEN_S)
 
 
 def main(open_broker: OpenBroker = open_amqp, *, desk: type[Desk] | None = None) -> None:
@@ -80,14 +84,26 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -
     folder = hello.job.run_folder.batch_log(hello.policy)
     try:
         with mapped(folder), exclusive(folder / "lock", wait_s=PREDECESSOR_S):
-            async with open_broker(hello.job, hello.policy) as broker:
-                await desk(hello, folder, broker, writer).run(reader)
+            async with asyncio.TaskGroup() as tasks:
+                said: asyncio.Queue[records.ToIO] = asyncio.Queue()
+                listening = tasks.create_task(_listen(reader, said))
+                async with open_broker(hello) as broker:
+                    await desk(hello, folder, broker, writer).run(said.get)
+                listening.cancel()
     except* EOFError:
         log.info("trainer_gone")
     except* SwarmqError as group:
         text = "; ".join(str(error) for error in _leaves(group))
         with contextlib.suppress(ConnectionError):
             await wire.write(writer, records.Failed(text=text))
+    finally:
+        writer.close()
+
+
+async def _listen(reader: asyncio.StreamReader, said: asyncio.Queue[records.ToIO]) -> None:
+    """All that the trainer says; its end (EOFError) ends this process even while the broker is being waited for."""
+    while True:
+        said.put_nowait(await wire.read(reader))
 
 
 class StoppedError(Exception):
@@ -100,6 +116,7 @@ class Desk:
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
+        self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, Identity.of(job, policy))
         self.orders = Orders(folder / "control", job, policy)
         self.reports = Reports(folder / "reported", self.log)
@@ -118,12 +135,12 @@ class Desk:
         self.owed = asyncio.Event()
         self.owed.set()
 
-    async def run(self, reader: asyncio.StreamReader) -> None:
-        """Until the trainer stops or is gone (EOFError)."""
+    async def run(self, hear: Hear) -> None:
+        """Until the trainer says stop. `hear` gives its next message."""
         await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self._obey(reader))
+                tasks.create_task(self._obey(hear))
                 tasks.create_task(self._consume())
                 tasks.create_task(self._listen())
                 tasks.create_task(self._report())
@@ -133,9 +150,9 @@ class Desk:
         finally:
             self.log.close()
 
-    async def _obey(self, reader: asyncio.StreamReader) -> None:
+    async def _obey(self, hear: Hear) -> None:
         while True:
-            match await wire.read(reader):
+            match await hear():
                 case records.Next():
                     self.wanted_since = time.monotonic()
                     await self._serve()
@@ -150,6 +167,7 @@ class Desk:
                     await self._emit("warning", {"text": text})
                 case records.Kept(oldest=oldest, asked=asked):
                     if not self.orders.train.keep_batches:
+                        self.fence.check()
                         self.log.prune(oldest)
                     if asked:
                         self.orders.saved(asked)
@@ -228,6 +246,7 @@ class Desk:
             self.owed.set()
 
     async def _commit(self, record: BatchRecord) -> None:
+        self.fence.check()
         self.log.append(record)  # durable,
         ids = (*record.index.trained, *record.index.dropped)
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker

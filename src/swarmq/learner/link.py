@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self
 
+import msgspec
 import structlog
 
 from swarmq.errors import LearnerError
@@ -71,7 +72,7 @@ class Link:
         self._deaths: list[float] = []
 
     def __enter__(self) -> Self:
-        self._start()
+        self._start(again=False)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -144,7 +145,7 @@ class Link:
                 if isinstance(message := wire.receive(self._socket), records.Failed):
                     raise LearnerError(message.text)
 
-    def _start(self) -> None:
+    def _start(self, *, again: bool) -> None:
         self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
@@ -153,7 +154,7 @@ class Link:
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent,
             )
-        wire.send(self._socket, self._hello())
+        wire.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
 
     def _restart(self) -> None:
         self._socket.close()
@@ -165,4 +166,4 @@ class Link:
                 f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
             )
         log.warning("io_process_died", status=status, consequence="started again; nothing is lost")
-        self._start()
+        self._start(again=True)

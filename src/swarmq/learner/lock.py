@@ -1,4 +1,9 @@
-"""One learner per policy folder: an advisory lock that ends with its holder, however that dies."""
+"""One learner per policy folder: an advisory lock that ends with its holder, however that dies.
+
+A holder that only stands still keeps its lock, and others are told who it is. Where the lock was given away all the
+same (a network file system let it lapse while its holder's machine slept, somebody removed the file), the file names
+the new holder, and the old one finds that out when it wakes, before it touches anything: that is the fence.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,26 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from swarmq.errors import LearnerError
+
+
+class Fence:
+    """Checks that whoever held the lock file when this was made holds it still."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._ours = path, _content(path)
+
+    def check(self) -> None:
+        """Raises LearnerError when another process has taken our place."""
+        if _content(self._path) != self._ours:
+            raise LearnerError(
+                f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still: it ends "
+                "here and changes nothing"
+            )
 
 
 @contextlib.contextmanager
@@ -25,10 +46,18 @@ def exclusive(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
                 f"{path.parent} is in use by {_holder(path)}: stop it first, or give this run another name or folder"
             )
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time_ns()}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
         yield
     finally:
         os.close(descriptor)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
 
 
 def _lock(descriptor: int, wait_s: float) -> bool:

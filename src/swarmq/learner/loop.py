@@ -9,7 +9,8 @@
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
 the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
-weights come out the same. Only rank 0 talks to the I/O process and to engines; the others follow its commands.
+weights come out the same. A learner that stood still while another took its place finds out before it pushes or saves
+anything, and ends (lock.py). Only rank 0 talks to the I/O process and to engines; the others follow its commands.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import EngineError
 from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
+from swarmq.learner.lock import Fence
 from swarmq.learner.records import Identity
 from swarmq.learner.trackers import Trackers
 from swarmq.learner.trainer import COLLECTIVE_TIMEOUT, Trainer
@@ -74,6 +76,7 @@ class Learner:
         self.settings = job.policies[policy]
         self.identity = Identity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
+        self.fence = Fence(self.folder.parent / "lock")
         self.trainer = load(self.folder, self.identity, self.settings.model, self.settings.train)
         self.saved = self.trainer.version
         self._train = self.settings.train
@@ -164,6 +167,7 @@ class Learner:
 
         Nor are weights of the past pushed: after a restart the engines may be ahead of the replay.
         """
+        self.fence.check()
         self._pushed = False
         if self.pusher is None or replayed:
             return {"push_s": 0.0, "pause_s": 0.0, "pauses": {}}
@@ -182,6 +186,7 @@ class Learner:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""
         if self.pusher is None or (self._pushed and not again):
             return
+        self.fence.check()
         try:
             self.pusher.ensure(self.trainer.named_tensors(), self.trainer.version)
             self._pushed = True
@@ -191,6 +196,7 @@ class Learner:
     def _save(self, link: Link | None, *, asked: int = 0) -> None:
         began = time.monotonic()
         train = self.settings.train
+        self.fence.check()
         oldest = checkpoint.save(
             self.folder, self.trainer, self.identity, model=self.settings.model, keep=train.keep_checkpoints
         )

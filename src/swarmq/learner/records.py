@@ -101,6 +101,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     version: int
     vocab_size: int
     max_length: int | None = None
+    again: bool = False
+    """An I/O process of this trainer has run before, so a broker that is away is waited for."""
 
 
 class Next(msgspec.Struct, frozen=True, kw_only=True, tag="next"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -28,7 +29,8 @@ GROUPS_PER_BATCH = 2
 def prepare(root: Path, model: Path) -> None:
     """A job, and a queue with exactly the episodes of all its steps and two groups without a signal."""
     root.mkdir()
-    (root / "die").mkdir()
+    for points in ("die", "freeze"):
+        (root / points).mkdir()
     job = SwarmJob.build(
         {
             "run": "r",
@@ -56,10 +58,11 @@ def prepare(root: Path, model: Path) -> None:
 
 
 def start(root: Path) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join([str(Path(learner_process.__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split()])
     with (root / "log").open("ab") as log_file:
         return subprocess.Popen(
             [sys.executable, learner_process.__file__, "trainer", str(root)],
-            env={**os.environ, "PYTHONPATH": str(Path(learner_process.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
             stdout=log_file,
             stderr=log_file,
         )
@@ -157,6 +160,30 @@ def test_dying_at_random_moments_changes_nothing(tiny_qwen: Path, tmp_path: Path
         process.kill()
         process.wait()
     run_to_the_end(root, starts=2)
+    assert_same_training(root, reference)
+
+
+@pytest.mark.slow
+def test_a_frozen_learner_that_wakes_after_another_took_its_place_does_no_harm(
+    tiny_qwen: Path, tmp_path: Path, reference: Path
+) -> None:
+    """Its machine slept, and its locks lapsed as those of a network file system do."""
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    (root / "freeze" / "pushed-2").touch()
+    frozen = start(root)
+    os.waitpid(frozen.pid, os.WUNTRACED)
+    (io_process,) = map(int, Path(f"/proc/{frozen.pid}/task/{frozen.pid}/children").read_text().split())
+    os.kill(io_process, signal.SIGSTOP)
+    for lock in (root / "runs").rglob("lock"):
+        lock.unlink()
+    run_to_the_end(root, starts=1)
+    pushed = _lines(root / "pushed")
+    for pid in (io_process, frozen.pid):
+        os.kill(pid, signal.SIGCONT)
+    assert frozen.wait(60) == 1
+    assert "was taken over by process" in (root / "log").read_text()
+    assert _lines(root / "pushed") == pushed
     assert_same_training(root, reference)
 
 

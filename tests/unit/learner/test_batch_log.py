@@ -18,7 +18,6 @@ from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log
 from swarmq.learner.batch_log import BatchLog, Head, scan
-from swarmq.learner.lock import exclusive
 from swarmq.learner.records import SCHEMA, BatchRecord, Identity, Index
 
 OURS = Identity(run="r", policy="main", model="m")
@@ -179,16 +178,3 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
     assert f"LearnerError: {tmp_path}: {os.strerror(errno.EFBIG)}" in done.stderr
     assert only_segment(tmp_path).stat().st_size == size
     assert list(batch_log.records(tmp_path)) == written
-
-
-def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path: Path) -> None:
-    held, wanted = exclusive(tmp_path / "lock"), exclusive(tmp_path / "lock")
-    with held, pytest.raises(LearnerError, match=f"process {os.getpid()} on "), wanted:
-        pass
-    with exclusive(tmp_path / "lock"):
-        pass
-
-
-def test_a_lock_is_waited_for_when_asked(tmp_path: Path) -> None:
-    with exclusive(tmp_path / "lock"), pytest.raises(LearnerError), exclusive(tmp_path / "lock", wait_s=0.01):
-        pass

@@ -15,8 +15,9 @@ from support.episodes import make_episode, make_group
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, records, wire
+from swarmq.learner import batch_log, io_process, records, wire
 from swarmq.learner.io_process import Desk
+from swarmq.learner.lock import exclusive
 from swarmq.learner.records import BatchRecord, Hello, decode_record
 from swarmq.messages import Consumed, Ticket, decode
 from swarmq.testing import MemoryBroker
@@ -38,8 +39,10 @@ def job(folder: Path, **train: object) -> SwarmJob:
 class Trainer:
     """The other end of the socket."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, desk: Desk) -> None:
-        self.reader, self.writer, self.desk = reader, writer, desk
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, desk: Desk, running: asyncio.Future[None]
+    ) -> None:
+        self.reader, self.writer, self.desk, self.running = reader, writer, desk, running
 
     async def tell(self, message: records.ToIO) -> None:
         body = wire._encoder.encode(message)
@@ -66,9 +69,9 @@ async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train:
     hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
     try:
         the_desk = Desk(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
-        running = asyncio.ensure_future(the_desk.run(their_reader))
+        running = asyncio.ensure_future(the_desk.run(lambda: wire.read(their_reader)))
         try:
-            yield Trainer(reader, writer, the_desk)
+            yield Trainer(reader, writer, the_desk, running)
         finally:
             writer.close()
             try:
@@ -187,6 +190,40 @@ async def test_a_lost_session_costs_nothing(tmp_path: Path) -> None:
     assert ids == ["a-0", "a-1", "b-0", "b-1"]
 
 
+async def test_a_desk_whose_place_was_taken_while_it_slept_logs_and_acknowledges_nothing(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"))
+
+    async def work() -> None:
+        async with desk(tmp_path, broker) as trainer:
+            with exclusive(job(tmp_path).run_folder.batch_log("main") / "lock"):
+                await trainer.tell(records.Next())
+                await trainer.running
+
+    with pytest.raises(ExceptionGroup) as ended:
+        await work()
+    (error,) = {str(leaf) for leaf in io_process._leaves(ended.value)}
+    assert "was taken over by process" in error
+    assert logged(tmp_path) == []
+    assert unacked(broker) == 2
+
+
+async def test_an_io_process_that_waits_for_its_broker_ends_with_its_trainer(tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    waiting = asyncio.Event()
+
+    @asynccontextmanager
+    async def away(_: Hello) -> AsyncIterator[MemoryBroker]:
+        waiting.set()
+        await asyncio.Event().wait()
+        yield MemoryBroker()
+
+    running = asyncio.create_task(io_process._run(theirs, away, Desk))
+    wire.send(ours, Hello(job=job(tmp_path), policy="main", version=0, vocab_size=128, again=True))
+    await waiting.wait()
+    ours.close()
+    await running
+
+
 async def test_what_is_no_episode_of_ours_is_parked(tmp_path: Path) -> None:
     broker = await broker_with([Ticket(run="r", ticket_id="t", kind="default")], make_group("a"))
     broker.put(READY, b"garbage")
@@ -217,8 +254,6 @@ async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path)
 
 
 async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarmq.learner import io_process
-
     monkeypatch.setattr(io_process, "STUCK_S", -1.0)
     monkeypatch.setattr(io_process, "STATE_EVERY_S", 0.0)
     broker = await broker_with([make_episode("a", 0)])

@@ -56,11 +56,11 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
 
 
 def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
-    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.Batch(record=b'%d' % hello.version, replayed=True)); hear()"
+    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.Batch(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
     with link(script, versions=[0, 5]) as one:
         batch = one.next(idle=Idle(), idle_s=60)
     assert batch is not None
-    assert batch.record == b"5"
+    assert batch.record == b"5 1", "and told that it may wait for the broker"
 
 
 def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
