@@ -4,7 +4,8 @@
 
 The engine is scripted and takes no time, the trainer takes every batch and learns nothing; all else is the product.
 Clients are two processes whose agents make a call and end. Resident memory and open files of every process are read
-as it goes: growth is what the last tenth of the episodes shows over the second one, medians of each.
+as it goes: growth is what the last tenth of the episodes shows over the second one, medians of each. SIGTERM or SIGINT
+end it early, and the episodes there were by then are what is reported.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import contextlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -39,8 +41,8 @@ RUN, POLICY = "soak", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
 NUM_CLIENTS = 2
 LOOK_S = 2.0
-READ_S = 60.0
-STALL_S = 120.0
+READ_S = 300.0
+STALL_S = 600.0
 """Fewer episodes than a step's may be left when clients have no more tasks."""
 
 
@@ -75,7 +77,10 @@ async def play(folder: Path, *, episodes: int, concurrency: int) -> dict[str, li
 async def _watch(
     broker: AmqpBroker, processes: dict[str, asyncio.subprocess.Process], episodes: int
 ) -> dict[str, list[tuple[int, float, int]]]:
-    """Until all but a step's episodes are trained."""
+    """Until all but a step's episodes are trained, or a signal."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     samples: dict[str, list[tuple[int, float, int]]] = {name: [] for name in (*processes, "learner I/O")}
     looked = 0.0
     async with broker.events(RUN) as events:
@@ -95,12 +100,13 @@ async def _watch(
                 with contextlib.suppress(OSError, IndexError):
                     samples[name].append((trained, _resident_mib(pid), _open_files(pid)))
             print(f"{trained:>7} episodes trained, proxy {samples['proxy'][-1][1]:.0f} MiB", file=sys.stderr)
-            if trained >= episodes - GROUP_SIZE * GROUPS_PER_BATCH:
+            if stop.is_set() or trained >= episodes - GROUP_SIZE * GROUPS_PER_BATCH:
                 return samples
 
 
-def growth(samples: list[tuple[int, float, int]], episodes: int) -> tuple[float, float]:
-    """Ratio of resident memory, and files more, of the last tenth against the second."""
+def growth(samples: list[tuple[int, float, int]]) -> tuple[float, float]:
+    """Ratio of resident memory, and files more, of the last tenth of the episodes against the second."""
+    episodes = samples[-1][0]
     early = [s for s in samples if episodes * 0.1 <= s[0] <= episodes * 0.2]
     late = [s for s in samples if s[0] >= episodes * 0.9]
     ratio = statistics.median(s[1] for s in late) / statistics.median(s[1] for s in early)
@@ -242,7 +248,7 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="swarmq-soak-") as folder:
         samples = asyncio.run(play(Path(folder), episodes=given.episodes, concurrency=given.concurrency))
-    grown = {name: growth(found, given.episodes) for name, found in samples.items()}
+    grown = {name: growth(found) for name, found in samples.items()}
     rows = [
         (name, round(found[-1][1]), round(grown[name][0], 3), found[-1][2], round(grown[name][1]))
         for name, found in samples.items()

@@ -367,4 +367,4 @@ def _id(body: bytes) -> str:
 
 
 TestPipeline = Pipeline.TestCase
-TestPipeline.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestPipeline.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
