@@ -64,6 +64,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
         "drifted": _share(turn.repaired or turn.branch == "drift" for turn in turns),
         "repaired": _share(turn.repaired for turn in turns),
+        "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
 

@@ -27,6 +27,21 @@ def read_events(path: Path) -> Iterator[Event]:
                 yield msgspec.json.decode(line, type=Event)
 
 
+def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
+    """What people changed: other client code that is trained for the first time, and settings."""
+    known: set[str] = set()
+    for event in events:
+        if event.name == "step":
+            fresh = event.fields.get("code_versions", {}).keys() - known
+            if known and fresh:
+                yield Mark(at=event.at, text=f"client code {', '.join(sorted(fresh))}")
+            known |= fresh
+        elif event.name == "control" and event.fields.get("state") == "accepted":
+            changes = ", ".join(f"{c['path']} = {c['value']}" for c in event.fields.get("changes", []))
+            if text := changes or event.fields.get("pace"):
+                yield Mark(at=event.at, text=str(text))
+
+
 def draw_reward(
     events: Iterable[Event],
     held_out: dict[int, float],
@@ -35,12 +50,16 @@ def draw_reward(
     title: str,
     marks: Iterable[Mark] = (),
 ) -> None:
-    """Training reward by step and held-out reward at the versions it was measured, written to `path`."""
+    """Training reward by step and held-out reward at the versions it was measured, written to `path`.
+
+    What people changed while the run was up is marked, and `marks` besides.
+    """
     import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to import
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt  # noqa: PLC0415
 
+    events = list(events)
     steps: dict[int, float] = {}
     by_kind: dict[str, dict[int, float]] = defaultdict(dict)
     times: list[tuple[float, int]] = []
@@ -55,8 +74,9 @@ def draw_reward(
     axes.plot(list(steps), list(steps.values()), color="#9bb8d3", linewidth=1, label="training reward, each step")
     for kind, rewards in sorted(by_kind.items()) if len(by_kind) > 1 else ():
         axes.plot(list(rewards), list(rewards.values()), linewidth=0.7, alpha=0.6, label=f"training, {kind}")
-    axes.plot(list(held_out), list(held_out.values()), "o-", color="#1f4e79", linewidth=2, label="held-out reward")
-    for mark in marks:
+    if held_out:
+        axes.plot(list(held_out), list(held_out.values()), "o-", color="#1f4e79", linewidth=2, label="held-out reward")
+    for mark in [*changes_in(events), *marks]:
         at_step = max((version for at, version in times if at <= mark.at), default=0)
         axes.axvline(at_step, color="#b03030", linestyle="--", linewidth=1)
         axes.annotate(
@@ -68,7 +88,7 @@ def draw_reward(
             xytext=(3, 0),
             textcoords="offset points",
         )
-    axes.set(xlabel="optimizer step", ylabel="reward", title=title, ylim=(-0.02, 1.05))
+    axes.set(xlabel="optimizer step", ylabel="reward", title=title, ylim=(-0.02, max([1.05, *steps.values()])))
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", fontsize=8)
     figure.savefig(path, dpi=120)

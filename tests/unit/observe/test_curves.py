@@ -3,7 +3,7 @@
 import msgspec
 
 from swarmq.messages import Event
-from swarmq.observe.curves import Mark, draw_reward, read_events
+from swarmq.observe.curves import Mark, changes_in, draw_reward, read_events
 
 
 def test_a_torn_last_line_is_left_out_and_the_rest_is_drawn(tmp_path):
@@ -17,3 +17,23 @@ def test_a_torn_last_line_is_left_out_and_the_rest_is_drawn(tmp_path):
     picture = tmp_path / "curve.png"
     draw_reward(read_events(path), {0: 0.2, 5: 0.6}, picture, title="t", marks=[Mark(at=3.0, text="client killed")])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_edited_client_and_a_changed_setting_are_marked_where_they_took_effect():
+    def step(version: int, **code_versions: int) -> Event:
+        fields = {"version": version, "reward": 0.5, "code_versions": code_versions}
+        return Event(run="r", source="learner.main", name="step", at=float(version), fields=fields)
+
+    changes = [{"path": "groups.group_size", "before": 8, "value": 4}]
+    control = {"state": "accepted", "changes": changes}
+    events = [
+        step(1, old=4),
+        step(2, old=4),
+        Event(run="r", source="collector", name="control", at=2.5, fields=control),
+        step(3, old=2, new=2),
+        step(4, new=4),
+    ]
+    assert [(mark.at, mark.text) for mark in changes_in(events)] == [
+        (2.5, "groups.group_size = 4"),
+        (3.0, "client code new"),
+    ]

@@ -1,0 +1,111 @@
+"""The swarm: many clients, several kinds, several models, changed while it runs.
+
+    python -m benchmarks.swarm --part mix scale edit policies
+
+Each part can be run alone; the figures of parts that were not run are kept from the last time.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import collector, report, swarm_edit, swarm_mix, swarm_policies, swarm_scale
+
+PARTS = ("mix", "scale", "edit", "policies")
+PICTURE = Path(__file__).parents[1] / "docs" / "images" / "swarm-edit.png"
+
+Found = tuple[dict[str, float], dict[str, Any]]
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the two-policy runs")
+    parser.add_argument("--steps", type=int, default=30, help="of the two-policy runs")
+    parser.add_argument("--episodes", type=int, default=8000, help="for each number of workers")
+    options = parser.parse_args()
+    figures, detail = kept(options.out)
+    runs = {
+        "mix": mix,
+        "scale": lambda: scale(options.episodes),
+        "edit": edit,
+        "policies": lambda: policies(options.seeds, options.steps),
+    }
+    for part in options.part:
+        print(f"--- {part}", flush=True)
+        some, more = runs[part]()
+        figures |= some
+        detail[part] = more
+    print(report.table(("figure", "value"), list(figures.items())))
+    report.save("swarm", figures, detail=detail, out=options.out)
+
+
+def mix() -> Found:
+    found = swarm_mix.run()
+    figures = {
+        "mix_batches": len(found.rows),
+        "mix_error_max_groups": found.error_max,
+        "mix_change_steps": found.changed_from - found.asked_at,
+        "mix_lent_batches": found.lent_batches,
+        "mix_back_batches": found.back_batches,
+    }
+    return figures, msgspec.to_builtins(found)
+
+
+def scale(episodes: int) -> Found:
+    found = swarm_scale.run(episodes)
+    one, many = found[0], found[-1]
+    bodies = [collector.encode(piece) for piece in collector.traffic(1600, 10, 128)]
+    passes = [collector.collect(bodies) for _ in range(collector.REPEATS)]
+    spread = report.Spread.of(1600 / each.cpu_s for each in passes)
+    rows = [(f.workers, f.episodes_per_s, f.open_max, *(f.cpu_ms[part] for part in sorted(f.cpu_ms))) for f in found]
+    print(report.table(("workers", "episodes/s", "at once", *(f"{part} ms" for part in sorted(one.cpu_ms))), rows))
+    figures = {
+        "collector_episodes_per_s": spread.median,
+        "episodes_per_s_16_workers": many.episodes_per_s,
+        "scale_efficiency_16": many.episodes_per_s / one.episodes_per_s,
+        "overhead_cpu_ms_16_workers": sum(many.cpu_ms.values()),
+    }
+    return figures, {"note": swarm_scale.__doc__, "workers": msgspec.to_builtins(found), "collector": spread.samples}
+
+
+def edit() -> Found:
+    found = swarm_edit.run(PICTURE)
+    return {"edit_steps_lost": found.steps_lost, "edit_episodes_twice": found.episodes_twice}, msgspec.to_builtins(
+        found
+    )
+
+
+def policies(seeds: list[int], steps: int) -> Found:
+    found = [swarm_policies.run(seed, steps=steps) for seed in seeds]
+    rows = [
+        (f.seed, policy, f.before[policy], f.after[policy], f.steps[policy], f.trained[policy], f.twice)
+        for f in found
+        for policy in f.before
+    ]
+    print(report.table(("seed", "policy", "before", "after", "steps", "trained", "twice"), rows))
+    figures = {
+        "two_policy_seeds": len(found),
+        "two_policy_reward_before_max": max(max(f.before.values()) for f in found),
+        "two_policy_reward_after_min": min(min(f.after.values()) for f in found),
+        "two_policy_rise_min": min(f.after[p] - f.before[p] for f in found for p in f.before),
+        "two_policy_trained_twice": sum(f.twice for f in found),
+    }
+    return figures, {"runs": msgspec.to_builtins(found)}
+
+
+def kept(out: Path | None) -> Found:
+    """The figures and details of the last time."""
+    path = (out or report.RESULTS) / "swarm.json"
+    if not path.exists():
+        return {}, {}
+    last = json.loads(path.read_text())
+    return last["figures"], last["detail"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""1, 4 and 16 worker processes with 2,000 episodes at once: episodes a second, and what an episode costs whom.
+
+All of it runs on one machine, workers included. With as few cores as this benchmark is usually run on, more workers
+cannot be faster: they share the same processors with the broker, the proxy and the collector. The efficiency is
+therefore the rate with 16 workers over the rate with one, with the same episodes at once: 1 means that splitting the
+work among 16 processes costs nothing. On 17 or more cores the same figure may be as high as 16.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.swarm_world import RUN, Pace, World, cpu_s
+from swarmq import SwarmTask
+from swarmq.client.feed import feed
+
+WORKERS = (1, 4, 16)
+AT_ONCE = 2000
+GROUP_SIZE, GROUPS, STALENESS = 8, 32, 8
+
+
+class Scaled(msgspec.Struct, frozen=True, kw_only=True):
+    workers: int
+    episodes_per_s: float
+    cpu_ms: dict[str, float]
+    """Part -> processor milliseconds an episode; `workers` are all of them together."""
+    open_max: int
+    """Episodes at once that the collector saw."""
+
+
+def run(episodes: int) -> list[Scaled]:
+    found = []
+    for workers in WORKERS:
+        with tempfile.TemporaryDirectory(prefix="swarmq-scale-") as folder:
+            found.append(asyncio.run(_run(Path(folder), workers, episodes)))
+        print(f"{workers} workers: {found[-1].episodes_per_s:.1f} episodes/s", flush=True)
+    return found
+
+
+async def _run(folder: Path, workers: int, episodes: int) -> Scaled:
+    """From a tenth of the episodes to the last one."""
+    groups = {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS, "max_staleness": STALENESS}
+    async with World.open(folder, mix={"default": 1.0}, groups=groups) as world:
+        tasks = [SwarmTask(f"t{number}", "default", None) for number in range((episodes + AT_ONCE) // GROUP_SIZE + 1)]
+        await feed(world.broker, RUN, tasks, "default", repeats=GROUP_SIZE, progress_file=folder / "fed.json")
+        for number in range(workers):
+            await world.hire(f"worker{number}", "default", Pace(seconds=5.0), concurrency=AT_ONCE // workers)
+
+        def finished() -> int:
+            return int(world.follower.board.part("collector").get("finished", 0))
+
+        def spent() -> dict[str, float]:
+            pids = {name: process.pid for name, process in world.processes.items()} | {"broker": world.node.pids[0]}
+            return {name: cpu_s(pid) for name, pid in pids.items()}
+
+        await world.until(lambda _: finished() >= episodes // 5)
+        began, first, before = time.monotonic(), finished(), spent()
+        most = 0
+        while finished() < episodes:
+            seen = finished()
+            await world.until(lambda _, seen=seen: finished() > seen)
+            most = max(most, int(world.follower.board.part("collector").get("open", 0)))
+        seconds, count, after = time.monotonic() - began, finished() - first, spent()
+    cost = {name: 1e3 * (after[name] - before[name]) / count for name in after}
+    parts = {name: ms for name, ms in cost.items() if not name.startswith("worker")}
+    parts["workers"] = sum(ms for name, ms in cost.items() if name.startswith("worker"))
+    return Scaled(workers=workers, episodes_per_s=count / seconds, cpu_ms=parts, open_max=most)
