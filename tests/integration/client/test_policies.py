@@ -66,6 +66,9 @@ async def running(amqp_url: str, run_name: str, folder: Path) -> AsyncIterator[R
         }
     )
     engines = {name: [ScriptedEngine(url=f"scripted://{name}")] for name in job.policies}
+    for name, (engine,) in engines.items():
+        for number in range(8):
+            engine.say(f"{name} says {number}")
     job.run_folder.path.mkdir(parents=True)
     job.run_folder.root_secret.write_bytes(ROOT)
     stop = asyncio.Event()
