@@ -121,9 +121,8 @@ async def play(
         (folder / "job.toml").write_text(job.to_toml())
         secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
         broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="proxy benchmark"))
-        await broker.declare(RUN, policies=["main"], kinds=job.mix)
-        drain = asyncio.create_task(_drain(broker))
-        stack.callback(drain.cancel)
+        await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
+        await stack.enter_async_context(drained(broker))
         python = [sys.executable, "-m"]
         await stack.enter_async_context(
             running(folder, "engine", [*python, "benchmarks.proxy_engine", str(engine_port)])
@@ -236,11 +235,21 @@ async def _memory(pid: int, lasts_s: float) -> float:
     return resident(pid) / before
 
 
-async def _drain(broker: AmqpBroker) -> None:
-    """What a collector would do."""
-    async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
-        async for delivery in deliveries:
-            await delivery.ack()
+@contextlib.asynccontextmanager
+async def drained(broker: AmqpBroker) -> AsyncIterator[None]:
+    """Turns are taken from the inbox, as a collector takes them."""
+
+    async def drain() -> None:
+        async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
+            async for delivery in deliveries:
+                await delivery.ack()
+
+    async with asyncio.TaskGroup() as tasks:
+        drain_task = tasks.create_task(drain())
+        try:
+            yield
+        finally:
+            drain_task.cancel()
 
 
 @contextlib.asynccontextmanager

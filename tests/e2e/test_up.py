@@ -7,13 +7,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import msgspec
 import pytest
 from openai import OpenAI
 
 from support.tiny_model import tiny_model
-from swarmq import SwarmClient
+from swarmq import SwarmClient, keys
 from swarmq.collector.ledger import fates
 from swarmq.config import RunFolder
 from swarmq.learner.batch_log import records
@@ -24,6 +26,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mar
 JOB = """
 run = "e2e"
 folder = "{folder}"
+[proxy]
+count = 2
 [groups]
 group_size = 4
 groups_per_batch = 2
@@ -98,6 +102,14 @@ def last_step(folder: RunFolder) -> int:
     return max((record.index.version for record in records(folder.batch_log("main"))), default=0)
 
 
+def proxy_answers(base_url: str, folder: RunFolder) -> bool:
+    """Whether a proxy of the run knows a token of the run, and has answered calls."""
+    operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 60)
+    token = keys.mint_operator(keys.operator_secret(keys.load_root(folder.root_secret), "test"), operator)
+    with urlopen(Request(f"{base_url}/control/status", headers={"authorization": f"Bearer {token}"})) as response:
+        return msgspec.json.decode(response.read())["counts"]["calls"] > 0
+
+
 def train(up: Up, tasks: int) -> int:
     with SwarmClient(up.folder.path) as client:
         names = [{"id": f"{time.time_ns()}-{i}"} for i in range(tasks)]
@@ -122,6 +134,8 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         assert second.returncode == 1
         assert f"already up, started by process {up.process.pid}" in second.stderr
         endpoints = msgspec.json.decode(up.folder.endpoints.read_bytes(), type=Endpoints)
+        assert len(endpoints.proxies) == len({urlsplit(url).port for url in endpoints.proxies}) == 2
+        assert all(proxy_answers(url, up.folder) for url in endpoints.proxies)
         assert up.folder.endpoints.stat().st_mode & 0o077 == 0
     finally:
         up.stop()
@@ -133,7 +147,9 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
     up.start()
     try:
         again = msgspec.json.decode(up.folder.endpoints.read_bytes(), type=Endpoints)
-        assert (again.amqp_url, again.proxy) == (endpoints.amqp_url, endpoints.proxy), "clients must find the run again"
+        assert (again.amqp_url, again.proxies) == (endpoints.amqp_url, endpoints.proxies), (
+            "clients must find the run again"
+        )
         finished += train(up, tasks=4)
         wait_for_step(up, first_part + 1)
         shown = up.swarmq("status", str(up.folder.path))

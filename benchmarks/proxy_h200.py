@@ -1,0 +1,177 @@
+"""Throughput through the proxy over that of vLLM asked directly, with a model that keeps a GPU busy.
+
+    python -m benchmarks.proxy_h200 --shape 1.7b            # on a CUDA machine
+    python -m benchmarks.proxy_h200 --shape tiny --streams 8 --tokens 32 --prompt 64 --out /tmp/out     # anywhere
+
+Weights are random, every answer has the same length (`ignore_eos`), every call is an episode of its own and its turn is
+confirmed by a real RabbitMQ. So many streams are always open; both ways take turns in one run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from benchmarks import report
+from benchmarks.proxy import OPEN_FILES, RUN, drained, running, until_serving
+from benchmarks.timelines import SHAPES
+from swarmq import keys
+from swarmq.broker import AmqpBroker
+from swarmq.broker.node import PrivateNode
+from swarmq.config import SwarmJob
+from swarmq.engine.launch import EngineProcess
+from swarmq.messages import new_id
+from swarmq.process import free_port
+
+REPEATS = 5
+
+
+def make_model(folder: Path, shape: str, device: str) -> None:
+    """A model folder with random weights, and a tokenizer that can spell every id of its vocabulary."""
+    import torch  # noqa: PLC0415 - only this function needs it
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM  # noqa: PLC0415
+
+    from swarmq.demo.tokenizer import build_tokenizer  # noqa: PLC0415
+
+    small = build_tokenizer(["What is the sum of 17 and 25? The sum is 42, and that is that. One two three four five."])
+    config = Qwen3Config(
+        **SHAPES[shape], tie_word_embeddings=True, eos_token_id=small.eos_token_id, pad_token_id=small.pad_token_id
+    )
+    spelled = json.loads(small.backend_tokenizer.to_str())
+    vocabulary = spelled["model"]["vocab"]
+    taken = {*vocabulary.values(), *(token["id"] for token in spelled["added_tokens"])}
+    vocabulary |= {f"w{number}": number for number in range(config.vocab_size) if number not in taken}
+    (folder / "tokenizer.json").write_text(json.dumps(spelled))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), eos_token=small.eos_token, pad_token=small.pad_token
+    )
+    tokenizer.chat_template = small.chat_template
+    with torch.device(device):
+        model = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and detail."""
+    async with contextlib.AsyncExitStack() as stack:
+        node = await stack.enter_async_context(PrivateNode(folder / "broker"))
+        port, ports = free_port(), [free_port() for _ in range(arguments.proxies)]
+        policy = {
+            "model": str(folder / "model"),
+            "engine": {
+                "max_model_len": arguments.prompt + arguments.tokens + 256,
+                "gpu_memory_utilization": 0.8,
+                "arguments": ["--max-num-seqs", str(max(arguments.streams, 8))],
+            },
+            "sampling": {"max_tokens": arguments.tokens},
+        }
+        tree = {"run": RUN, "folder": str(folder), "policies": {"main": policy}, "broker": {"url": node.amqp_url}}
+        job = SwarmJob.build(tree)
+        engine = await stack.enter_async_context(
+            EngineProcess(job.policies["main"], port=port, log_path=folder / "engine.log", progress=print)
+        )
+        policy["engine"]["urls"] = [engine.url]
+        job = SwarmJob.build({**tree, "proxy": {"count": arguments.proxies}})
+        (folder / "job.toml").write_text(job.to_toml())
+        secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
+        broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="proxy benchmark"))
+        await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
+        await stack.enter_async_context(drained(broker))
+        http = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
+        )
+        argv = [sys.executable, "-m", "swarmq", "proxy", str(folder / "job.toml")]
+        for number, own in enumerate(ports):
+            line = [*argv, "--port", str(own), "--number", str(number)]
+            await stack.enter_async_context(running(folder, f"proxy.{number}", line))
+        for own in ports:
+            await until_serving(http, f"http://127.0.0.1:{own}/health")
+        proxies = [f"http://127.0.0.1:{own}/v1" for own in ports]
+        ways = {"direct": ([f"{engine.url}/v1"], str(folder / "model")), "swarmq": (proxies, "main")}
+        rates: dict[str, list[float]] = {name: [] for name in ways}
+        for measured in (False, *[True] * REPEATS):
+            for name, (urls, model) in ways.items():
+                tokens_per_s = await rate(http, urls, model, secret, arguments)
+                print(name, round(tokens_per_s), "" if measured else "(warm-up)", flush=True)
+                if measured:
+                    rates[name].append(tokens_per_s)
+    ratio = report.Spread.of(one / other for one, other in zip(rates["swarmq"], rates["direct"], strict=True))
+    figures = {
+        f"throughput_over_direct_{arguments.streams}": ratio.median,
+        "tokens_per_s_direct": statistics.median(rates["direct"]),
+        "tokens_per_s_proxy": statistics.median(rates["swarmq"]),
+    }
+    settings = {key: value for key, value in vars(arguments).items() if key != "out"}
+    return figures, {**settings, "ratio": ratio.samples, "tokens_per_s": rates, "load": os.getloadavg()}
+
+
+async def rate(http: aiohttp.ClientSession, urls: list[str], model: str, secret: bytes, arguments: Any) -> float:
+    """Sampled tokens a second with so many streams open, each caller making its calls one after another."""
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
+        "max_tokens": arguments.tokens,
+        "ignore_eos": True,
+        "temperature": 1.0,
+        "stream": True,
+        "logprobs": False,
+        "stream_options": {"include_usage": True},
+    }
+
+    async def call(url: str) -> int:
+        claims = keys.Claims(
+            run=RUN, client="b", episode_id=new_id(), policies=("main",), mode="eval", expires_at=time.time() + 3600
+        )
+        headers = {"authorization": f"Bearer {keys.mint(secret, claims)}"}
+        tail = b""
+        async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{url} answered {response.status}: {(await response.text())[:300]}")
+            async for block in response.content.iter_any():
+                tail = (tail + block)[-2000:]
+        usage = next(line for line in reversed(tail.split(b"\n\n")) if b'"usage":{' in line.replace(b" ", b""))
+        return int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+
+    async def caller(number: int) -> int:
+        return sum([await call(urls[number % len(urls)]) for _ in range(arguments.rounds)])
+
+    began = time.perf_counter()
+    tokens = sum(await asyncio.gather(*map(caller, range(arguments.streams))))
+    return tokens / (time.perf_counter() - began)
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--shape", default="1.7b", choices=sorted(SHAPES))
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=256, help="sampled in each call")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens, about")
+    parser.add_argument("--rounds", type=int, default=2, help="calls of each caller in a measurement")
+    parser.add_argument("--proxies", type=int, default=4)
+    parser.add_argument("--device", default="cpu", help="where the weights are made: cuda is quicker")
+    arguments = parser.parse_args()
+    limit = max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, limit))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "model").mkdir()
+        make_model(folder / "model", arguments.shape, arguments.device)
+        figures, detail = asyncio.run(play(folder, arguments))
+    print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
+    report.save("proxy_h200", figures, detail=detail, out=arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""New weights while agents are answered: nobody notices, and every token has the version that sampled it."""
+
+import asyncio
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from swarmq.engine.push import WeightPusher
+
+pytestmark = [pytest.mark.vllm, pytest.mark.broker, pytest.mark.timeout(300)]
+
+USER = {"role": "user", "content": "What is 17 + 25?"}
+
+
+async def test_calls_are_held_through_a_real_push_and_answered(stage, tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(tiny_model)
+    pusher = WeightPusher([stage.engine.url], tmp_path, patience_s=0)
+    long = {"ignore_eos": True, "max_tokens": 1000}
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            calls = [
+                tasks.create_task(stage.stream(USER, key=stage.key(f"e{number}", mode="eval"), **long))
+                for number in range(3)
+            ]
+            await _until_running(stage, len(calls))
+            report = await asyncio.to_thread(pusher.push, model.named_parameters(), 7)
+        assert report.failed == {}
+        assert [call.result()[-1] for call in calls] == ["[DONE]"] * len(calls)
+        turns = await stage.turns(len(calls))
+        assert [turn.versions[-1].version for turn in turns] == [7] * len(calls)
+        assert all(len(turn.versions) == 2 for turn in turns)
+        assert await stage.engine.weight_version() == 7
+    finally:
+        await asyncio.to_thread(pusher.push, model.named_parameters(), 0)
+
+
+async def _until_running(stage, count):
+    while True:
+        async with stage.http.get(f"{stage.engine.url}/metrics") as response:
+            lines = (await response.text()).splitlines()
+        if any(line.startswith("vllm:num_requests_running") and line.endswith(f" {count}.0") for line in lines):
+            return
