@@ -42,6 +42,8 @@ GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
 NUM_CLIENTS = 2
 LOOK_S = 2.0
 READ_S = 300.0
+KEY_LIFETIME_S = 120.0
+"""So long a proxy remembers what may still be continued; with the two hours of the default nothing could be seen."""
 STALL_S = 600.0
 """Fewer episodes than a step's may be left when clients have no more tasks."""
 
@@ -209,7 +211,7 @@ def _job(folder: Path, amqp: str) -> dict[str, Any]:
         "run": RUN,
         "folder": str(folder / "runs"),
         "broker": {"url": amqp},
-        "proxy": {"port": free_port()},
+        "proxy": {"port": free_port(), "key_lifetime_s": KEY_LIFETIME_S},
         "groups": {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 8},
         "policies": {POLICY: {"model": "none", "sampling": {"max_tokens": 8}, "train": {"keep_batches": False}}},
     }
