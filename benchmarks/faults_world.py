@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -301,8 +302,16 @@ class World:
         return time.monotonic() - self.moved_at
 
     def story(self) -> Counter[str]:
-        """Deaths that nobody injected, by part and last word."""
-        return Counter(f"{death.part} (status {death.status}): {death.words}" for death in self.deaths.found)
+        """Deaths that nobody injected, by role and last words, without what differs from one to the next."""
+        return Counter(
+            f"{death.part.rstrip('0123456789')} (status {death.status}): {_gist(death.words)}"
+            for death in self.deaths.found
+        )
+
+
+def _gist(words: str) -> str:
+    last = words.splitlines()[-1] if words else ""
+    return re.sub(r"127\.0\.0\.1:\d+", "its relay", re.sub(r"\S*/batches\b", "batches", last))
 
 
 def make_model(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The tables of README.md, made from `results/*.json`: `python -m benchmarks.tables` writes them, a test compares."""
+"""The tables of README and docs, made from `results/*.json`: `python -m benchmarks.tables` writes, a test compares."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from typing import Any
 
 from benchmarks.report import RESULTS
 
-README = Path(__file__).parent.parent / "README.md"
+ROOT = Path(__file__).parent.parent
+PAGES = (ROOT / "README.md", ROOT / "docs" / "faults.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def render(text: str, results: Path = RESULTS) -> str:
     """`text` with every figures block made anew."""
     known = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    blocks = {"demo": demo_block, "all": all_block}
+    blocks = {"demo": demo_block, "faults": faults_block, "all": all_block}
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
 
 
@@ -47,6 +48,41 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
     yield "\n"
 
 
+def faults_block(known: dict[str, Any]) -> Iterator[str]:
+    """What came of the episodes that ended after each kind of fault."""
+    if "faults" not in known:
+        return
+    record, detail = known["faults"], known["faults"]["detail"]
+    account, weights = detail["verdict"]["account"], detail["weights"]
+    yield f"\n`{record['command']}` on {record['hardware']}, {detail['seconds'] / 60:.0f} minutes, "
+    yield f"{sum(detail['starts'].values())} processes started:\n\n"
+    yield "| fault | injections | episodes ended | trained once | twice | lost | dropped | longest stall |\n"
+    yield "|---|---|---|---|---|---|---|---|\n"
+    rows = sorted(detail["verdict"]["rows"], key=lambda row: row["fault"])
+    for row in rows:
+        dropped = sorted(row["dropped"].items(), key=lambda item: -item[1])
+        cells = (
+            *(row[name] for name in ("fault", "injections", "ended", "once", "twice", "lost")),
+            ", ".join(f"{reason} {count}" for reason, count in dropped) or "-",
+            f"{row['longest_stall_s']:.1f} s" if row["longest_stall_s"] else "-",
+        )
+        yield f"| {' | '.join(map(str, cells))} |\n"
+    figures = record["figures"]
+    total = (
+        figures["injections"],
+        account["confirmed"],
+        sum(r["once"] for r in rows),
+        figures["twice"],
+        figures["lost"],
+    )
+    longest_s = figures["longest_stall_s"]
+    yield f"| **all** | {' | '.join(map(str, total))} | {sum(sum(r['dropped'].values()) for r in rows)} | {longest_s:.1f} s |\n\n"
+    yield f"{account['begun']} episodes begun, {account['trained']} trained, {account['waiting']} waiting for a full batch at "
+    yield f"the end; {figures['hangs']} hangs. Version {weights['version']} of the weights is "
+    yield f"{'to the bit that' if weights['checkpoint_equal'] else 'NOT that'} of a replay without faults, and so were "
+    yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} pushes that an engine took.\n\n"
+
+
 def all_block(known: dict[str, Any]) -> Iterator[str]:
     """Every figure of every result, with its hardware and command."""
     for name, record in known.items():
@@ -58,4 +94,5 @@ def all_block(known: dict[str, Any]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    README.write_text(render(README.read_text()))
+    for page in PAGES:
+        page.write_text(render(page.read_text()))

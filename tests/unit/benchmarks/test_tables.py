@@ -1,12 +1,14 @@
-"""No figure in the README that no file holds."""
+"""No figure in the README or the docs that no file holds."""
 
 import json
 
-from benchmarks.tables import README, render
+import pytest
+from benchmarks.tables import PAGES, render
 
 
-def test_the_readme_says_what_the_result_files_say():
-    text = README.read_text()
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_pages_say_what_the_result_files_say(page):
+    text = page.read_text()
     assert render(text) == text, "run `python -m benchmarks.tables`"
 
 
