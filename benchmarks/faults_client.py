@@ -19,7 +19,7 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
-from swarmq.client.worker import run_worker
+from swarmq.client.fleet import Plan, run_workers
 
 CONCURRENCY = 6
 MAX_ATTEMPTS = 50
@@ -134,7 +134,7 @@ class Player:
 def main() -> None:
     client = AsyncSwarmClient(code_version="faults")
     player = Player(client.invite.base_url, Appender(Path(sys.argv[1])))
-    run_worker(client, player, concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False)
+    run_workers(client, {None: player}, Plan(concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from swarmq.client.ask import ask as ask
+    from swarmq.client.ask import ask_async as ask_async
     from swarmq.client.episode import AsyncEpisode as AsyncEpisode
     from swarmq.client.episode import Episode as Episode
     from swarmq.client.report import EvalReport as EvalReport
@@ -40,6 +42,8 @@ _HOMES = {
     "SwarmJob": "swarmq.config",
     "SwarmTask": "swarmq.client.tasks",
     "SwarmqError": "swarmq.errors",
+    "ask": "swarmq.client.ask",
+    "ask_async": "swarmq.client.ask",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are names

@@ -405,23 +405,39 @@ async def _feed(
 
 
 @main.command()
-@click.argument("target")
+@click.argument("targets", nargs=-1, required=True)
 @click.option("--invite", help="Invite text, file or run folder; $SWARMQ_INVITE by default.")
-@click.option("--kind", help="Task kind; needed when the run has several.")
-@click.option("--concurrency", default=16, show_default=True, help="Episodes at a time.")
+@click.option("--kind", "kinds", multiple=True, help="Task kind; needed when the run has several. May be repeated.")
+@click.option("--concurrency", default=16, show_default=True, help="Episodes at a time, per kind and process.")
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="For agents that compute.")
 @click.option("--max-attempts", default=3, show_default=True, help="Attempts per task before it is given up.")
-def worker(target: str, invite: str | None, kind: str | None, concurrency: int, max_attempts: int) -> None:
-    """Attempt the tasks of a queue with TARGET, a `module:function` that takes an episode and returns a reward.
+def worker(
+    targets: tuple[str, ...],
+    invite: str | None,
+    kinds: tuple[str, ...],
+    concurrency: int,
+    processes: int,
+    max_attempts: int,
+) -> None:
+    """Attempt the tasks of a queue with a `module:function` that takes an episode and returns a reward.
 
     Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
 
     \b
     swarmq worker my_agent:attempt --kind math --concurrency 32
+    swarmq worker math=agents:solve code=agents:write --processes 4
     """
     from swarmq import AsyncSwarmClient
-    from swarmq.client.worker import run_worker
+    from swarmq.client.fleet import Plan, parse_targets, run_processes, run_workers
+    from swarmq.client.invites import find_invite
 
-    click.echo(str(run_worker(AsyncSwarmClient(invite), target, kind, concurrency, max_attempts=max_attempts)))
+    plan = Plan(concurrency=concurrency, max_attempts=max_attempts)
+    wanted = parse_targets(targets, kinds)
+    if processes > 1:
+        run_processes(find_invite(invite), wanted, processes, plan)
+        return
+    for kind, summary in run_workers(AsyncSwarmClient(invite), wanted, plan).items():
+        click.echo(f"{kind}: {summary}")
 
 
 @main.command()
@@ -470,6 +486,134 @@ def inspect(run: Path, episode: str | None, policy: str | None, *, as_json: bool
         click.echo(msgspec.json.encode(view))
     elif not html:
         Console().print(draw_episode(view))
+
+
+@main.group()
+def client() -> None:
+    """Invite clients to a run, list them, remove them (docs/access.md).
+
+    \b
+    swarmq client add alice                         one line for alice to paste
+    swarmq client list
+    swarmq client remove alice
+    """
+
+
+RUN_OPTION = click.option(
+    "--run", "run", type=click.Path(path_type=Path), help="The run's folder; the only one in runs/ by default."
+)
+MANAGEMENT = click.option(
+    "--management",
+    envvar="SWARMQ_MANAGEMENT_URL",
+    metavar="URL",
+    help="RabbitMQ's management API, http(s)://user:password@host:15672; found by itself on the private node.",
+)
+
+
+@client.command("add")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+@click.option("--amqp", metavar="URL", help="Where the client finds RabbitMQ, e.g. amqps://gpu.example.org:5671/")
+@click.option("--proxy", metavar="URL", help="Where it finds the proxy, e.g. https://gpu.example.org/v1")
+@click.option("--ca", type=click.Path(path_type=Path), help="PEM certificate that vouches for both, if self-signed.")
+@click.option("--http", is_flag=True, help="Through the proxy alone, for networks that pass nothing else.")
+@click.option("--max-connections", type=click.IntRange(min=2), help="To RabbitMQ, on all machines together.")
+def client_add(
+    name: str,
+    run: Path | None,
+    management: str | None,
+    amqp: str | None,
+    proxy: str | None,
+    ca: Path | None,
+    http: bool,
+    max_connections: int | None,
+) -> None:
+    """Invite a client: prints the line it starts from. It may run episodes, and nothing else.
+
+    \b
+    swarmq client add alice
+    swarmq client add alice --amqp amqps://gpu.example.org:5671/ --proxy https://gpu.example.org/v1 --ca ca.pem
+    swarmq client add bob --http --proxy https://gpu.example.org/v1
+    """
+    from swarmq.broker.access import MAX_CONNECTIONS
+    from swarmq.client.invitations import Reach, add_client
+    from swarmq.client.invites import find_invite
+
+    folder = _only_run(run)
+    invite = add_client(
+        RunFolder(folder),
+        find_invite(folder),
+        name,
+        _management(folder, management),
+        Reach(amqp=amqp, proxy=proxy, ca=ca, http=http),
+        max_connections=max_connections or MAX_CONNECTIONS,
+    )
+    click.echo(f"export SWARMQ_INVITE={invite.encode()}")
+
+
+@client.command("list")
+@RUN_OPTION
+def client_list(run: Path | None) -> None:
+    """List who was invited, and who was removed.
+
+    \b
+    swarmq client list --run runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarmq.members import read_members
+
+    table = Table("client", "added", "removed", "reaches", box=None)
+    for one in read_members(RunFolder(_only_run(run)).clients).values():
+        table.add_row(one.name, _day(one.added_at), _day(one.removed_at), "RabbitMQ" if one.broker_user else "HTTP")
+    Console().print(table if table.rows else "nobody was invited")
+
+
+@client.command("remove")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+def client_remove(name: str, run: Path | None, management: str | None) -> None:
+    """Remove a client: its connections are closed, its keys refused. What it ended before is still trained.
+
+    \b
+    swarmq client remove alice
+    """
+    from swarmq.client.invitations import remove_client
+
+    folder = _only_run(run)
+    remove_client(RunFolder(folder), name, _management(folder, management))
+    click.echo(f"{name} is removed")
+
+
+def _only_run(run: Path | None) -> Path:
+    """The folder of the run that is meant. Raises ConfigError when that is not clear."""
+    if run is not None:
+        return run
+    found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
+    if len(found) != 1:
+        names = ", ".join(sorted(path.name for path in found))
+        raise ConfigError(
+            f"--run: say which run; in {Path('runs').absolute()} there {f'are {names}' if names else 'is none'}"
+        )
+    return found[0]
+
+
+def _management(run: Path, url: str | None) -> Any:
+    """The management API of the run's broker: the one named, the private node's, or the usual port of its host."""
+    from swarmq.broker.access import Management
+    from swarmq.broker.node_files import HOST, read_identity
+
+    amqp_url = _resolved(run).broker.url or ""
+    if url is None and (node := read_identity(RunFolder(run).broker)):
+        url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
+    return Management.of(amqp_url, url)
+
+
+def _day(at: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""
 
 
 @main.group()

@@ -40,12 +40,26 @@ class Broker(Settings, frozen=True, kw_only=True):
     url: str | None = None
     port: Port = 0
     """AMQP port of the private node; 0 picks a free one."""
+    tls_port: Port = 0
+    """amqps port of the private node, open to other machines; 0 opens none. Needs `certificate` and `key`."""
+    certificate: str | None = None
+    """PEM file."""
+    key: str | None = None
+    """PEM file."""
+
+    def __post_init__(self) -> None:
+        if self.tls_port and not (self.certificate and self.key):
+            raise ValueError("tls_port needs certificate and key, two PEM files")
 
 
 class Proxy(Settings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 0
     """The first proxy's; 0 picks free ones. A fixed port of several proxies is followed by the next ones."""
+    certificate: str | None = None
+    """PEM file; with it and `key` the proxy speaks https, and `host` is to be the name in the certificate."""
+    key: str | None = None
+    """PEM file."""
     count: Count = 1
     """Proxies side by side; each is one process on one core. An episode stays with one of them."""
     key_lifetime_s: Positive = 7200.0
@@ -65,6 +79,14 @@ class Proxy(Settings, frozen=True, kw_only=True):
     not edited: the template writes it anew, or drift that could not be repaired. 1 never warns."""
     drift_window: Count = 100
     """The newest turns of a policy that `drift_alert` looks at."""
+
+    def __post_init__(self) -> None:
+        if bool(self.certificate) != bool(self.key):
+            raise ValueError("certificate and key belong together: give both PEM files, or neither")
+
+    def url(self, port: int) -> str:
+        """What agents of the proxy at this port get."""
+        return f"{'https' if self.certificate else 'http'}://{self.host}:{port}/v1"
 
 
 class Groups(Settings, frozen=True, kw_only=True):
@@ -369,6 +391,11 @@ class RunFolder:
     @property
     def invite(self) -> Path:
         return self.path / "invite"
+
+    @property
+    def clients(self) -> Path:
+        """JSON of everybody who was invited with `swarmq client add`."""
+        return self.path / "clients.json"
 
     @property
     def endpoints(self) -> Path:

@@ -68,6 +68,10 @@ class ClientError(SwarmqError):
     """A client was used where it cannot work: closed, after a fork, or from inside its own event loop."""
 
 
+class JudgeError(SwarmqError):
+    """A judge did not give a score: it is down, makes no sense, or its budget is spent. Never a reward of 0."""
+
+
 class TaskError(SwarmqError):
     """A task, a data set or a worker's function cannot be used; the message names the place."""
 

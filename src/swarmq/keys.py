@@ -17,20 +17,25 @@ import binascii
 import hashlib
 import hmac
 import secrets
+import ssl
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Literal, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
-from swarmq.errors import KeyRefusedError
+from swarmq.errors import ConfigError, KeyRefusedError
 from swarmq.messages import Mode
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
 CLOCK_LEEWAY_S = 60.0
 """How far a client's clock may run ahead or behind before its fresh keys count as expired."""
+
+
+_PEM = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----")
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -90,6 +95,23 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     """Of the policies, those that are served and never trained: they need no reward."""
     group_sizes: dict[str, int] = {}
     """Kind -> its own group size, where it has one."""
+    invited: bool = False
+    """Has a RabbitMQ user of its own, `<run>.<client>`, with a client's rights alone."""
+    ca: bytes = b""
+    """Certificate (DER) of the authority that vouches for broker and proxy, where the machine's own do not."""
+
+    @property
+    def over_http(self) -> bool:
+        """Whether RabbitMQ is out of reach: episodes begin and end through the proxy."""
+        return not self.amqp_url
+
+    @property
+    def broker_url(self) -> str:
+        """`amqp_url` with the authority in it, as the driver wants it."""
+        if not self.ca:
+            return self.amqp_url
+        joint = "&" if "?" in self.amqp_url else "?"
+        return f"{self.amqp_url}{joint}cadata={quote(base64.b64encode(self.ca), safe='')}"
 
     def base_url_of(self, episode_id: str) -> str:
         """The proxy that an episode is to use: always the same one, so that it finds its conversation there."""
@@ -114,6 +136,16 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 def home_of(episode_id: str, num_proxies: int) -> int:
     """Number of the proxy that an episode's client sends it to."""
     return zlib.crc32(episode_id.encode()) % num_proxies
+
+
+def read_certificate(path: Path) -> bytes:
+    """DER of the first certificate in a PEM file. Raises ConfigError."""
+    try:
+        text = path.read_text()
+        begin, end = text.index(_PEM[0]), text.index(_PEM[1])
+        return ssl.PEM_cert_to_DER_cert(text[begin : end + len(_PEM[1])])
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a certificate in PEM form: {error}") from error
 
 
 def new_root() -> bytes:
@@ -149,16 +181,20 @@ def mint_operator(secret: bytes, operator: Operator) -> str:
     return _seal(OPERATOR_PREFIX, operator, secret)
 
 
-def verify(root: bytes, key: str, *, run: str, now: float) -> Claims:
-    """The claims of a genuine, current key of this run. Raises KeyRefusedError, which never repeats the key."""
+def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[str] = ()) -> Claims:
+    """The claims of a genuine, current key of this run. Raises KeyRefusedError, which never repeats the key.
+
+    `removed` holds the names of the clients whose keys count no more.
+    """
     what = "api key"
     hint = "use the one `begin_episode()` returned"
     claims = _unseal(key, PREFIX, Claims, lambda made: client_secret(root, made.client), what=what, hint=hint)
     _check_current(claims, what, "its episode is over; begin a new one", run=run, now=now)
+    _check_member(claims.client, removed)
     return claims
 
 
-def verify_operator(root: bytes, token: str, *, run: str, now: float) -> Operator:
+def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: Container[str] = ()) -> Operator:
     """The operator of a genuine, current token of this run. Raises KeyRefusedError, which never repeats the token."""
 
     def secret(made: Operator) -> bytes:
@@ -169,6 +205,8 @@ def verify_operator(root: bytes, token: str, *, run: str, now: float) -> Operato
     _check_current(operator, what, "make a new one with `swarmq token`", run=run, now=now)
     if operator.by_client and operator.roles != ("rollout",):
         raise KeyRefusedError("the operator token is signed by a client: its only role may be rollout")
+    if operator.by_client:
+        _check_member(operator.name, removed)
     return operator
 
 
@@ -197,6 +235,11 @@ def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str,
         raise KeyRefusedError(f"the {what} is for run {record.run!r}, this proxy serves {run!r}")
     if not record.expires_at + CLOCK_LEEWAY_S >= now:
         raise KeyRefusedError(f"the {what} has expired: {hint}")
+
+
+def _check_member(client: str, removed: Container[str]) -> None:
+    if client in removed:
+        raise KeyRefusedError(f"client {client!r} was removed from this run: `swarmq client add` invites another")
 
 
 def _b64(raw: bytes) -> str:

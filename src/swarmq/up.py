@@ -29,6 +29,7 @@ import structlog
 from swarmq import keys
 from swarmq.broker import AmqpBroker
 from swarmq.broker.node import PrivateNode
+from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url
 from swarmq.engine.launch import EngineProcess, check_model
 from swarmq.engine.roster import Roster
@@ -209,7 +210,9 @@ async def _broker(
         report("broker: the one you named")
         return None, url
     report("broker: starting a private RabbitMQ")
-    node = await stack.enter_async_context(PrivateNode(job.run_folder.broker, port=job.broker.port))
+    node = await stack.enter_async_context(
+        PrivateNode(job.run_folder.broker, port=job.broker.port, config=tls_listener(job.broker))
+    )
     report(f"broker: ready, management UI at {node.management_url}")
     return node, node.amqp_url
 
@@ -354,7 +357,7 @@ def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess], proxies
 
 def _invite(job: SwarmJob, proxies: dict[str, int]) -> keys.Invite:
     assert job.broker.url
-    base_urls = tuple(f"http://{job.proxy.host}:{port}/v1" for port in proxies.values())
+    base_urls = tuple(map(job.proxy.url, proxies.values()))
     root = keys.load_root(job.run_folder.root_secret)
     return keys.Invite(
         run=job.run,
@@ -363,6 +366,7 @@ def _invite(job: SwarmJob, proxies: dict[str, int]) -> keys.Invite:
         amqp_url=job.broker.url,
         base_url=base_urls[0],
         base_urls=base_urls,
+        ca=keys.read_certificate(Path(job.proxy.certificate)) if job.proxy.certificate else b"",
         policies=tuple(job.policies),
         kinds=job.task_kinds,
         group_size=job.groups.group_size,

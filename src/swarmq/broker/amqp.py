@@ -22,7 +22,7 @@ from aio_pika.exceptions import ChannelNotFoundEntity
 
 from swarmq.broker import topology
 from swarmq.broker.consumer import consuming
-from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER, Arrival, Deliveries, Delivery
 from swarmq.broker.events import Emitter, listening
 from swarmq.broker.faults import address
 from swarmq.broker.link import Link
@@ -44,21 +44,23 @@ log = structlog.get_logger(__name__)
 class AmqpBroker:
     """Open one per process and share it; see `Broker` for what it promises."""
 
-    def __init__(self, url: str, *, name: str, link: Link, stack: AsyncExitStack) -> None:
+    def __init__(self, url: str, *, name: str, link: Link, stack: AsyncExitStack, user: str = "") -> None:
         self._url = url
         self._name = name
         self._stack = stack
-        self._publisher = Publisher(link)
+        self._publisher = Publisher(link, user=user)
         self._emitter = Emitter(link)
         self._control: Link | None = None
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, url: str, *, name: str, deadline_s: float | None = OPEN_S) -> AsyncIterator[Self]:
+    async def open(
+        cls, url: str, *, name: str, deadline_s: float | None = OPEN_S, user: str = ""
+    ) -> AsyncIterator[Self]:
         """Connect; an unreachable broker is waited for, `deadline_s` seconds long or, with None, for ever.
 
         Raises BrokerError at once for a bad url, wrong password or unknown vhost, and at the deadline.
-        `name` shows in the management UI.
+        `name` shows in the management UI. `user` is the url's where that is an invited client's (docs/access.md).
         """
         address(url)
         link = Link(url, name=f"{name}.publish")
@@ -69,7 +71,7 @@ class AmqpBroker:
                     await link.session()
             except TimeoutError:
                 raise BrokerError(link.trouble or "the broker has gone") from None
-            yield cls(url, name=name, link=link, stack=stack)
+            yield cls(url, name=name, link=link, stack=stack, user=user)
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         await self._publisher.publish(
@@ -97,16 +99,21 @@ class AmqpBroker:
         return listening(self._url, run, name=f"{self._name}.events")
 
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
-        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=kinds)}
+        bound = list(kinds)
+        queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=bound)}
 
         async def declare(session: Session) -> None:
             channel = session.channel
             await session.call(channel.declare_exchange(topology.EVENTS, ExchangeType.TOPIC, durable=True))
             await session.call(channel.declare_exchange(topology.DEAD, ExchangeType.FANOUT, durable=True))
+            await session.call(channel.declare_exchange(topology.CLIENTS, ExchangeType.TOPIC, durable=True))
             for name, arguments in queues.items():
                 await session.call(channel.declare_queue(name, durable=True, arguments=arguments))
             dead = await channel.get_queue(topology.DEAD, ensure=False)
             await session.call(dead.bind(topology.DEAD, routing_key=""))
+            for name, key in topology.client_bindings(run, bound).items():
+                queue = await channel.get_queue(name, ensure=False)
+                await session.call(queue.bind(topology.CLIENTS, routing_key=key))
 
         await self._until_done(declare)
 
@@ -125,6 +132,8 @@ class AmqpBroker:
 
     async def _park(self, arrival: Arrival, reason: str) -> None:
         headers = {**arrival.headers, REASON_HEADER: reason[:MAX_REASON], QUEUE_HEADER: arrival.queue}
+        if arrival.sender:
+            headers[SENDER_HEADER] = arrival.sender
         await self._publisher.publish(topology.DEAD, arrival.body, kind=arrival.kind, headers=headers, deadline_s=None)
 
     async def _until_done(self, work: Callable[[Session], Awaitable[T]]) -> T:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from aio_pika.abc import AbstractIncomingMessage
 
-from swarmq.broker.delivery import Arrival, Deliveries
+from swarmq.broker import topology
+from swarmq.broker.delivery import SENDER_HEADER, Arrival, Deliveries
 from swarmq.broker.link import Link
 from swarmq.broker.session import Session
 
@@ -101,6 +102,7 @@ class Intake:
                 redelivered=bool(message.redelivered),
                 queue=self._queue,
                 kind=message.type or "",
+                sender=_sender(message),
             )
         )
 
@@ -114,3 +116,9 @@ class Intake:
             return
         timer = self._loop.call_later(left_s, self._watch)
         self._session.lost.add_done_callback(lambda _: timer.cancel())
+
+
+def _sender(message: AbstractIncomingMessage) -> str:
+    if message.exchange == topology.CLIENTS:
+        return topology.sender_of(message.routing_key or "")
+    return str(message.headers.get(SENDER_HEADER, ""))

@@ -15,7 +15,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from aio_pika.exceptions import PublishError
 
 from swarmq.broker import topology
-from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER
+from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
 from swarmq.broker.publisher import send
 from swarmq.broker.session import Session, open_session
 
@@ -129,7 +129,7 @@ async def _send_back(session: Session, letter: DeadLetter) -> str | None:
     """None when it is confirmed in its queue, else why not."""
     if not letter.queue:
         return "its queue is unknown"
-    kept = {name: value for name, value in letter.headers.items() if name == KEY_HEADER}
+    kept = {name: value for name, value in letter.headers.items() if name in (KEY_HEADER, SENDER_HEADER)}
     try:
         await session.call(send(session.channel, letter.queue, letter.body, kind=letter.kind, headers=kept))
     except PublishError:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, Self
 
+from swarmq.broker.senders import objection
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Message, decode, key_of
 
@@ -22,6 +23,10 @@ REASON_HEADER = "x-sq-reason"
 
 QUEUE_HEADER = "x-sq-queue"
 """On dead messages: the queue it was meant for."""
+
+
+SENDER_HEADER = "x-sq-sender"
+"""On dead messages: the invited client that sent it, so that sending it back does not make it an operator's."""
 
 
 class Settler(Protocol):
@@ -41,6 +46,8 @@ class Arrival(NamedTuple):
     queue: str
     kind: str = ""
     """The message type its sender stated."""
+    sender: str = ""
+    """The user of the invited client that published it, as RabbitMQ has verified; empty: one of our own processes."""
 
 
 class Delivery:
@@ -115,10 +122,14 @@ class Deliveries:
     async def _admit(self, arrival: Arrival) -> Delivery | None:
         """The delivery, or None for poison, which is parked with its reason."""
         try:
-            return Delivery(arrival, decode(arrival.body))
+            delivery = Delivery(arrival, decode(arrival.body))
         except MessageError as error:
             await self._bury(arrival, str(error))
             return None
+        if arrival.sender and (why := objection(arrival.sender, arrival.queue, delivery.message)):
+            await self._bury(arrival, why)
+            return None
+        return delivery
 
     def arrive(self, arrival: Arrival) -> None:
         self._arrivals.append(arrival)

@@ -11,6 +11,7 @@ from typing import IO
 
 import msgspec
 
+from swarmq.config import Broker
 from swarmq.errors import BrokerError
 from swarmq.process import free_port, port_is_free
 
@@ -31,6 +32,17 @@ consumer_timeout = 604800000
 raft.wal_max_size_bytes = 67108864
 vm_memory_high_watermark.absolute = 1500MB
 disk_free_limit.absolute = 2GB
+"""
+
+
+TLS = """\
+listeners.ssl.1 = 0.0.0.0:{port}
+ssl_options.certfile = {certificate}
+ssl_options.keyfile = {key}
+ssl_options.cacertfile = {certificate}
+ssl_options.verify = verify_none
+ssl_options.versions.1 = tlsv1.3
+ssl_options.versions.2 = tlsv1.2
 """
 
 
@@ -96,6 +108,25 @@ def load_identity(folder: Path, *, port: int) -> Identity:
         )
     _write_private(path, msgspec.json.encode(identity).decode())
     return identity
+
+
+def tls_listener(settings: Broker) -> str:
+    """Lines of rabbitmq.conf that let other machines in by amqps; none where it is not asked for."""
+    if not settings.tls_port:
+        return ""
+    certificate, key = (Path(path or "").absolute() for path in (settings.certificate, settings.key))
+    for path in (certificate, key):
+        if not path.is_file():
+            raise BrokerError(f"broker: the PEM file {path} does not exist")
+    return TLS.format(port=settings.tls_port, certificate=certificate, key=key)
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Of the node whose folder this is; None where none was ever started."""
+    try:
+        return msgspec.json.decode((folder / "node.json").read_bytes(), type=Identity)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def write_files(folder: Path, identity: Identity, *, config: str, advanced: str) -> None:

@@ -17,6 +17,7 @@ from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import DeliveryError, PublishError
 
 from swarmq import __version__
+from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER
 from swarmq.broker.link import Link
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
@@ -37,8 +38,10 @@ log = structlog.get_logger(__name__)
 
 
 class Publisher:
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, *, user: str = "") -> None:
+        """`user` is an invited client's, who may write to its own exchange alone; empty: an operator's."""
         self._link = link
+        self._user = user
         self._slots = asyncio.Semaphore(IN_FLIGHT)
         self._warned: dict[str, float] = {}
 
@@ -60,7 +63,7 @@ class Publisher:
         """Whether it is confirmed; False asks for another attempt."""
         session = await self._link.session()
         try:
-            await session.call(send(session.channel, queue, body, kind=kind, headers=headers))
+            await session.call(send(session.channel, queue, body, kind=kind, headers=headers, user=self._user))
         except BrokerLostError:
             return False
         except PublishError as error:
@@ -80,7 +83,9 @@ class Publisher:
         await asyncio.sleep(random.uniform(0.1, FULL_DELAY_S))
 
 
-async def send(channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> None:
+async def send(
+    channel: AbstractChannel, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], user: str = ""
+) -> None:
     """One attempt to put a durable message into `queue`; returns after the confirm."""
     message = AmqpMessage(
         body,
@@ -92,4 +97,10 @@ async def send(channel: AbstractChannel, queue: str, body: bytes, *, kind: str, 
         app_id=APP_ID,
         headers=headers,
     )
-    await channel.default_exchange.publish(message, queue, mandatory=True)
+    if not user:
+        await channel.default_exchange.publish(message, queue, mandatory=True)
+        return
+    exchange = await channel.get_exchange(
+        topology.CLIENTS, ensure=False
+    )  # looking would need more rights than to write
+    await exchange.publish(message, topology.client_key(user, queue), mandatory=True)

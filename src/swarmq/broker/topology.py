@@ -9,6 +9,7 @@
     collector              ──> swarmq.<run>.<policy>.control  ──> learner
     collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
+    an invited client      ──> [swarmq.clients] <run>.<client>.in | .tasks.<kind> | .eval.<kind> | .dead ──> the queues of these names
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
 Queues are addressed by name through the default exchange, so publishing needs no right but to write, and a wrong
@@ -23,6 +24,10 @@ from typing import Any
 
 DEAD = "swarmq.dead"
 """The fanout exchange and the queue behind it, where messages go that nobody can use."""
+
+CLIENTS = "swarmq.clients"
+"""Topic exchange that invited clients publish to. RabbitMQ lets each use only keys that begin with its own user name,
+`<run>.<client>`, so a message tells for certain who sent it; operators use the default exchange."""
 
 EVENTS = "swarmq.events"
 """Topic exchange of events, routing key `<run>.<source>.<name>`."""
@@ -67,6 +72,32 @@ def control(run: str, policy: str | None = None) -> str:
 
 def evals(run: str, kind: str) -> str:
     return f"swarmq.{run}.eval.{kind}"
+
+
+def user_of(run: str, client: str) -> str:
+    """RabbitMQ's name for an invited client; neither part has a dot."""
+    return f"{run}.{client}"
+
+
+def client_key(user: str, queue: str) -> str:
+    """The routing key by which an invited client reaches a queue of its run, or the dead letters."""
+    run = user.partition(".")[0]
+    return f"{user}.{'dead' if queue == DEAD else queue.removeprefix(f'swarmq.{run}.')}"
+
+
+def sender_of(key: str) -> str:
+    """The user that published with this routing key."""
+    return ".".join(key.split(".")[:2])
+
+
+def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
+    """Queue -> the routing keys by which invited clients reach it."""
+    given_back = {name(run, kind): f"{run}.*.{what}.{kind}" for kind in kinds for name, what in GIVEN_BACK}
+    return {inbox(run): f"{run}.*.in", DEAD: "*.*.dead"} | given_back
+
+
+GIVEN_BACK = ((tasks, "tasks"), (evals, "eval"))
+"""Queues from which workers take, and to which they return what is to be tried again."""
 
 
 def event_key(run: str, source: str, name: str) -> str:

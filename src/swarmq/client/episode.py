@@ -62,6 +62,11 @@ class Handle:
         return self._record.api_key
 
     @property
+    def ca(self) -> bytes:
+        """Certificate (DER) to trust at `base_url`; empty: those of the machine."""
+        return self._client.invite.ca
+
+    @property
     def model(self) -> str:
         """What to pass as `model`: the episode's first policy."""
         return self._record.begin.policies[0]

@@ -14,10 +14,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from swarmq.broker.senders import NAME_MARK
+
 
 def client_id(name: str) -> str:
     """Unique per client object: the invite's name, the host, the process and a random tail."""
-    return f"{name}-{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
+    return f"{name}{NAME_MARK}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
 def code_version_of(function: Callable[..., Any]) -> str:

@@ -1,7 +1,7 @@
 """The client: begins episodes, mints their keys, and does not rest until their ends are confirmed.
 
     begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> key minted
-    end     checked ──> spooled to disk ──> EpisodeEnd confirmed ──> unspooled
+    end     checked ──> spooled to disk ──> EpisodeEnd confirmed ──> unspooled         (transport.py: AMQP or HTTP)
 
 Everything here runs on one event loop. `SwarmClient` (sync_client.py) drives it from a thread of its own.
 """
@@ -20,10 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import msgspec
 import structlog
 
-from swarmq.broker import AmqpBroker, Broker, TicketDesk, topology
+from swarmq.broker import AmqpBroker, Broker, topology
 from swarmq.client import runner
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
@@ -31,11 +30,11 @@ from swarmq.client.invites import find_invite
 from swarmq.client.loops import LoopThread
 from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.transport import BrokerTransport, HttpTransport, Transport
 from swarmq.config import Proxy
 from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
-from swarmq.notice import noticed
 from swarmq.outcome import Outcome, finished, unfinished
 
 DRAIN_S = 10.0
@@ -49,7 +48,8 @@ log = structlog.get_logger()
 
 
 def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
-    return AmqpBroker.open(invite.amqp_url, name=name)
+    user = topology.user_of(invite.run, invite.client) if invite.invited else ""
+    return AmqpBroker.open(invite.broker_url, name=name, user=user)
 
 
 class AsyncSwarmClient:
@@ -75,18 +75,16 @@ class AsyncSwarmClient:
         self._code_version = code_version
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
-        self._inbox = topology.inbox(self.invite.run)
         self._state = "not open: use `async with`"
         self._pid = os.getpid()
+        self._broker: Broker | None = None
         self._open: dict[str, EpisodeRecord] = {}
         self._ended: OrderedDict[str, EpisodeRecord] = OrderedDict()
         self._sending: set[asyncio.Task[SwarmqError | None]] = set()
-        self._background: list[asyncio.Task[None]] = []
-        self._desks: dict[str, TicketDesk] = {}
 
     async def __aenter__(self) -> Self:
         async with contextlib.AsyncExitStack() as stack:
-            self.broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
+            self._transport = await self._connect(stack)
             self._disk = stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="swarmq-spool"))
             self._spool = Spool(self._spool_root, self.client_id)
             self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
@@ -104,18 +102,33 @@ class AsyncSwarmClient:
             if record.end is None:
                 self._start_sending(record, unfinished(record.begin, "aborted", "the client was closed"))
         self._state = "closed"
-        for desk in self._desks.values():
-            desk.refuse(ClientError("the client was closed while this episode waited for its ticket"))
+        self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
         try:
             await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
         finally:
-            for task in (self._orphans, *self._background, *self._sending):
+            for task in (self._orphans, *self._sending):
                 task.cancel()
             await self._stack.aclose()
             if left := self._spool.close():
                 log.warning(
                     "ends_left_in_spool", ends=left, folder=str(self._spool.folder), delivered="by the next client"
                 )
+
+    @property
+    def broker(self) -> Broker:
+        """Raises ClientError where the invite leads to the proxy alone."""
+        if self._broker is None:
+            raise ClientError(
+                f"client {self.invite.client!r} was invited to the proxy alone (--http): task queues need an invite with "
+                "RabbitMQ; loops of one's own, e.g. run_episodes_until_all_complete, need none"
+            )
+        return self._broker
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> Transport:
+        if self.invite.over_http:
+            return HttpTransport(self.invite)
+        self._broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
+        return await stack.enter_async_context(BrokerTransport.open(self._broker, self.invite))
 
     async def begin_episode(
         self,
@@ -162,7 +175,7 @@ class AsyncSwarmClient:
         )
         try:
             async with asyncio.timeout(deadline_s):
-                begin = await self._send_begin(begin)
+                await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
                 f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, or "
@@ -261,8 +274,7 @@ class AsyncSwarmClient:
 
     def group_size_of(self, kind: str) -> int:
         """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
-        desk = self._desks.get(kind)
-        return (desk.group_size if desk else None) or self.invite.group_sizes.get(kind, self.invite.group_size)
+        return self._transport.group_size_of(kind) or self.invite.group_sizes.get(kind, self.invite.group_size)
 
     def _policies(self, policies: Sequence[str] | None) -> tuple[str, ...]:
         known = self.invite.policies
@@ -273,22 +285,6 @@ class AsyncSwarmClient:
             given = ", ".join(sorted(unknown)) if chosen else "none"
             raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
         return chosen
-
-    async def _send_begin(self, begin: EpisodeBegin) -> EpisodeBegin:
-        if begin.mode == "eval" or not self.invite.ticketed:
-            await self._publish(begin)
-            return begin
-        async with self._desk(begin.kind).ticket() as ticket:
-            begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)
-            await self._publish(begin)
-        return begin
-
-    def _desk(self, kind: str) -> TicketDesk:
-        desk = self._desks.get(kind)
-        if desk is None:
-            desk = self._desks[kind] = TicketDesk(self.broker, topology.tickets(self.invite.run, kind), kind)
-            self._background.append(self._tasks.create_task(desk.serve()))
-        return desk
 
     def _mint(self, begin: EpisodeBegin, *, lifetime_s: float, max_calls: int, max_tokens: int) -> str:
         claims = Claims(
@@ -350,7 +346,7 @@ class AsyncSwarmClient:
             await self._on_disk(self._spool.put, end)
         except ClientError as error:
             log.warning("spool_unusable", error=str(error), meaning="this end is lost if the process dies now")
-        await self._publish(end)
+        await self._transport.end(end)
         await self._on_disk(self._spool.remove, end.episode_id)
 
     def _remember(self, record: EpisodeRecord) -> None:
@@ -378,14 +374,10 @@ class AsyncSwarmClient:
     async def _deliver_orphan(self, orphan: Orphan) -> int:
         delivered = 0
         for path, end in orphan.ends():
-            await self._publish(end)
+            await self._transport.end(end)
             path.unlink(missing_ok=True)
             delivered += 1
         return delivered
-
-    async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
-        with noticed("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
-            await self.broker.publish(self._inbox, piece)
 
     async def _on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
         try:

@@ -25,7 +25,6 @@ from swarmq.broker import Deliveries, Delivery, topology
 from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt, check_signature
 from swarmq.client.episode import AsyncEpisode
 from swarmq.client.feed import KIND_MARK
-from swarmq.client.loops import LoopThread
 from swarmq.client.progress import Display
 from swarmq.client.report import RunSummary, Tally
 from swarmq.client.runner import RETRY_PAUSE_S
@@ -41,48 +40,6 @@ REMEMBERED = 10_000
 """Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
 
 log = structlog.get_logger()
-
-
-def run_worker(
-    client: AsyncSwarmClient,
-    target: str | AgentFunction,
-    kind: str | None = None,
-    concurrency: int = 16,
-    *,
-    max_attempts: int = 3,
-    progress: bool = True,
-) -> RunSummary:
-    """Work until SIGTERM or SIGINT: the first finishes what has begun, the second kills.
-
-    `client` must not be open yet. `target` is `module:function` or the function itself. Raises TaskError when it
-    cannot be imported or called with an episode.
-    """
-    function = load_target(target) if isinstance(target, str) else target
-    check_signature(function)
-    agents = LoopThread("swarmq-agents")
-
-    async def main() -> RunSummary:
-        async with client:
-            client.agent_loop = agents
-            with _stop_on_signals() as stop:
-                worker = Worker(client, function, kind=kind, concurrency=concurrency, max_attempts=max_attempts)
-                evaluator = Worker(
-                    client,
-                    function,
-                    kind=kind,
-                    concurrency=max(1, concurrency // EVAL_SHARE),
-                    max_attempts=max_attempts,
-                    mode="eval",
-                )
-                async with asyncio.TaskGroup() as both:
-                    training = both.create_task(worker.run(stop, progress=progress))
-                    both.create_task(evaluator.run(stop, progress=False))
-                return training.result()
-
-    try:
-        return asyncio.run(main())
-    finally:
-        agents.close()
 
 
 class Worker:
@@ -213,7 +170,7 @@ async def _ack(delivery: Delivery) -> None:
 
 
 @contextlib.contextmanager
-def _stop_on_signals() -> Iterator[asyncio.Event]:
+def stop_on_signals() -> Iterator[asyncio.Event]:
     """Set by the first SIGTERM or SIGINT; from then on the system's own way, which kills, is back."""
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     numbers = (signal.SIGTERM, signal.SIGINT)

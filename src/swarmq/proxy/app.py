@@ -20,6 +20,7 @@ from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
+from swarmq.members import Removed
 from swarmq.messages import Event, made_at
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
@@ -84,8 +85,10 @@ def create_app(
         timeout_s=job.proxy.request_timeout_s,
     )
 
+    removed = Removed(job.run_folder.clients)
+
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
-        return keys.verify(root, key_of(request), run=job.run, now=now())
+        return keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)
 
     @get("/health")
     async def health() -> Response[dict[str, Any]]:
@@ -108,7 +111,7 @@ def create_app(
     control = Control(job, broker, root=root, now=now)
 
     metrics = Metrics(meter, gate, fleet, episodes)
-    authority = Authority(root, job.run, now)
+    authority = Authority(root, job.run, now, removed)
 
     @get("/metrics", guards=[authority.needs("read")], media_type=CONTENT_TYPE, security=[{SECURITY: []}])
     async def show_metrics() -> bytes:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Annotated, Any, cast
 
 import msgspec
@@ -18,6 +18,7 @@ from litestar.response import Response
 from msgspec import Meta
 
 from swarmq import keys
+from swarmq.broker.senders import NAME_MARK
 from swarmq.proxy.control import (
     AbortRequest,
     BeginRequest,
@@ -34,6 +35,7 @@ from swarmq.proxy.refusals import RefusedError, refusal_of
 PATH = "/v1/control"
 SECURITY = "operatorToken"
 OPERATOR = "swarmq_operator"
+BY_CLIENT = "swarmq_by_client"
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 Guard = Callable[[Connection, BaseRouteHandler], None]
@@ -88,10 +90,13 @@ UNKNOWN = ResponseSpec(FaultBody, description="This proxy does not know the epis
 class Authority:
     """Knows who may do what in a run."""
 
-    def __init__(self, root: bytes, run: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, root: bytes, run: str, now: Callable[[], float] = time.time, removed: Container[str] = ()
+    ) -> None:
         self._root = root
         self._run = run
         self._now = now
+        self._removed = removed
 
     def needs(self, role: keys.Role) -> Guard:
         """A guard that leaves the operator in the request's state."""
@@ -103,13 +108,16 @@ class Authority:
                     "no operator token: send `Authorization: Bearer <token>`; `swarmq token` makes one",
                     status=401, code="invalid_api_key",
                 )  # fmt: skip
-            operator = keys.verify_operator(self._root, token.strip(), run=self._run, now=self._now())
+            operator = keys.verify_operator(
+                self._root, token.strip(), run=self._run, now=self._now(), removed=self._removed
+            )
             if not operator.may(role):
                 raise RefusedError(
                     f"operator {operator.name!r} has the roles {', '.join(operator.roles)}; this needs {role}",
                     status=403, code="role_missing",
                 )  # fmt: skip
             connection.state[OPERATOR] = operator.name
+            connection.state[BY_CLIENT] = operator.by_client
 
         return guard
 
@@ -152,6 +160,7 @@ def control_router(
     )
     async def begin(data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
         """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
+        _check_name(request, data.client_id)
         base_url = str(request.base_url).rstrip("/") + "/v1"
         return await control.begin(data, operator=_operator(request), base_url=base_url)
 
@@ -212,6 +221,15 @@ def control_router(
 
 def _operator(request: Request[Any, Any, Any]) -> str:
     return cast("str", request.state[OPERATOR])
+
+
+def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
+    """A client's token speaks for that client alone."""
+    operator = _operator(request)
+    if request.state[BY_CLIENT] and client_id and client_id.partition(NAME_MARK)[0] != operator:
+        raise RefusedError(
+            f"client_id {client_id!r}: the token is that of client {operator!r}", status=403, code="role_missing"
+        )
 
 
 def _refuse_invalid(_: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:

@@ -54,11 +54,13 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         stack.callback(following.cancel)
         app = create_app(job, root=root, engines=engines, broker=broker, number=number, tuning=tuning, opener=opener)
         host, port = listener.getsockname()[:2]
-        log.info("listening", url=f"http://{host}:{port}/v1")
+        log.info("listening", address=f"{host}:{port}", tls=job.proxy.certificate is not None)
         config = uvicorn.Config(
             app,
             log_config=None,
             access_log=False,
+            ssl_certfile=job.proxy.certificate,
+            ssl_keyfile=job.proxy.key,
             lifespan="on",
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=30,

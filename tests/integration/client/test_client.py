@@ -23,11 +23,12 @@ FAST = {"retry_pause_s": 0.0, "progress": False}
 
 WORKER = """
 from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.worker import run_worker
-print(run_worker(AsyncSwarmClient(), "agent:attempt", kind="math", concurrency=2, progress=False), flush=True)
+from swarmq.client.fleet import Plan, run_workers
+done = run_workers(AsyncSwarmClient(), {"math": "agent:attempt"}, Plan(concurrency=2, progress=False))
+print(done["math"], flush=True)
 """
 AGENT = """
-import pathlib, threading
+import os, pathlib, threading
 def attempt(ep):
     print("attempting", ep.task.id, flush=True)
     if pathlib.Path("hang").exists():
@@ -110,6 +111,33 @@ async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, sai
         assert await asyncio.to_thread(second.wait) == 0
         depths = await run.broker.depths([topology.tasks(run.invite.run, "math")])
         assert [(depth.ready, depth.consumers) for depth in depths.values()] == [(0, 0)]
+
+
+PROCESSES = """
+from swarmq.client.fleet import run_processes
+from swarmq.client.invites import find_invite
+if __name__ == "__main__":
+    run_processes(find_invite(), {"math": "agent:attempt"}, 2)
+"""
+
+
+async def test_a_killed_process_of_a_worker_leaves_its_task_to_the_others(run_in, script, said):
+    async with run_in() as run:
+        await run.issue(8)
+        (run.folder / "agent.py").write_text(AGENT.replace("ep.task.id, flush", "ep.task.id, os.getpid(), flush"))
+        (run.folder / "hang").touch()
+        main = script(PROCESSES, run.environment)
+        await run.feed("a")
+        first = await said(main, "attempting a")
+        (run.folder / "hang").unlink()
+        os.kill(int(first.split()[-1]), signal.SIGKILL)
+        pieces = await run.pieces(lambda got: any(isinstance(one, EpisodeEnd) for one in got))
+        assert [type(piece).__name__ for piece in pieces] == ["EpisodeBegin", "EpisodeBegin", "EpisodeEnd"]
+        assert pieces[0].client_id != pieces[1].client_id
+        main.send_signal(signal.SIGTERM)
+        output, _ = await asyncio.to_thread(main.communicate)
+        assert "math: 1 episodes finished" in output
+        assert "1 of 2 worker processes have died" in output
 
 
 async def test_the_first_signal_drains_a_worker_and_the_second_kills_it(run_in, script, said):

@@ -1,5 +1,6 @@
 """Every example runs as it stands, with the real SDK, against a scripted model and a broker in memory."""
 
+import asyncio
 import contextlib
 import http.server
 import importlib.util
@@ -12,9 +13,11 @@ import pytest
 import swarmq
 from swarmq.broker import topology
 from swarmq.client import readers, session, sync_client
-from swarmq.client.worker import check_signature
+from swarmq.client.feed import feed
+from swarmq.client.worker import Worker, check_signature
+from swarmq.config import SwarmJob
 from swarmq.keys import Invite
-from swarmq.messages import EpisodeEnd, Ticket, decode
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 pytest.importorskip("openai")
@@ -87,15 +90,20 @@ def run(model, monkeypatch, tmp_path):
     for client in (session.AsyncSwarmClient, sync_client.SwarmClient):
         monkeypatch.setitem(client.__init__.__kwdefaults__, "open_broker", open_memory)
 
-    def ends():
+    def ends(kind=EpisodeEnd):
         pieces = [decode(stored.body) for stored in broker.stored(topology.inbox("r1"))]
-        return [piece for piece in pieces if isinstance(piece, EpisodeEnd)]
+        return [piece for piece in pieces if isinstance(piece, kind)]
 
     return ends
 
 
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+@pytest.fixture
+def begins(run):
+    return lambda: run(EpisodeBegin)
+
+
+def load(name, path=None):
+    spec = importlib.util.spec_from_file_location(name, path or EXAMPLES / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -137,7 +145,65 @@ def test_the_workers_agent_understands_its_data_set(run):
     assert len(KEYS) >= 5, "every episode has a key of its own"
 
 
+async def test_a_cocktail_has_an_agent_for_every_kind(run):
+    """Tutorial, part 1."""
+    pytest.importorskip("reasoning_gym")
+    example = load("cocktail")
+    job = SwarmJob.load(EXAMPLES / "cocktail.toml")
+    sets = {"math": "chain_sum", "words": "letter_counting", "logic": "syllogism"}
+    assert set(sets) == set(job.mix)
+    async with swarmq.AsyncSwarmClient() as client:
+        for kind, name in sets.items():
+            tasks = list(readers.read_tasks(f"reasoning-gym:{name}?size=2"))
+            report = await client.evaluate(tasks, getattr(example, kind), policies=["planner"], progress=False)
+            assert (report.n, report.failed) == (2, 0), kind
+            assert report.mean_reward is not None
+    assert {"right", "length", "first"} == {name for end in run() for name in end.metrics}
+
+
+async def test_workers_compete_for_what_was_fed_and_nothing_is_attempted_twice(run, tmp_path):
+    """Tutorial, part 3."""
+    example = load("queue_worker")
+    async with contextlib.AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(swarmq.AsyncSwarmClient()) for _ in range(3)]
+        tasks = readers.read_tasks(str(EXAMPLES / "data" / "questions.jsonl"))
+        fed = await feed(
+            clients[0].broker, "r1", tasks, "default", repeats=2, epochs=2, seed=0, progress_file=tmp_path / "fed.json"
+        )
+        stop = asyncio.Event()
+        working = [
+            asyncio.ensure_future(Worker(client, example.attempt, concurrency=4).run(stop, progress=False))
+            for client in clients
+        ]
+        while len(run()) < fed:  # noqa: ASYNC110 - what the workers send is no event here
+            await asyncio.sleep(0.01)
+        stop.set()
+        done = [await worker for worker in working]
+    assert sum(summary.finished for summary in done) == fed == len({end.episode_id for end in run()})
+
+
+def test_an_edited_reward_is_attributed_to_the_new_code(run, begins, monkeypatch, tmp_path):
+    """Tutorial, part 4: the file is edited between two starts of the client."""
+    text = (EXAMPLES / "live_edit.py").read_text()
+    old = "1.0 if str(answer) in text.split() else 0.0"
+    assert old in text
+    for version, body in enumerate([text, text.replace(old, "0.5 if text.strip() == str(answer) else 0.25")]):
+        path = tmp_path / f"version_{version}" / "live_edit.py"
+        path.parent.mkdir()
+        path.write_text(body)
+        example = load("live_edit", path)
+        monkeypatch.setattr(example, "TASKS", [{"id": "a", "question": "33 + 9?", "answer": 42}])
+        example.main()
+    versions = {begin.episode_id: begin.code_version for begin in begins()}
+    rewards = {}
+    for end in run():
+        rewards.setdefault(versions[end.episode_id], set()).add(end.rewards["planner"])
+    assert list(rewards.values()) == [{1.0}, {0.5}]
+
+
 def test_every_example_is_tested():
     tested = Path(__file__).read_text()
     for path in EXAMPLES.glob("*.py"):
-        assert f'load("{path.stem}")' in tested, f"{path.name} has no test here"
+        assert f'load("{path.stem}"' in tested, f"{path.name} has no test here"
+        lines = [line for line in path.read_text().splitlines() if line.strip()]
+        assert len(lines) < 60, f"{path.name} is no longer short"

@@ -30,7 +30,7 @@ async def test_an_episode_begins_with_a_ticket_and_a_key_that_any_proxy_accepts(
     [begin] = swarm.begins
     assert (begin.episode_id, begin.slot.task_id, begin.kind, begin.group_size) == (ep.episode_id, "t1", "math", 2)
     assert begin.ticket_id == "ticket-1"
-    assert begin.client_id.startswith("alice-")
+    assert begin.client_id.startswith("alice@")
     claims = verify(ROOT, ep.api_key, run=RUN, now=time.time())
     assert (claims.episode_id, claims.policies, claims.mode) == (ep.episode_id, ("main",), "train")
     assert (ep.base_url, ep.model, ep.payload) == ("http://127.0.0.1:2/v1", "main", {"id": "t1", "question": "6*7"})
@@ -103,9 +103,9 @@ async def test_a_wait_cancelled_in_the_moment_of_its_ticket_passes_the_ticket_on
     swarm = await swarm_of()
     async with swarm.client() as client, asyncio.timeout(120):
         waiting = asyncio.ensure_future(client.begin_episode("t"))
-        await settled(lambda: client._desks and client._desks["math"]._waiting)
+        await settled(lambda: client._transport._desks and client._transport._desks["math"]._waiting)
         await swarm.issue(1)
-        await settled(lambda: not client._desks["math"]._waiting)
+        await settled(lambda: not client._transport._desks["math"]._waiting)
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
@@ -348,7 +348,7 @@ async def test_closing_lets_those_who_wait_for_a_ticket_go(swarm_of):
     swarm = await swarm_of()
     async with swarm.client() as client:
         waiting = asyncio.ensure_future(client.begin_episode("t"))
-        await settled(lambda: client._desks and client._desks["math"]._waiting)
+        await settled(lambda: client._transport._desks and client._transport._desks["math"]._waiting)
     with pytest.raises(ClientError, match="closed while this episode waited"):
         await waiting
 

@@ -1,0 +1,66 @@
+"""JSON over HTTP with what Python brings along: proxies from the environment, a private authority, no new dependency.
+
+Calls block; `in_thread` keeps them off an event loop.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import urllib.error
+import urllib.request
+from typing import Any
+
+import msgspec
+
+from swarmq.errors import SwarmqError
+
+
+class HttpError(SwarmqError):
+    """No answer, or one that is not a success. `status` is 0 without an answer."""
+
+    def __init__(self, message: str, *, status: int = 0, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+    @property
+    def passes(self) -> bool:
+        """Whether the same request may succeed later."""
+        return self.status in (0, 408, 425, 429) or self.status >= 500
+
+
+def post_json(
+    url: str, body: Any, *, token: str, timeout_s: float, headers: dict[str, str] | None = None, ca: bytes = b""
+) -> Any:
+    """The JSON of the answer. Raises HttpError with what the server said."""
+    sent = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
+    request = urllib.request.Request(url, msgspec.json.encode(body), sent, method="POST")  # noqa: S310 - from the invite
+    context = ssl.create_default_context(cadata=ca or None) if url.startswith("https:") else None
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310
+            return msgspec.json.decode(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            raise HttpError(
+                f"{url} answered {error.code}: {_said(error.read(4000))}",
+                status=error.code,
+                retry_after_s=_seconds(error.headers.get("Retry-After")),
+            ) from error
+    except (OSError, http.client.HTTPException) as error:
+        reason = getattr(error, "reason", error)
+        raise HttpError(f"{url} cannot be reached ({reason})") from error
+    except msgspec.MsgspecError as error:
+        raise HttpError(f"{url} did not answer with JSON: {error}", status=502) from error
+
+
+def _said(body: bytes) -> str:
+    try:
+        answer = msgspec.json.decode(body)
+        return str(answer["error"]["message"])
+    except (msgspec.MsgspecError, KeyError, TypeError):
+        return body.decode(errors="replace").strip()[:300]
+
+
+def _seconds(text: str | None) -> float | None:
+    return float(text) if text and text.isdecimal() else None

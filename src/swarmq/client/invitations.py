@@ -1,0 +1,90 @@
+"""`swarmq client add | list | remove`: who may take part in a run, from the side of who runs it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from urllib.parse import quote, urlsplit, urlunsplit
+
+import msgspec
+
+from swarmq import keys
+from swarmq.broker.access import MAX_CHANNELS, MAX_CONNECTIONS, Management
+from swarmq.config import RunFolder
+from swarmq.errors import ConfigError
+from swarmq.keys import Invite
+from swarmq.members import Member, Members
+
+
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
+    """How a client gets to the run, where that is not how its own host does."""
+
+    amqp: str | None = None
+    """`amqps://host:port/vhost`, without user and password."""
+    proxy: str | None = None
+    """`https://host:port/v1`."""
+    ca: Path | None = None
+    """PEM certificate of the authority behind both, if machines do not know it."""
+    http: bool = False
+    """Through the proxy alone: no RabbitMQ user."""
+
+
+def add_client(
+    folder: RunFolder,
+    host: Invite,
+    name: str,
+    management: Management,
+    reach: Reach,
+    *,
+    max_connections: int = MAX_CONNECTIONS,
+    max_channels: int = MAX_CHANNELS,
+) -> Invite:
+    """The invite of a new client. `host` is that of the run itself. Raises ConfigError, BrokerError; nothing half-done."""
+    ca = keys.read_certificate(reach.ca) if reach.ca else host.ca
+    amqp_url = "" if reach.http else reach.amqp or host.amqp_url
+    _check_url("--amqp", amqp_url, ("amqp", "amqps"))
+    _check_url("--proxy", reach.proxy or host.base_url, ("http", "https"))
+    with Members.open(folder.clients) as members:
+        members.check_new(name)
+        password = secrets.token_urlsafe(24)
+        user = ""
+        if not reach.http:
+            user = management.add_client(
+                host.run, name, password, max_connections=max_connections, max_channels=max_channels
+            )
+        members.put(Member(name=name, added_at=time.time(), broker_user=user))
+    return msgspec.structs.replace(
+        host,
+        client=name,
+        secret=keys.client_secret(keys.load_root(folder.root_secret), name),
+        amqp_url=amqp_url and _with_login(amqp_url, user, password),
+        base_url=reach.proxy or host.base_url,
+        base_urls=() if reach.proxy else host.base_urls,
+        invited=not reach.http,
+        ca=ca,
+    )
+
+
+def remove_client(folder: RunFolder, name: str, management: Management) -> None:
+    """From now on its keys are refused and its connections closed; what it ended before stays. Raises ConfigError."""
+    with Members.open(folder.clients) as members:
+        member = members.known.get(name)
+        if member is None:
+            raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.known) or 'nobody'}")
+        if member.removed_at is None:
+            member = msgspec.structs.replace(member, removed_at=time.time())
+            members.put(member)  # the keys first: they need nobody's help
+        if member.broker_user:
+            management.remove(member.broker_user)
+
+
+def _check_url(what: str, url: str, schemes: tuple[str, ...]) -> None:
+    if url and (urlsplit(url).scheme not in schemes or not urlsplit(url).hostname):
+        raise ConfigError(f"{what} {url!r}: give {' or '.join(f'{scheme}://' for scheme in schemes)} and a host")
+
+
+def _with_login(url: str, user: str, password: str) -> str:
+    parts = urlsplit(url)
+    where = parts.netloc.rpartition("@")[2]
+    return urlunsplit(parts._replace(netloc=f"{quote(user)}:{quote(password)}@{where}", path=parts.path or "/"))

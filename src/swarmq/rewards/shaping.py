@@ -1,0 +1,44 @@
+"""Rewards out of parts. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+from swarmq.errors import OutcomeError
+from swarmq.outcome import Outcome, number
+
+
+def combine(
+    parts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, success: bool | None = None
+) -> Outcome:
+    """The weighted sum as reward (weight 1 unless given) and every part as a metric, so that curves show them apart.
+
+    Raises OutcomeError for a part that is not a finite number and for a weight without a part.
+    """
+    weights = weights or {}
+    if unknown := [name for name in weights if name not in parts]:
+        raise OutcomeError(f"weights names {', '.join(unknown)}; the parts are {', '.join(parts) or 'none'}")
+    values = {name: number(name, value) for name, value in parts.items()}
+    reward = sum(number(f"weights.{name}", weights.get(name, 1.0)) * value for name, value in values.items())
+    return Outcome(reward, success=success, metrics=values)
+
+
+def clip(reward: float, low: float = -1.0, high: float = 1.0) -> float:
+    """The reward within bounds. Raises OutcomeError for NaN, which no bound would hold."""
+    return min(max(number("reward", reward), low), high)
+
+
+def length_penalty(length: float, *, free: float, full: float, worst: float = -1.0) -> float:
+    """0 up to `free`, falling linearly to `worst` at `full` and beyond (soft overlong punishment, 2503.14476)."""
+    if not free < full:
+        raise OutcomeError(f"free is {free:g} and full is {full:g}: the penalty must have room to grow")
+    return worst * min(max((length - free) / (full - free), 0.0), 1.0)
+
+
+def potential_differences(potentials: Sequence[float], *, gamma: float = 1.0) -> list[float]:
+    """`gamma * next - present` for each of the S - 1 steps between S potentials.
+
+    Added to the rewards of the steps it changes how fast is learned and not what is best (Ng, Harada and Russell, 1999).
+    """
+    return [gamma * after - before for before, after in pairwise(potentials)]

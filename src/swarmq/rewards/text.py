@@ -1,0 +1,92 @@
+"""Repetition and nonsense in what a model wrote, in any script.
+
+A unit is a word where words are written apart, and a character where they are not (Chinese, Japanese, Thai, ...); an emoji
+with its modifiers is one unit. Punctuation, brackets and indentation are none, so code and tables do not repeat themselves
+by their form.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+
+import msgspec
+
+NGRAM = 6
+UNSPACED = (
+    "\u0e00-\u0eff\u0f00-\u0fff\u1000-\u109f\u1780-\u17ff"  # Thai, Lao, Tibetan, Myanmar, Khmer
+    "\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"  # kana, Han
+    "\U00020000-\U0003ffff"
+)
+EMOJI = "\u203c-\u3299\U0001f000-\U0001faff"
+_MODIFIER = "[\ufe0f\u20e3\U0001f3fb-\U0001f3ff\U000e0020-\U000e007f]"
+_UNIT = re.compile(
+    rf"[\U0001f1e6-\U0001f1ff]{{2}}"  # flags
+    rf"|[{EMOJI}]{_MODIFIER}*(?:\u200d[{EMOJI}]{_MODIFIER}*)*"
+    rf"|[{UNSPACED}][\u0300-\u036f\u0e31\u0e34-\u0e3a\u0e47-\u0e4e\u3099\u309a]*"
+    rf"|(?:(?![{UNSPACED}])[\w\u0300-\u036f\u200c\u200d])+(?:['\u2019](?:(?![{UNSPACED}])\w)+)*"
+)
+_PLAIN_CONTROLS = "\t\n\r\f\x1b"
+"""Tabs, line ends, and what terminals send."""
+
+
+def units(text: str) -> list[str]:
+    """What is counted, in order; the same for both ways of writing an accent, and for capitals."""
+    return _UNIT.findall(unicodedata.normalize("NFC", text).casefold())
+
+
+def repeated_share(text: str, *, n: int = NGRAM) -> float:
+    """Share of the runs of `n` units that have been there before: 0 says everything once, towards 1 a loop."""
+    found = units(text)
+    runs = Counter(tuple(found[start : start + n]) for start in range(len(found) - n + 1))
+    total = sum(runs.values())
+    return 1.0 - len(runs) / total if total else 0.0
+
+
+def loops(text: str, *, times: int = 4, least_units: int = 12) -> bool:
+    """Whether the text ends in the same units over and over: at least `times` times, `least_units` in all."""
+    found = units(text)
+    for period in range(1, len(found) // times + 1):
+        length = max(period * times, least_units)
+        tail = found[-length:]
+        if len(tail) == length and tail[period:] == tail[:-period]:
+            return True
+    return False
+
+
+def nonsense_share(text: str) -> float:
+    """Share of characters that no writer means: broken decodings, controls, private and unassigned code points."""
+    return sum(map(_is_nonsense, text)) / len(text) if text else 0.0
+
+
+class TextChecks(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on what a model writes. Without arguments everything passes."""
+
+    max_repeated: float | None = None
+    """Largest `repeated_share`, e.g. 0.5."""
+    max_nonsense: float | None = None
+    """Largest `nonsense_share`, e.g. 0.02."""
+    no_loops: bool = False
+    ngram: int = NGRAM
+
+    def problem(self, text: str) -> str:
+        """What is wrong with the text, in words; empty if nothing is."""
+        if self.no_loops and loops(text):
+            return "ends in a loop"
+        if self.max_repeated is not None and (share := repeated_share(text, n=self.ngram)) > self.max_repeated:
+            return f"repeats itself: {share:.0%} of its runs of {self.ngram}"
+        if self.max_nonsense is not None and (share := nonsense_share(text)) > self.max_nonsense:
+            return f"nonsense: {share:.1%} of its characters"
+        return ""
+
+
+def _is_nonsense(character: str) -> bool:
+    if character == "\ufffd":
+        return True
+    category = unicodedata.category(character)
+    if category == "Cc":
+        return character not in _PLAIN_CONTROLS
+    if category == "Cn":  # newer emoji and characters than this Python knows
+        return not re.match(rf"[{EMOJI}{UNSPACED}]", character)
+    return category in ("Co", "Cs")

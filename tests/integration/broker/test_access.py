@@ -1,0 +1,237 @@
+"""What RabbitMQ lets an invited client do, and what it does not."""
+
+import asyncio
+import contextlib
+import datetime as dt
+import ipaddress
+
+import aio_pika
+import msgspec
+import pytest
+
+from swarmq.broker import AmqpBroker, topology
+from swarmq.broker.access import Management
+from swarmq.broker.dead import letters
+from swarmq.broker.node import PrivateNode
+from swarmq.broker.node_files import tls_listener
+from swarmq.client.invitations import Reach, add_client, remove_client
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.config import Broker, RunFolder
+from swarmq.errors import BrokerError, ConfigError
+from swarmq.keys import Invite
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
+from swarmq.process import free_port
+
+pytestmark = pytest.mark.broker
+KINDS = ("math", "code")
+
+
+class World:
+    """A run on the node, its folder, and whoever is invited to it."""
+
+    def __init__(self, node, run, folder, broker):
+        self.node, self.run, self.folder, self.broker = node, run, RunFolder(folder), broker
+        self.management = Management.of(node.amqp_url, f"http://{node.user}:{node.password}@{node.management_url[7:]}")
+        self.host = Invite(
+            run=run,
+            client="local",
+            secret=b"s" * 32,
+            amqp_url=node.amqp_url,
+            base_url="http://127.0.0.1:1/v1",
+            policies=("main",),
+            kinds=KINDS,
+            group_size=2,
+        )
+
+    def invite(self, name, **reach):
+        return add_client(self.folder, self.host, name, self.management, Reach(**reach))
+
+    async def arrived(self, queue=None):
+        async with self.broker.consume(queue or topology.inbox(self.run), prefetch=10) as deliveries:
+            delivery = await anext(deliveries)
+            await delivery.ack()
+            return delivery.message
+
+    def begin(self, client_id, **fields):
+        given = {"slot": Slot(task_id="t"), "kind": "math", "group_size": 1, "policies": ("main",)}
+        return EpisodeBegin(run=self.run, episode_id=new_id(), client_id=client_id, **{**given, **fields})
+
+
+@pytest.fixture
+def world(broker_node, run_name, tmp_path, monkeypatch):
+    """`async with world() as w`: not a generator, because a client belongs to one task."""
+    monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path / "spool"))
+
+    @contextlib.asynccontextmanager
+    async def make(node=broker_node):
+        async with AmqpBroker.open(node.amqp_url, name="test") as broker:
+            await broker.declare(run_name, policies=["main"], kinds=KINDS)
+            yield World(node, run_name, tmp_path, broker)
+
+    return make
+
+
+async def refused(invite, act):
+    """Whether the broker refuses what `act(channel)` does as this client."""
+    connection = await aio_pika.connect(invite.amqp_url)
+    try:
+        channel = await connection.channel(publisher_confirms=True, on_return_raises=True)
+        try:
+            async with asyncio.timeout(20):
+                await act(channel)
+        except aio_pika.exceptions.ChannelClosed as error:
+            return "ACCESS_REFUSED" in str(error)
+        return False
+    finally:
+        await connection.close()
+
+
+async def test_an_invited_client_runs_episodes_and_its_tasks(world):
+    async with world() as w:
+        invite = w.invite("alice")
+        assert invite.invited
+        assert w.host.amqp_url != invite.amqp_url
+        await w.broker.publish(topology.tickets(w.run, "math"), Ticket(run=w.run, ticket_id="1", kind="math"))
+        async with AsyncSwarmClient(Invite.decode(invite.encode())) as client:
+            ep = await client.begin_episode({"id": "a"}, kind="math")
+            await ep.end(1.0)
+            begin, end = await w.arrived(), await w.arrived()
+            assert (begin.episode_id, end.rewards) == (ep.episode_id, {"main": 1.0})
+            again = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1, attempt=1)
+            await client.broker.publish(topology.tasks(w.run, "math"), again)
+            assert await w.arrived(topology.tasks(w.run, "math")) == again
+
+
+async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world):
+    async with world() as w:
+        alice, _bob = w.invite("alice"), w.invite("bob")
+        message = aio_pika.Message(encode(w.begin("alice@here")))
+
+        async def publish(channel, exchange, key):
+            target = await channel.get_exchange(exchange, ensure=False) if exchange else channel.default_exchange
+            await target.publish(message, key, mandatory=True)
+
+        async def read(channel, name):
+            await (await channel.get_queue(name, ensure=False)).get(fail=False)
+
+        user = topology.user_of(w.run, "alice")
+        assert not await refused(alice, lambda c: publish(c, topology.CLIENTS, f"{user}.in"))
+        for exchange, key in [
+            (topology.CLIENTS, f"{topology.user_of(w.run, 'bob')}.in"),
+            (topology.CLIENTS, "another-run.alice.in"),
+            ("", topology.inbox(w.run)),
+            (topology.EVENTS, f"{w.run}.up.warning"),
+            (topology.DEAD, ""),
+        ]:
+            assert await refused(alice, lambda c, e=exchange, k=key: publish(c, e, k)), (exchange, key)
+        for name in (topology.inbox(w.run), topology.ready(w.run, "main"), topology.DEAD, "swarmq.other.tasks.math"):
+            assert await refused(alice, lambda c, n=name: read(c, n)), name
+        assert await refused(alice, lambda c: c.declare_queue("mine", exclusive=True))
+        assert await refused(alice, lambda c: c.declare_exchange("mine"))
+        assert isinstance(await w.arrived(), EpisodeBegin)
+
+
+async def test_what_a_client_sends_in_anothers_name_is_parked_and_never_used(world):
+    async with world() as w:
+        alice = w.invite("alice")
+        w.invite("bob")
+        forged = [
+            w.begin("bob@laptop-1"),
+            EpisodeEnd(run=w.run, episode_id=new_id(), client_id="alice-2@x", status="finished", rewards={"main": 9.0}),
+            Ticket(run=w.run, ticket_id="1", kind="math"),
+        ]
+        user = topology.user_of(w.run, "alice")
+        async with AmqpBroker.open(alice.amqp_url, name="evil", user=user) as evil:
+            for message in forged:
+                await evil.publish(topology.inbox(w.run), message)
+            honest = w.begin("alice@laptop-1")
+            await evil.publish(topology.inbox(w.run), honest)
+        assert await w.arrived() == honest
+        reasons = [one.reason for one in await letters(w.node.amqp_url) if one.queue == topology.inbox(w.run)]
+        assert len(reasons) == len(forged)
+        assert any("in the name of 'bob@laptop-1'" in reason for reason in reasons)
+        assert any("may not send a Ticket" in reason for reason in reasons)
+
+
+async def test_removing_a_client_closes_its_connections_and_refuses_it_from_then_on(world):
+    async with world() as w:
+        invite = w.invite("alice")
+        connection = await aio_pika.connect(invite.amqp_url)
+        closed = asyncio.Event()
+        connection.close_callbacks.add(lambda *_: closed.set())
+        remove_client(w.folder, "alice", w.management)
+        async with asyncio.timeout(60):
+            await closed.wait()
+        with pytest.raises(BrokerError, match="refused user or password"):
+            async with AsyncSwarmClient(invite):
+                pass
+        with pytest.raises(ConfigError, match="was removed, and its keys stay refused"):
+            w.invite("alice")
+        with pytest.raises(ConfigError, match="no client 'bob': this run has invited alice"):
+            remove_client(w.folder, "bob", w.management)
+
+
+async def test_a_clients_connections_are_limited(world):
+    async with world() as w:
+        invite = add_client(w.folder, w.host, "alice", w.management, Reach(), max_connections=2)
+        held = [await aio_pika.connect(invite.amqp_url) for _ in range(2)]
+        with pytest.raises(BrokerError, match="too many connections"):
+            async with AmqpBroker.open(invite.amqp_url, name="third"):
+                pass
+        for connection in held:
+            await connection.close()
+
+
+async def test_a_management_api_that_is_not_there_invites_nobody(world):
+    async with world() as w:
+        w.management = msgspec.structs.replace(w.management, url=f"http://127.0.0.1:{free_port()}")
+        with pytest.raises(BrokerError, match="--management"):
+            w.invite("alice")
+        assert not w.folder.clients.exists()
+        assert w.invite("bob", http=True).over_http
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory):
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    folder = tmp_path_factory.mktemp("tls")
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "swarmq test")])
+    now = dt.datetime.now(dt.UTC)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=2))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return folder
+
+
+async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(world, certificate, tmp_path):
+    port = free_port()
+    settings = Broker(tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem"))
+    node = PrivateNode(tmp_path / "node", config=tls_listener(settings))
+    async with node, world(node) as w:
+        invite = w.invite("alice", amqp=f"amqps://127.0.0.1:{port}/", ca=certificate / "cert.pem")
+        await w.broker.publish(topology.tickets(w.run, "math"), Ticket(run=w.run, ticket_id="1", kind="math"))
+        async with AsyncSwarmClient(Invite.decode(invite.encode())) as client:
+            ep = await client.begin_episode({"id": "a"}, kind="math")
+            assert (await w.arrived()).episode_id == ep.episode_id
+            await ep.abort()
+        with pytest.raises(BrokerError, match=r"(?i)certificate"):
+            async with AsyncSwarmClient(msgspec.structs.replace(invite, ca=b"")):
+                pass

@@ -1,0 +1,62 @@
+"""What an invited client's message may say."""
+
+import pytest
+
+from swarmq.broker import topology
+from swarmq.broker.senders import objection
+from swarmq.client.identity import client_id
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket
+
+INBOX = topology.inbox("r1")
+TASKS = topology.tasks("r1", "math")
+
+
+def begin(client, run="r1"):
+    return EpisodeBegin(
+        run=run,
+        episode_id="e",
+        slot=Slot(task_id="t"),
+        kind="math",
+        group_size=1,
+        policies=("main",),
+        client_id=client,
+    )
+
+
+def end(client):
+    return EpisodeEnd(run="r1", episode_id="e", client_id=client, status="finished", rewards={"main": 1.0})
+
+
+def task(attempt):
+    return Task(run="r1", slot=Slot(task_id="t"), kind="math", group_size=1, attempt=attempt)
+
+
+def test_a_client_speaks_for_itself_on_any_machine():
+    for name in (client_id("alice"), client_id("alice"), "alice"):
+        assert objection("r1.alice", INBOX, begin(name)) == ""
+        assert objection("r1.alice", INBOX, end(name)) == ""
+    assert objection("r1.alice", TASKS, task(attempt=1)) == ""
+
+
+@pytest.mark.parametrize(
+    ("queue", "message", "why"),
+    [
+        (INBOX, begin("bob@x"), "in the name of 'bob@x'"),
+        (INBOX, end("alice-2@x"), "in the name of 'alice-2@x'"),
+        (INBOX, Ticket(run="r1", ticket_id="1", kind="math"), "may not send a Ticket"),
+        (INBOX, begin("alice@x", run="r2"), "another run"),
+        (topology.inbox("r2"), begin("alice@x"), "another run"),
+        (TASKS, task(attempt=0), "give a task back, not add one"),
+    ],
+)
+def test_what_it_may_not_say_is_told_with_its_name(queue, message, why):
+    assert why in objection("r1.alice", queue, message)
+    assert "'alice'" in objection("r1.alice", queue, message)
+
+
+def test_routing_keys_carry_the_user_and_reach_the_queues():
+    user = topology.user_of("r1", "alice")
+    keys = {queue: topology.client_key(user, queue) for queue in (INBOX, TASKS, topology.DEAD)}
+    assert keys == {INBOX: "r1.alice.in", TASKS: "r1.alice.tasks.math", topology.DEAD: "r1.alice.dead"}
+    assert {topology.sender_of(key) for key in keys.values()} == {user}
+    assert topology.client_bindings("r1", ["math"]).keys() == {*keys, topology.evals("r1", "math")}

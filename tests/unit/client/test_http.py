@@ -1,0 +1,192 @@
+"""A client that reaches nothing but the proxy has the guarantees of one with RabbitMQ."""
+
+import asyncio
+import contextlib
+import time
+
+import msgspec
+import pytest
+
+from support.proxy import ROOT, served
+from swarmq import keys
+from swarmq.broker import topology
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.worker import Worker
+from swarmq.config import SwarmJob
+from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
+from swarmq.members import Member, Members
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
+from swarmq.process import free_port
+from swarmq.proxy.app import create_app
+from swarmq.testing import MemoryBroker
+from swarmq.testing.scripted_engine import ScriptedEngine
+
+RUN = "r1"
+INVITE = keys.Invite(
+    run=RUN,
+    client="alice",
+    secret=keys.client_secret(ROOT, "alice"),
+    amqp_url="",
+    base_url="",
+    policies=("main",),
+    kinds=("math",),
+    group_size=2,
+)
+
+
+class Far:
+    """The proxy, its broker, and an ASGI wrapper that swallows answers on demand."""
+
+    def __init__(self, folder):
+        self.job = SwarmJob.build(
+            {"run": RUN, "folder": str(folder), "mix": {"math": 1.0}, "policies": {"main": {"model": "x"}}}
+        )
+        self.broker = MemoryBroker()
+        self.spool = folder / "spool"
+        self.swallow = 0
+        self.asked = []
+
+    @contextlib.asynccontextmanager
+    async def open(self):
+        await self.broker.declare(RUN, policies=["main"], kinds=["math"])
+        self.job.run_folder.path.mkdir(exist_ok=True)
+        app = create_app(self.job, root=ROOT, engines={"main": [ScriptedEngine()]}, broker=self.broker)
+
+        async def wire(scope, receive, send):
+            if scope["type"] == "http":
+                self.asked.append(scope["path"])
+            if scope["type"] != "http" or not self.swallow:
+                await app(scope, receive, send)
+                return
+            self.swallow -= 1
+            await app(scope, receive, lambda _message: asyncio.sleep(0))
+            await send({"type": "http.response.start", "status": 502, "headers": []})
+            await send({"type": "http.response.body", "body": b"the answer was lost"})
+
+        async with served(wire) as url:
+            self.invite = msgspec.structs.replace(INVITE, base_url=f"{url}/v1")
+            yield self
+
+    def client(self, **options):
+        return AsyncSwarmClient(**{"invite": self.invite, "spool": self.spool, **options})
+
+    async def issue(self, count):
+        for number in range(count):
+            await self.broker.publish(
+                topology.tickets(RUN, "math"), Ticket(run=RUN, ticket_id=f"ticket-{number}", kind="math")
+            )
+
+    def pieces(self, kind):
+        return [m for one in self.broker.stored(topology.inbox(RUN)) if isinstance(m := decode(one.body), kind)]
+
+
+@pytest.fixture
+def far(tmp_path):
+    return Far(tmp_path)
+
+
+async def test_an_episode_begins_and_ends_over_http_alone(far):
+    async with far.open():
+        await far.issue(1)
+        async with far.client(code_version="v7") as client:
+            async with client.episode({"id": "a"}, attempt=1) as ep:
+                await ep.end(0.5, success=True, metrics={"turns": 3}, metadata={"note": "x"})
+            [begin], [end] = far.pieces(EpisodeBegin), far.pieces(EpisodeEnd)
+        assert (begin.slot.task_id, begin.kind, begin.attempt, begin.code_version) == ("a", "math", 1, "v7")
+        assert (begin.ticket_id, begin.client_id) == ("ticket-0", client.client_id)
+        assert (end.rewards, end.success, end.metrics, end.metadata) == (
+            {"main": 0.5},
+            True,
+            {"turns": 3},
+            {"note": "x"},
+        )
+        claims = keys.verify(ROOT, ep.api_key, run=RUN, now=time.time())
+        assert (claims.episode_id, claims.client) == (ep.episode_id, "alice")
+        assert not list(far.spool.rglob("*.end"))
+
+
+async def test_answers_that_are_lost_change_nothing(far):
+    async with far.open():
+        await far.issue(3)
+        async with far.client() as client:
+            far.swallow = 2
+            ep = await client.begin_episode({"id": "a"})
+            far.swallow = 2
+            await ep.end(1.0)
+            await ep.end(1.0)
+            far.swallow = 1
+            failed = await client.begin_episode({"id": "b"})
+            far.swallow = 1
+            await failed.fail("broken")
+        assert len(far.pieces(EpisodeBegin)) == len(far.pieces(EpisodeEnd)) == 2
+        assert [end.status for end in far.pieces(EpisodeEnd)] == ["finished", "failed"]
+
+
+async def test_a_begin_waits_for_its_ticket_and_can_be_given_up(far):
+    async with far.open():
+        async with far.client() as client:
+            with pytest.raises(EpisodeError, match=r"could begin within 0\.2 s"):
+                await client.begin_episode({"id": "a"}, deadline_s=0.2)
+            beginning = asyncio.ensure_future(client.begin_episode({"id": "b"}))
+            while sum(path.endswith("episodes") for path in far.asked) < 2:  # noqa: ASYNC110 - another loop's matter
+                await asyncio.sleep(0.01)
+            await far.issue(2)
+            ep = await beginning
+            assert ep.task.id == "b"
+            waiting = asyncio.ensure_future(client.begin_episode({"id": "c"}))
+            await asyncio.sleep(0)
+            await ep.abort()
+        with pytest.raises(ClientError):
+            await waiting
+
+
+async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_client(far, monkeypatch):
+    monkeypatch.setattr("swarmq.client.session.DRAIN_S", 0.1)
+    async with far.open():
+        await far.issue(1)
+        async with far.client() as client:
+            ep = await client.begin_episode({"id": "a"})
+            client._transport._invite = msgspec.structs.replace(
+                far.invite, base_url=f"http://127.0.0.1:{free_port()}/v1"
+            )
+            ending = asyncio.ensure_future(ep.end(0.25))
+            while not list(far.spool.rglob("*.end")):  # noqa: ASYNC110 - a thread writes it
+                await asyncio.sleep(0.01)
+        with pytest.raises(ClientError, match="in the spool"):
+            await ending
+        assert not far.pieces(EpisodeEnd)
+        async with far.client() as following:
+            await following._orphans
+        [end] = far.pieces(EpisodeEnd)
+        assert (end.episode_id, end.rewards) == (ep.episode_id, {"main": 0.25})
+
+
+async def test_what_the_proxy_refuses_is_said_and_not_tried_again(far):
+    async with far.open():
+        async with far.client(invite=msgspec.structs.replace(far.invite, secret=b"x" * 32)) as client:
+            with pytest.raises(KeyRefusedError, match="signature is wrong"):
+                await client.begin_episode({"id": "a"}, mode="eval")
+        async with far.client() as client:
+            ep = await client.begin_episode({"id": "a"}, mode="eval")
+            with pytest.raises(OutcomeError):
+                await ep.end(float("nan"))
+            client.client_id = "bob@elsewhere"
+            with pytest.raises(KeyRefusedError, match="the token is that of client 'alice'"):
+                await client.begin_episode({"id": "b"}, mode="eval")
+            with Members.open(far.job.run_folder.clients) as members:
+                members.put(Member(name="alice", added_at=1.0, removed_at=2.0))
+
+            async def begin_for_ever():  # until the proxy looks again
+                while True:
+                    await client.begin_episode({"id": "c"}, mode="eval")
+
+            client.client_id = "alice@here"
+            with pytest.raises(KeyRefusedError, match="client 'alice' was removed"):
+                await begin_for_ever()
+
+
+async def test_a_worker_needs_rabbitmq_and_says_so(far):
+    async with far.open(), far.client() as client:
+        worker = Worker(client, lambda _ep: 1.0)
+        with pytest.raises(ClientError, match="task queues need an invite with RabbitMQ"):
+            await worker.run(asyncio.Event(), progress=False)
