@@ -1,6 +1,6 @@
 """The swarm: many clients, several kinds, several models, changed while it runs.
 
-    python -m benchmarks.swarm --part mix scale edit policies
+    python -m benchmarks.swarm --part collector mix edit scale policies
 
 Each part can be run alone; the figures of parts that were not run are kept from the last time.
 """
@@ -14,8 +14,10 @@ from typing import Any
 import msgspec
 
 from benchmarks import collector, report, swarm_edit, swarm_mix, swarm_policies, swarm_scale
+from swarmq.messages import encode
 
-PARTS = ("mix", "scale", "edit", "policies")
+PARTS = ("collector", "mix", "edit", "scale", "policies")
+EPISODES = 1600
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "swarm-edit.png"
 
 Found = tuple[dict[str, float], dict[str, Any]]
@@ -30,6 +32,7 @@ def main() -> None:
     options = parser.parse_args()
     figures, detail = kept(options.out)
     runs = {
+        "collector": one_collector,
         "mix": mix,
         "scale": lambda: scale(options.episodes),
         "edit": edit,
@@ -42,6 +45,14 @@ def main() -> None:
         detail[part] = more
     print(report.table(("figure", "value"), list(figures.items())))
     report.save("swarm", figures, detail=detail, out=options.out)
+
+
+def one_collector() -> Found:
+    """Episodes of ten turns, by one core (benchmarks/collector.py)."""
+    bodies = [encode(piece) for piece in collector.traffic(EPISODES, 10, 128)]
+    passes = [collector.collect(bodies) for _ in range(collector.REPEATS)]
+    spread = report.Spread.of(EPISODES / each.cpu_s for each in passes)
+    return {"collector_episodes_per_s": spread.median}, {"samples": spread.samples, "turns": 10, "episodes": EPISODES}
 
 
 def mix() -> Found:
@@ -59,18 +70,14 @@ def mix() -> Found:
 def scale(episodes: int) -> Found:
     found = swarm_scale.run(episodes)
     one, many = found[0], found[-1]
-    bodies = [collector.encode(piece) for piece in collector.traffic(1600, 10, 128)]
-    passes = [collector.collect(bodies) for _ in range(collector.REPEATS)]
-    spread = report.Spread.of(1600 / each.cpu_s for each in passes)
     rows = [(f.workers, f.episodes_per_s, f.open_max, *(f.cpu_ms[part] for part in sorted(f.cpu_ms))) for f in found]
     print(report.table(("workers", "episodes/s", "at once", *(f"{part} ms" for part in sorted(one.cpu_ms))), rows))
     figures = {
-        "collector_episodes_per_s": spread.median,
         "episodes_per_s_16_workers": many.episodes_per_s,
         "scale_efficiency_16": many.episodes_per_s / one.episodes_per_s,
         "overhead_cpu_ms_16_workers": sum(many.cpu_ms.values()),
     }
-    return figures, {"note": swarm_scale.__doc__, "workers": msgspec.to_builtins(found), "collector": spread.samples}
+    return figures, {"note": swarm_scale.__doc__, "workers": msgspec.to_builtins(found)}
 
 
 def edit() -> Found:

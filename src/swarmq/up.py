@@ -27,7 +27,7 @@ import msgspec
 import structlog
 
 from swarmq import keys
-from swarmq.broker import AmqpBroker
+from swarmq.broker import AmqpBroker, Broker, topology
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url
@@ -156,6 +156,8 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     with _exclusive(folder.path / "up.lock", job.run):
         async with contextlib.AsyncExitStack() as stack:
             node, url = await _broker(job, stack, report)
+            broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
+            await refuse_twin(broker, job.run)
             engines = await _engines(job, stack, report)
             proxies = _proxies(job, engines)
             resolved = _resolve(job, url, engines, proxies)
@@ -164,7 +166,6 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             deployment.engines = engines
             folder.job.write_text(job.to_toml())
             _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
-            broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
             await broker.declare(job.run, policies=_trained(job), kinds=job.task_kinds)
 
             def warn(text: str) -> None:
@@ -193,6 +194,17 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
                 finally:
                     for watcher in watchers:
                         watcher.cancel()
+
+
+async def refuse_twin(broker: Broker, run: str) -> None:
+    """Raises SwarmqError when a run of this name is up on the broker already: their queues would be the same."""
+    inbox = topology.inbox(run)
+    depth = (await broker.depths([inbox])).get(inbox)
+    if depth and depth.consumers:
+        raise SwarmqError(
+            f"run {run!r} is up on this broker already: somebody reads {inbox}. Choose another name, or stop that run "
+            "(one that has just died is forgotten within a minute)"
+        )
 
 
 async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None:
