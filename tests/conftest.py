@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from swarmq.broker.node import PrivateNode
 
 # Enough to catch a broken claim within a second or two; HYPOTHESIS_PROFILE=thorough searches for the rare ones.
-settings.register_profile("quick", max_examples=30, deadline=None, derandomize="CI" in os.environ)
-settings.register_profile("thorough", max_examples=1000, deadline=None)
+# A busy machine makes drawing examples slow, which is no fault of theirs.
+ANYWHERE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", ANYWHERE, max_examples=30, derandomize="CI" in os.environ)
+settings.register_profile("thorough", ANYWHERE, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 
