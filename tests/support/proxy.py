@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -41,17 +42,18 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: Litestar) -> AsyncIterator[str]:
-    """The url under which `app` answers."""
+async def served(app: Litestar, *, tls: Path | None = None) -> AsyncIterator[str]:
+    """The url under which `app` answers; by https with the certificate in the folder `tls`."""
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
         listener.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2)
+        files = {"ssl_certfile": tls / "cert.pem", "ssl_keyfile": tls / "key.pem"} if tls else {}
+        config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2, **files)
         server = Server(config)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve(sockets=[listener]))
             await server.listening.wait()
             try:
-                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+                yield f"{'https' if tls else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
             finally:
                 server.stop.set()
 

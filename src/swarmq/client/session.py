@@ -30,7 +30,7 @@ from swarmq.client.invites import find_invite
 from swarmq.client.loops import LoopThread
 from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
-from swarmq.client.transport import BrokerTransport, HttpTransport, Transport
+from swarmq.client.transport import BrokerTransport, Transport
 from swarmq.config import Proxy
 from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
@@ -126,6 +126,8 @@ class AsyncSwarmClient:
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> Transport:
         if self.invite.over_http:
+            from swarmq.client.http_transport import HttpTransport  # noqa: PLC0415 - its imports take 50 ms
+
             return HttpTransport(self.invite)
         self._broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
         return await stack.enter_async_context(BrokerTransport.open(self._broker, self.invite))

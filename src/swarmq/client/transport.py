@@ -1,7 +1,7 @@
 """How begins and ends of episodes reach the broker: by AMQP, or through the proxy where only HTTP gets out.
 
     BrokerTransport   ticket ──> EpisodeBegin confirmed ──> ticket acked
-    HttpTransport     POST <proxy>/v1/control/episodes ...   the proxy does the same and answers after the confirm
+    HttpTransport     the proxy does the same and answers after the confirm (http_transport.py)
 
 Both return when the broker has confirmed and wait out what passes. Sending the same again changes nothing.
 """
@@ -10,28 +10,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import random
-import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol, Self
+from collections.abc import AsyncIterator
+from typing import Protocol, Self
 
 import msgspec
 
 from swarmq.broker import Broker, TicketDesk, topology
-from swarmq.client.http import HttpError, post_json
-from swarmq.client.loops import in_thread
-from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqError
-from swarmq.keys import Invite, Operator, mint_operator
-from swarmq.messages import EpisodeBegin, EpisodeEnd, encode
+from swarmq.errors import SwarmqError
+from swarmq.keys import Invite
+from swarmq.messages import EpisodeBegin, EpisodeEnd
 from swarmq.notice import noticed
-
-TOKEN_LIFETIME_S = 3600.0
-TICKET_WAIT_S = 20.0
-"""How long one request waits for a ticket; without one it is asked again."""
-ANSWER_S = 60.0
-FIRST_PAUSE_S = 0.2
-LONGEST_PAUSE_S = 10.0
 
 
 class Transport(Protocol):
@@ -100,122 +88,3 @@ class BrokerTransport:
     async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
         with noticed("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
             await self._broker.publish(self._inbox, piece)
-
-
-class HttpTransport:
-    """Through the proxy's control routes (docs/control.md)."""
-
-    def __init__(self, invite: Invite, *, now: Callable[[], float] = time.time) -> None:
-        self._invite = invite
-        self._now = now
-        self._closed: asyncio.Future[SwarmqError] = asyncio.get_running_loop().create_future()
-        self._giving_up: set[asyncio.Task[None]] = set()
-
-    async def begin(self, begin: EpisodeBegin) -> None:
-        body = {
-            "task_id": begin.slot.task_id,
-            "repeat": begin.slot.repeat,
-            "epoch": begin.slot.epoch,
-            "kind": begin.kind,
-            "mode": begin.mode,
-            "policies": begin.policies,
-            "group_size": begin.group_size,
-            "episode_id": begin.episode_id,
-            "attempt": begin.attempt,
-            "client_id": begin.client_id,
-            "code_version": begin.code_version,
-            "silence_s": begin.silence_s,
-            "wait_s": TICKET_WAIT_S,
-        }
-        asking = asyncio.ensure_future(self._until_confirmed("", begin.episode_id, body))
-        try:
-            with noticed(
-                "waiting_for_ticket", kind=begin.kind, why="asked of the proxy; it answers with the broker's confirm"
-            ):
-                ends: set[asyncio.Future[Any]] = {asking, self._closed}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if not asking.done():
-                raise self._closed.result()
-            asking.result()
-        except asyncio.CancelledError:
-            self._leave(begin)
-            raise
-        finally:
-            asking.cancel()
-
-    async def end(self, end: EpisodeEnd) -> None:
-        known: dict[str, Any] = {"outcome_id": hashlib.sha256(encode(end)).hexdigest()[:32]}
-        if end.status != "finished":
-            body = {**known, "status": end.status, "reason": end.reason}
-            await self._until_confirmed(f"/{end.episode_id}/abort", end.episode_id, body)
-            return
-        body = {
-            **known,
-            "rewards": end.rewards,
-            "policies": tuple(end.rewards),
-            "success": end.success,
-            "metrics": end.metrics,
-            "metadata": end.metadata,
-            "agent_rewards": end.agent_rewards,
-            "call_rewards": end.call_rewards,
-            "calls": end.calls,
-        }
-        with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
-            await self._until_confirmed(f"/{end.episode_id}/end", end.episode_id, body)
-
-    def refuse(self, error: SwarmqError) -> None:
-        if not self._closed.done():
-            self._closed.set_result(error)
-
-    def group_size_of(self, kind: str) -> int | None:  # noqa: ARG002 - the proxy takes the tickets
-        return None
-
-    async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> None:
-        """Send the same until it is answered. An answer that was lost does no harm."""
-        url = f"{self._invite.base_url_of(episode_id)}/control/episodes{path}"
-        pause_s = FIRST_PAUSE_S
-        while True:
-            try:
-                await in_thread(self._post, url, body)
-            except HttpError as error:
-                if not error.passes:
-                    raise _refusal(error) from error
-                wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
-                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                pause_s = FIRST_PAUSE_S if error.status == 429 else min(2 * pause_s, LONGEST_PAUSE_S)
-            else:
-                return
-
-    def _post(self, url: str, body: dict[str, Any]) -> None:
-        post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_S, ca=self._invite.ca)
-
-    def _token(self) -> str:
-        operator = Operator(
-            run=self._invite.run,
-            name=self._invite.client,
-            roles=("rollout",),
-            by_client=True,
-            expires_at=self._now() + TOKEN_LIFETIME_S,
-        )
-        return mint_operator(self._invite.secret, operator)
-
-    def _leave(self, begin: EpisodeBegin) -> None:
-        """Nobody waits for this begin, which may be confirmed all the same: say once that it is over."""
-        url = f"{self._invite.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
-        body = {"status": "aborted", "reason": "the client gave up before the episode had begun"}
-
-        async def tell() -> None:
-            with contextlib.suppress(SwarmqError):
-                await in_thread(self._post, url, body)
-
-        task = asyncio.ensure_future(tell())
-        self._giving_up.add(task)
-        task.add_done_callback(self._giving_up.discard)
-
-
-def _refusal(error: HttpError) -> SwarmqError:
-    if error.status in (401, 403):
-        return KeyRefusedError(str(error))
-    if error.status == 404:
-        return BrokerError(f"{error}: does the proxy's address in the invite end in /v1?")
-    return EpisodeError(str(error))

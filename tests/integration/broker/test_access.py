@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-import datetime as dt
-import ipaddress
 
 import aio_pika
 import msgspec
 import pytest
 
+from support.tls import self_signed
 from swarmq.broker import AmqpBroker, topology
 from swarmq.broker.access import Management
 from swarmq.broker.dead import letters
@@ -191,37 +190,8 @@ async def test_a_management_api_that_is_not_there_invites_nobody(world):
         assert w.invite("bob", http=True).over_http
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """A self-signed certificate for 127.0.0.1, and its key."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    folder = tmp_path_factory.mktemp("tls")
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "swarmq test")])
-    now = dt.datetime.now(dt.UTC)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - dt.timedelta(days=1))
-        .not_valid_after(now + dt.timedelta(days=2))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(made.public_bytes(serialization.Encoding.PEM))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return folder
-
-
-async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(world, certificate, tmp_path):
+async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(world, tmp_path):
+    certificate = self_signed(tmp_path)
     port = free_port()
     settings = Broker(tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem"))
     node = PrivateNode(tmp_path / "node", config=tls_listener(settings))

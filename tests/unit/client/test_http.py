@@ -8,8 +8,11 @@ import msgspec
 import pytest
 
 from support.proxy import ROOT, served
+from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
+from swarmq.client.http import HttpError, post_json
+from swarmq.client.loops import in_thread
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.worker import Worker
 from swarmq.config import SwarmJob
@@ -47,7 +50,7 @@ class Far:
         self.asked = []
 
     @contextlib.asynccontextmanager
-    async def open(self):
+    async def open(self, tls=None):
         await self.broker.declare(RUN, policies=["main"], kinds=["math"])
         self.job.run_folder.path.mkdir(exist_ok=True)
         app = create_app(self.job, root=ROOT, engines={"main": [ScriptedEngine()]}, broker=self.broker)
@@ -63,7 +66,7 @@ class Far:
             await send({"type": "http.response.start", "status": 502, "headers": []})
             await send({"type": "http.response.body", "body": b"the answer was lost"})
 
-        async with served(wire) as url:
+        async with served(wire, tls=tls) as url:
             self.invite = msgspec.structs.replace(INVITE, base_url=f"{url}/v1")
             yield self
 
@@ -103,6 +106,17 @@ async def test_an_episode_begins_and_ends_over_http_alone(far):
         claims = keys.verify(ROOT, ep.api_key, run=RUN, now=time.time())
         assert (claims.episode_id, claims.client) == (ep.episode_id, "alice")
         assert not list(far.spool.rglob("*.end"))
+
+
+async def test_it_speaks_https_and_trusts_the_invites_authority_alone(far, tmp_path):
+    async with far.open(tls=self_signed(tmp_path)):
+        ca = keys.read_certificate(tmp_path / "cert.pem")
+        async with far.client(invite=msgspec.structs.replace(far.invite, ca=ca)) as client:
+            ep = await client.begin_episode({"id": "a"}, mode="eval")
+            await ep.end(1.0)
+        assert [end.rewards for end in far.pieces(EpisodeEnd)] == [{"main": 1.0}]
+        with pytest.raises(HttpError, match=r"(?i)certificate"):
+            await in_thread(lambda: post_json(f"{far.invite.base_url}/control", {}, token="t", timeout_s=30.0))
 
 
 async def test_answers_that_are_lost_change_nothing(far):
