@@ -126,7 +126,7 @@ class AsyncSwarmClient:
 
     async def _connect(self, stack: contextlib.AsyncExitStack) -> Transport:
         if self.invite.over_http:
-            from swarmq.client.http_transport import HttpTransport  # noqa: PLC0415 - its imports take 50 ms
+            from swarmq.client.http_transport import HttpTransport  # noqa: PLC0415 - most clients need no HTTP of their own
 
             return HttpTransport(self.invite)
         self._broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
