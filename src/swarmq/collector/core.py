@@ -120,14 +120,25 @@ class Core:
 
     def settle(self) -> list[do.Effect]:
         """Close a batch: tickets for the credit it freed, and the counters that changed."""
-        starved = self.groups.starved(self.rules.trained)
-        effects = self.credit.settle(self.groups.usage(), starved=starved, lacking=self.groups.lacking())
+        short = self.short_of()
+        lacking = {kind: slots for kind, slots in self.groups.lacking().items() if kind in short}
+        effects = self.credit.settle(self.groups.usage(), starved=bool(short), lacking=lacking)
         self.counts[TICKETS_ISSUED] = self.credit.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:
                 self._stored_counts[name] = value
                 effects.append(do.SaveCount(name, value))
         return effects
+
+    def short_of(self) -> set[str]:
+        """Kinds without which no learner can fill its next batch."""
+        size, lent = self.rules.groups_per_batch, self.credit.lent
+        return self.groups.short_of(
+            {
+                policy: {k: share * size for k, share in self.rules.shares(self.versions[policy] + 1, lent).items()}
+                for policy in self.rules.trained
+            }
+        )
 
     # ------------------------------------------------------------------------------------------- pieces
 

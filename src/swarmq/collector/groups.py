@@ -7,8 +7,9 @@ may still make a group among themselves. Once published a group takes nobody in 
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
@@ -40,6 +41,8 @@ class Groups:
         """Published episode -> its group."""
         self.ready: Counter[str] = Counter()
         """Policy -> groups it has been given and has not wholly reported on."""
+        self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
+        """The same by policy and kind."""
 
     def run(self, group_id: str, kind: str, size: int, episode_id: str) -> None:
         """An episode of an open group has begun."""
@@ -84,6 +87,8 @@ class Groups:
     def restore(self, group_id: str, published: PublishedGroup) -> None:
         self.published[group_id] = published
         self.ready.update(published.pending.keys())
+        for policy in published.pending:
+            self.ready_of[policy][published.kind] += 1
         for episode_id in set().union(*published.pending.values()):
             self.place[episode_id] = group_id
 
@@ -98,6 +103,7 @@ class Groups:
         if not group.pending[policy]:
             del group.pending[policy]
             self.ready[policy] -= 1
+            self.ready_of[policy][group.kind] -= 1
         return True
 
     def usage(self) -> dict[str, Usage]:
@@ -122,5 +128,14 @@ class Groups:
         return least
 
     def starved(self, policies: Iterable[str]) -> bool:
-        """Whether no learner has the groups of a batch waiting."""
+        """Whether no learner has as many groups as a batch waiting."""
         return all(self.ready[policy] < self.rules.groups_per_batch for policy in policies)
+
+    def short_of(self, wanted: Mapping[str, Mapping[str, float]]) -> set[str]:
+        """Kinds that keep learners waiting; empty when one has the groups of its batch. `wanted`: policy -> kind ->
+        groups of the next batch, before rounding. A learner that has many groups of one kind may lack another."""
+        short = [
+            {kind for kind, share in kinds.items() if self.ready_of[policy][kind] < math.ceil(round(share, 6))}
+            for policy, kinds in wanted.items()
+        ]
+        return set().union(*short) if all(short) else set()

@@ -92,7 +92,12 @@ class Steering:
             + (
                 "its share is lent to the others until it is back"
                 if kind in lent
-                else "batches wait for it (groups.when_dry = 'lend' would let the others have its share)"
+                else "batches wait for it"
+                + (
+                    ""
+                    if rules.when_dry == "lend"
+                    else " (groups.when_dry = 'lend' would let the others have its share)"
+                )
             )
             for kind in sorted(fresh)
         ]

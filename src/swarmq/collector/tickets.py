@@ -12,8 +12,8 @@ A group that is published is charged as a whole one even if some members are mis
 the learner does. What is dropped, by us or by a learner, is granted to the same kind again.
 
 The window can be full of what no learner can use: half-open groups whose siblings have no ticket, or groups that one
-policy's learner still holds while another's has dropped them. So when every learner lacks groups for a batch, and a
-kind has no ticket out and nothing running,
+policy's learner still holds while another's has dropped them. So when every learner lacks groups of some kind for its
+batch, and that kind has no ticket out and nothing running,
 
 * the slots that its nearest half-open group lacks are ticketed beyond the window;
 * if no kind has anything out or running, one group more is granted, to be paid back by the next that is trained.

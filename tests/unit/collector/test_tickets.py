@@ -213,3 +213,21 @@ def test_learners_that_wait_for_different_groups_get_one_more(make_bench, say):
     assert bench.tickets["math"] == 2
     bench.take(say.consumed(policy="a", dropped={"e": "equal"}), say.consumed(policy="b", dropped={"f": "equal"}))
     assert bench.tickets["math"] == 3
+
+
+def test_a_kind_that_is_short_gets_its_tickets_though_learners_have_plenty_of_another(make_bench, say):
+    """Failed attempts leave a kind's window full of half-open groups; another kind's groups do not fill the batch."""
+    bench = make_bench(mix={"a": 0.5, "b": 0.5}, group_size=2, groups_per_batch=2, max_staleness=1)
+    for number in range(2):
+        for repeat in range(2):
+            name = f"a{number}{repeat}"
+            ticket = min(bench.core.credit.out["a"])
+            bench.take(say.begin(name, f"a{number}", repeat, kind="a", group_size=2, ticket_id=ticket))
+            bench.take(say.turn(episode=name), say.end(name))
+    for number in range(4):
+        name, ticket = f"b{number}", min(bench.core.credit.out["b"])
+        bench.take(
+            say.begin(name, name, kind="b", group_size=2, ticket_id=ticket), say.turn(episode=name), say.end(name)
+        )
+    assert bench.core.groups.ready["main"] == 2, "as many as a batch, and none of b"
+    assert len(bench.core.credit.out["b"]) == 1
