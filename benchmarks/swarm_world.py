@@ -25,7 +25,7 @@ import msgspec
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
 from swarmq.broker import AmqpBroker
 from swarmq.broker.node import PrivateNode
-from swarmq.client.worker import run_worker
+from swarmq.client.fleet import Plan, run_workers
 from swarmq.config import SwarmJob
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
@@ -186,7 +186,8 @@ class Agent:
 def main() -> None:
     kind, pace, concurrency = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Pace), int(sys.argv[3])
     client = AsyncSwarmClient(code_version=pace.code_version)
-    run_worker(client, Agent(pace).__call__, kind=kind, concurrency=concurrency, max_attempts=1000, progress=False)
+    plan = Plan(concurrency=concurrency, max_attempts=1000, progress=False)
+    run_workers(client, {kind: Agent(pace).__call__}, plan)
 
 
 if __name__ == "__main__":
