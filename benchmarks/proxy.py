@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks import report
 from swarmq import keys
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import new_id
@@ -39,8 +39,11 @@ RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
 REPEATS = 5
 TOKEN_S, MAX_TOKENS_PER_S = 0.015, 4000
-WINDOW_S = 6.0
-"""How long a stream of the latency part lasts."""
+WINDOW_S, HOLD_S = 4.0, 20.0
+"""How long a stream of the latency part lasts, and one of many."""
+MANY = 512
+ARRIVALS_PER_S = 250
+"""At which pace streams begin: an avalanche of connections would be measured otherwise."""
 SATURATED = 64
 """Calls at a time where requests are counted."""
 SHORT = 16
@@ -173,19 +176,21 @@ async def latency(
 ) -> dict[str, Any]:
     """Direct and through the proxy in turns: percentiles of both, their differences, and the proxy's memory."""
     interval_s = max(TOKEN_S, count / MAX_TOKENS_PER_S)
-    tokens = max(int(WINDOW_S / interval_s), SHORT) if count > 1 else SHORT
-    rounds = max(REPEATS * 8 // count, 1) if count > 1 else 60
+    alone, many = count == 1, count >= MANY
+    tokens = SHORT if alone else int((HOLD_S if many else WINDOW_S) / interval_s)
+    over_s = 0.0 if alone else max(interval_s, count / ARRIVALS_PER_S)
+    rounds = 60 if alone else 2 if many else REPEATS
     await set_pace(http, engine, tokens=tokens, interval_s=interval_s)
     calls: dict[str, list[Call]] = {"direct": [], "swarmq": []}
     growth: list[float] = []
     await client.together(proxy, min(count, 64))  # warm
-    for _ in range(rounds if count == 1 else REPEATS if count < 512 else 2):
+    for _ in range(rounds):
         for target in (direct, proxy):
             async with asyncio.TaskGroup() as tasks:
                 watch = (
-                    tasks.create_task(_memory(target.pid, tokens * interval_s)) if count > 1 and target.pid else None
+                    tasks.create_task(_memory(target.pid, over_s, tokens * interval_s)) if many and target.pid else None
                 )
-                calls[target.name] += await client.together(target, count, over_s=interval_s if count > 1 else 0.0)
+                calls[target.name] += await client.together(target, count, over_s=over_s)
             if watch:
                 growth.append(watch.result())
     found: dict[str, Any] = {"interval_s": interval_s, "tokens": tokens, "held": count, "calls": len(calls["swarmq"])}
@@ -227,29 +232,12 @@ async def _rate(client: Client, target: Target, *, seconds: float) -> float:
     return done / (time.perf_counter() - began)
 
 
-async def _memory(pid: int, lasts_s: float) -> float:
-    """Resident memory late in the streams' life over that when all are open."""
-    await asyncio.sleep(0.35 * lasts_s)
+async def _memory(pid: int, opened_s: float, lasts_s: float) -> float:
+    """Resident memory shortly before the first stream ends over that when all are open."""
+    await asyncio.sleep(opened_s + 1.0)
     before = resident(pid)
-    await asyncio.sleep(0.45 * lasts_s)
+    await asyncio.sleep(lasts_s - opened_s - 1.5)
     return resident(pid) / before
-
-
-@contextlib.asynccontextmanager
-async def drained(broker: AmqpBroker) -> AsyncIterator[None]:
-    """Turns are taken from the inbox, as a collector takes them."""
-
-    async def drain() -> None:
-        async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
-            async for delivery in deliveries:
-                await delivery.ack()
-
-    async with asyncio.TaskGroup() as tasks:
-        drain_task = tasks.create_task(drain())
-        try:
-            yield
-        finally:
-            drain_task.cancel()
 
 
 @contextlib.asynccontextmanager
