@@ -241,6 +241,23 @@ async def _memory(pid: int, opened_s: float, lasts_s: float) -> float:
 
 
 @contextlib.asynccontextmanager
+async def drained(broker: AmqpBroker) -> AsyncIterator[None]:
+    """Turns are taken from the inbox, as a collector takes them."""
+
+    async def drain() -> None:
+        async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
+            async for delivery in deliveries:
+                await delivery.ack()
+
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(drain())
+        try:
+            yield
+        finally:
+            task.cancel()
+
+
+@contextlib.asynccontextmanager
 async def running(folder: Path, name: str, argv: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
     with (folder / f"{name}.log").open("wb") as sink:
         process = await asyncio.create_subprocess_exec(*argv, stdout=sink, stderr=sink, preexec_fn=die_with_parent)
