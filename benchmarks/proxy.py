@@ -29,7 +29,7 @@ import aiohttp
 
 from benchmarks import report
 from swarmq import keys
-from swarmq.broker import AmqpBroker
+from swarmq.broker import AmqpBroker, topology
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import new_id
