@@ -23,7 +23,7 @@ from swarmq.keys import Role
 from swarmq.messages import Action
 
 EXTRAS = {
-    "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client"),
+    "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
     "learner": ("torch", "transformers", "accelerate", "zstandard"),
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }

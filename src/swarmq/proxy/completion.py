@@ -264,7 +264,7 @@ class Completions:
     async def _deadline(self, call: Call) -> AsyncIterator[None]:
         """Of the whole call. Raises DeadlineError."""
         try:
-            async with asyncio.timeout_at(call.began + self._timeout_s):
+            async with asyncio.timeout(max(call.began + self._timeout_s - time.monotonic(), 0.0)):
                 yield
         except TimeoutError as error:
             raise DeadlineError(f"the answer took longer than {self._timeout_s:g} s") from error

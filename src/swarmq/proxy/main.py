@@ -10,6 +10,7 @@ from types import FrameType
 
 import structlog
 import uvicorn
+import uvloop
 
 from swarmq import keys, logs
 from swarmq.broker import AmqpBroker
@@ -27,7 +28,8 @@ log = structlog.get_logger()
 def run(job: SwarmJob, *, number: int = 0) -> None:
     """Serve until SIGTERM or SIGINT. Raises SwarmqError when the job names no broker, no engine or a taken port."""
     logs.configure(role=f"proxy.{number}", run=job.run)
-    asyncio.run(serve(job, number=number))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(job, number=number))
 
 
 async def serve(job: SwarmJob, *, number: int = 0) -> None:
