@@ -1,8 +1,10 @@
 """What the process checks before it serves."""
 
+import asyncio
 import socket
 
 import pytest
+import uvloop
 
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
@@ -29,3 +31,20 @@ async def test_a_job_without_addresses_is_refused(broker, words, monkeypatch):
     job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "x"}}, "broker": broker})
     with pytest.raises(ConfigError, match=words):
         await serve(job)
+
+
+def test_the_loop_it_runs_on_streams_and_notices_who_hangs_up(stages):
+    async def scenario():
+        async with stages(request_timeout_s=60.0) as stage:
+            stage.engine.say("hello")
+            assert (await stage.stream({"role": "user", "content": "hi"}))[-1] == "[DONE]"
+            stage.engine.asked.clear()
+            stage.engine.say("abcd", gate=asyncio.Event())
+            headers = {"authorization": f"Bearer {stage.key()}"}
+            body = {"model": "main", "stream": True, "messages": [{"role": "user", "content": "hi"}]}
+            post = stage.http.post(f"{stage.url}/v1/chat/completions", json=body, headers=headers)
+            (await post.__aenter__()).close()
+            await stage.engine.cancelled.wait()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(scenario())
