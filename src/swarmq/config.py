@@ -74,6 +74,8 @@ class Proxy(Settings, frozen=True, kw_only=True):
     """Calls that wait; what is beyond is answered 429 with `Retry-After`."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
+    traces: bool = False
+    """A span for each call, sent where OpenTelemetry's environment variables say; needs `swarmq[traces]`."""
     drift_alert: Share = 0.05
     """Warn when more than this share of turns cannot continue their conversation token by token, though its history was
     not edited: the template writes it anew, or drift that could not be repaired. 1 never warns."""

@@ -21,7 +21,7 @@ from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
 from swarmq.members import Removed
-from swarmq.messages import Event, made_at
+from swarmq.messages import Event, Turn, made_at
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
@@ -51,13 +51,14 @@ def create_app(
     state_every_s: float = STATE_EVERY_S,
     tuning: Tuning | None = None,
     opener: Opener | None = None,
+    watchers: Sequence[Callable[[Turn, float], None]] = (),
 ) -> Litestar:
     """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
 
     `number` is its own among the run's proxies. `opener` opens engines that are added while it serves; with `tuning`,
-    settings can change meanwhile.
+    settings can change meanwhile. `watchers` are told of every turn that is confirmed, with the seconds that took.
     """
-    meter = Meter(alert=job.proxy.drift_alert, window=job.proxy.drift_window)
+    meter = Meter(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     source, started_at = f"proxy.{number}", now()
 
     def is_home(episode_id: str) -> bool:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from contextlib import AsyncExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
 from types import FrameType
 
@@ -16,7 +17,8 @@ from swarmq import keys, logs
 from swarmq.broker import AmqpBroker
 from swarmq.config import SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
-from swarmq.errors import ConfigError
+from swarmq.errors import ConfigError, MissingExtraError
+from swarmq.messages import Turn
 from swarmq.proxy.app import create_app
 from swarmq.proxy.tuning import Tuning
 
@@ -54,7 +56,17 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(tuning.follow(broker))
         stack.callback(following.cancel)
-        app = create_app(job, root=root, engines=engines, broker=broker, number=number, tuning=tuning, opener=opener)
+        watchers = [stack.enter_context(_exporting(job, number))] if job.proxy.traces else []
+        app = create_app(
+            job,
+            root=root,
+            engines=engines,
+            broker=broker,
+            number=number,
+            tuning=tuning,
+            opener=opener,
+            watchers=watchers,
+        )
         host, port = listener.getsockname()[:2]
         log.info("listening", address=f"{host}:{port}", tls=job.proxy.certificate is not None)
         config = uvicorn.Config(
@@ -76,6 +88,15 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[Turn, float], None]]:
+    """Spans for OpenTelemetry. Raises MissingExtraError."""
+    try:
+        from swarmq.proxy.traces import exporting  # noqa: PLC0415 - an extra
+    except ImportError as error:
+        raise MissingExtraError(f"proxy.traces needs {error.name}: pip install 'swarmq[traces]'") from error
+    return exporting(job.run, number)
 
 
 def _listen(host: str, port: int) -> socket.socket:

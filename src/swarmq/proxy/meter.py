@@ -22,7 +22,7 @@ class Meter:
     prompt_tokens: int = 0
     sampled_tokens: int = 0
     errors: int = 0
-    on_turn: Callable[[Turn, float], None] = lambda _turn, _confirm_s: None
+    watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
@@ -30,7 +30,8 @@ class Meter:
 
     def take(self, turn: Turn, confirm_s: float = 0.0) -> None:
         """Count a turn that is confirmed."""
-        self.on_turn(turn, confirm_s)
+        for watch in self.watchers:
+            watch(turn, confirm_s)
         one = Drift.of_turn(turn)
         self.sampled_tokens += len(turn.sampled_ids) // 4
         self.drift += one

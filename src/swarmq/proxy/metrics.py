@@ -33,7 +33,7 @@ class Metrics(Collector):
             )
         )
         self._registry.register(self)
-        meter.on_turn = self._observe
+        meter.watchers.append(self._observe)
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -35,7 +35,7 @@ class Stage(Agent):
 
 @asynccontextmanager
 async def staged(
-    *, engines: int = 1, folder: str = "runs", sampling: Any = None, number: int = 0, **settings
+    *, engines: int = 1, folder: str = "runs", sampling: Any = None, number: int = 0, watchers: Any = (), **settings
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
     policy = {
@@ -55,7 +55,16 @@ async def staged(
         yield scripted[-1]
 
     given = {"main": scripted[:], "other": scripted[:]}
-    app = create_app(job, root=ROOT, engines=given, broker=broker, state_every_s=0.01, opener=opener, number=number)
+    app = create_app(
+        job,
+        root=ROOT,
+        engines=given,
+        broker=broker,
+        state_every_s=0.01,
+        opener=opener,
+        number=number,
+        watchers=watchers,
+    )
     async with served(app) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)
         stage.engines, stage.broker, stage.job = scripted, broker, job

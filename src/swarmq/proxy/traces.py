@@ -1,0 +1,66 @@
+"""OpenTelemetry, where `proxy.traces` asks for it: a span for each model call, with its first token and confirm as events.
+
+Where spans go is told by OpenTelemetry's own environment variables (`OTEL_EXPORTER_OTLP_ENDPOINT`, ...). The names of
+attributes are those of its conventions for generative models where there are any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import SpanKind
+from opentelemetry.util.types import AttributeValue
+
+from swarmq.messages import Turn
+
+Watcher = Callable[[Turn, float], None]
+
+
+@contextmanager
+def exporting(run: str, number: int) -> Iterator[Watcher]:
+    """A watcher whose spans are exported; what is left goes out at the end."""
+    resource = Resource.create({SERVICE_NAME: "swarmq-proxy", "swarmq.run": run, "swarmq.proxy": number})
+    provider = TracerProvider(resource=resource)
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    try:
+        yield watcher(provider)
+    finally:
+        provider.shutdown()
+
+
+def watcher(provider: TracerProvider) -> Watcher:
+    """Makes a span of every turn that is confirmed."""
+    tracer = provider.get_tracer("swarmq.proxy")
+
+    def watch(turn: Turn, confirm_s: float) -> None:
+        began_at, total_s = turn.timings.began_at, turn.timings.total_s
+        attributes: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": "chat",
+            "gen_ai.request.model": turn.policy,
+            "gen_ai.request.temperature": turn.sampling.temperature,
+            "gen_ai.response.id": turn.call_id,
+            "gen_ai.response.finish_reasons": (turn.finish_reason,),
+            "gen_ai.usage.output_tokens": len(turn.sampled_ids) // 4,
+            "gen_ai.usage.input_tokens": turn.shared + len(turn.prompt_ids) // 4,
+            "gen_ai.conversation.id": turn.episode_id,
+            "swarmq.mode": turn.mode,
+            "swarmq.branch": turn.branch or "",
+            "swarmq.agent": turn.agent or "",
+        }
+        span = tracer.start_span(
+            f"chat {turn.policy}", kind=SpanKind.SERVER, attributes=attributes, start_time=_nanoseconds(began_at)
+        )
+        span.add_event("first token", timestamp=_nanoseconds(began_at + turn.timings.first_token_s))
+        span.add_event("sampled", timestamp=_nanoseconds(began_at + total_s))
+        span.end(_nanoseconds(began_at + total_s + confirm_s))
+
+    return watch
+
+
+def _nanoseconds(at: float) -> int:
+    return int(at * 1e9)
