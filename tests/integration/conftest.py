@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +20,12 @@ def tiny_model() -> Path:
 
 @pytest.fixture(scope="session")
 def engine_url(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A vLLM server of `tiny_model` to share. A test that changes its weights puts the first ones back."""
+    """A vLLM server of `tiny_model` to share: $SWARMQ_TEST_ENGINE_URL if set, else one of the session's own.
+
+    A test that changes its weights puts the first ones back.
+    """
+    if url := os.environ.get("SWARMQ_TEST_ENGINE_URL"):
+        yield url
+        return
     with running_engine(tiny_model, tmp_path_factory.mktemp("vllm") / "engine.log") as engine:
         yield engine.url

@@ -26,6 +26,10 @@ CARRIED = ("features", "reasoning_ended", "reasoning_parser_kwargs")
 TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 
+class EngineFaultError(EngineError):
+    """The engine answered that it failed."""
+
+
 class _Entries(msgspec.Struct):
     content: list[Logprob] | None = None
 
@@ -119,12 +123,20 @@ class VllmEngine:
             "output_mode": "text",
             "stream": stream,
         }
-        async with self._post("/inference/v1/generate", body, self._deadline) as response:
-            if stream:
-                async for chunks in _events(response):
-                    yield _deltas(chunks)
-            else:
-                yield _deltas([_decode(await response.read())])
+        try:
+            async with self._post("/inference/v1/generate", body, self._deadline) as response:
+                if stream:
+                    async for chunks in _events(response):
+                        yield _deltas(chunks)
+                else:
+                    yield _deltas([_decode(await response.read())])
+        except EngineFaultError as error:
+            if rendered.sampling.get("structured_outputs") and await self.healthy():
+                # What its grammar compiler does not survive, vLLM calls a fault of its own; the next engine would too.
+                raise EngineRefusedError(
+                    "no grammar can be made of what the answer is to look like", status=400
+                ) from error
+            raise
 
     async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
         body = {
@@ -204,7 +216,8 @@ class VllmEngine:
         if status == 404 and param != "model":
             return EngineError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
         if status >= 500 or status == 404:
-            return EngineError(f"the engine at {self.url} failed ({status}): {message}")
+            kind = EngineFaultError if status == 500 else EngineError
+            return kind(f"the engine at {self.url} failed ({status}): {message}")
         code = "context_length_exceeded" if TOO_LONG.search(message) else None
         return EngineRefusedError(message, status=status, code=code)
 

@@ -49,9 +49,6 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
         "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
         "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
-        "groups_by_kind": dict(Counter(kind for _, kind in {(e.group_id, e.kind) for e in episodes})),
-        "tokens_by_kind": _tokens_by_kind(episodes),
-        "mix": dict(record.index.mix),
         "episodes": len(episodes),
         "groups": groups,
         "equal_groups": equal / max(groups + equal, 1),
@@ -75,14 +72,6 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
 def _share(those: Iterable[bool]) -> float:
     flags = list(those)
     return sum(flags) / max(len(flags), 1)
-
-
-def _tokens_by_kind(episodes: Sequence[Episode]) -> dict[str, int]:
-    """Kind -> sampled tokens."""
-    tokens: Counter[str] = Counter()
-    for episode in episodes:
-        tokens[episode.kind] += sum(len(turn.sampled_ids) for turn in episode.turns) // 4
-    return dict(tokens)
 
 
 def oldest_version(episode: Episode) -> int:

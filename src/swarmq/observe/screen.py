@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -19,9 +18,6 @@ STALE_S = 15.0
 def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
     """The whole screen: learners, episodes, queues, warnings."""
     parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board)]
-    parts += [
-        _kinds(policy, steps[-1]) for policy, steps in sorted(board.steps.items()) if len(steps[-1].get("mix", ())) > 1
-    ]
     if board.rounds:
         parts.append(_rounds(board, width))
     if board.warnings:
@@ -93,24 +89,6 @@ def _flow(board: Board) -> RenderableType:
         columns.add_column(title, ratio=1)
     columns.add_row(left, middle, right)
     return columns
-
-
-def _kinds(policy: str, step: dict[str, Any]) -> RenderableType:
-    """The newest batch of a policy by task kind."""
-    table = Table(box=None, padding=(0, 2))
-    for column in (f"kinds of {policy}, step {step['version']}", "share", "groups", "tokens", "reward", "success"):
-        table.add_column(column, justify="left" if column.startswith("kinds") else "right")
-    for kind, share in sorted(step["mix"].items()):
-        reward, success = (step.get(name, {}).get(kind) for name in ("reward_by_kind", "success_by_kind"))
-        table.add_row(
-            kind,
-            f"{share:.0%}",
-            str(step["groups_by_kind"].get(kind, 0)),
-            f"{step['tokens_by_kind'].get(kind, 0):,}",
-            "-" if reward is None else f"{reward:.3f}",
-            "-" if success is None else f"{success:.0%}",
-        )
-    return table
 
 
 def _rounds(board: Board, width: int) -> RenderableType:

@@ -41,6 +41,7 @@ STATUSES = {
     401: "No key, or one that is forged, expired or of another run.",
     403: "The episode has used up its calls or tokens.",
     404: "The model is not one of the key's policies.",
+    408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "The proxy has as many calls as it takes; again after `Retry-After` seconds.",
     504: "The answer took longer than calls may.",
@@ -59,13 +60,23 @@ def agent_routes(
     pools: Mapping[str, Pool],
     episodes: Episodes,
     meter: Meter,
+    body_timeout_s: float,
 ) -> list[HTTPRouteHandler]:
     """`claims_of` reads a request's key, or raises RefusedError."""
+
+    async def body_of(request: Request[Any, Any, Any]) -> bytes:
+        try:
+            async with asyncio.timeout(body_timeout_s):
+                return await request.body()
+        except TimeoutError as error:
+            raise RefusedError(
+                f"the body did not arrive within {body_timeout_s:g} s", status=408, code="request_timeout"
+            ) from error
 
     async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> Call:
         claims = claims_of(request)
         conversations = episodes.of(claims.episode_id).conversations
-        call = read(dialect, await request.body(), claims, request.headers, conversations)
+        call = read(dialect, await body_of(request), claims, request.headers, conversations)
         if call.policy not in pools:
             raise _no_model(call.policy)
         return call

@@ -141,7 +141,14 @@ def create_app(
             log.warning("call_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
         return Response(dialect_of(path).refusal(refusal), status_code=refusal.status, headers=refusal.headers)
 
-    asked = agent_routes(completions, claims_of=claims_of, pools=pools, episodes=episodes, meter=meter)
+    asked = agent_routes(
+        completions,
+        claims_of=claims_of,
+        pools=pools,
+        episodes=episodes,
+        meter=meter,
+        body_timeout_s=job.proxy.request_timeout_s,
+    )
     return Litestar(
         [*asked, health, show_metrics, control_router(control, authority, episodes, fleet, status)],
         lifespan=[reporting, controlling],

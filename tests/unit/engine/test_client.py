@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer, unused_port
 
-from swarmq.engine.client import VllmEngine
+from swarmq.engine.client import EngineFaultError, VllmEngine
 from swarmq.engine.protocol import Rendered
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
@@ -147,7 +147,7 @@ async def test_what_cannot_be_trusted_is_the_engine_s_fault(block):
         (400, {"message": "temperature must be non-negative", "param": "temperature"}, EngineRefusedError, None),
         (404, {"message": "The model does not exist", "param": "model"}, EngineError, None),
         (404, None, EngineError, None),
-        (500, {"message": "EngineCore encountered an issue"}, EngineError, None),
+        (500, {"message": "EngineCore encountered an issue"}, EngineFaultError, None),
     ],
 )
 async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
@@ -184,3 +184,27 @@ async def test_something_else_that_listens_is_an_engine_error():
     async with answering("/tokenize", handler) as engine:
         with pytest.raises(EngineError, match="not JSON"):
             await engine.tokenize("x")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "health", "kind"),
+    [
+        ({"structured_outputs": {"grammar": "x"}}, 200, EngineRefusedError),
+        ({"structured_outputs": {"grammar": "x"}}, 503, EngineError),
+        ({}, 200, EngineError),
+    ],
+)
+async def test_a_grammar_that_a_healthy_engine_fails_on_is_the_agent_s_fault(sampling, health, kind):
+    async def fail(_):
+        return web.json_response({"error": {"message": "Internal server error"}}, status=500)
+
+    async def healthy(_):
+        return web.Response(status=health)
+
+    app = web.Application()
+    app.router.add_post("/inference/v1/generate", fail)
+    app.router.add_get("/health", healthy)
+    async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=30.0) as engine:
+        with pytest.raises(EngineError) as caught:
+            await anext(engine.generate(Rendered(token_ids=[1], sampling=sampling), stream=True))
+    assert isinstance(caught.value, EngineRefusedError) is (kind is EngineRefusedError)

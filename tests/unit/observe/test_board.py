@@ -66,28 +66,3 @@ def test_a_sparkline_rises_where_the_values_rise():
     assert len(sparkline([float(i) for i in range(1000)], 40)) <= 40
     assert sparkline([], 10) == ""
     assert set(sparkline([2.0, 2.0], 10)) == {BLOCKS[0]}
-
-
-def test_the_screen_shows_every_kind_of_a_mix():
-    board = Board(run="r")
-    by_kind = {
-        "groups_by_kind": {"math": 5, "code": 3},
-        "tokens_by_kind": {"math": 1234},
-        "reward_by_kind": {"math": 0.5},
-    }
-    board.fold(event("step", source="learner.main", version=9, reward=0.5, mix={"math": 0.6, "code": 0.4}, **by_kind))
-    shown = text_of(board)
-    for expected in ("kinds of main, step 9", "60%", "1,234", "0.500"):
-        assert expected in shown
-
-
-def test_the_screen_shows_evaluation_rounds_with_their_intervals_and_what_was_changed():
-    board = Board(run="r")
-    passed = {"1": {"value": 0.5, "low": 0.25, "high": 0.75, "tasks": 8}}
-    figures = {"tasks": 8, "episodes": 8, "reward": 0.625, "pass": passed}
-    board.fold(event("evaluated", version=20, kinds={"math": figures}))
-    change = {"path": "groups.group_size", "before": 8, "value": 4, "from_step": 21}
-    board.fold(event("control", state="applied", action="set", sender="alice", changes=[change]))
-    shown = text_of(board)
-    for expected in ("evaluation at step 20", "0.625", "@1 50.0% [25.0%, 75.0%]", "groups.group_size = 4 from step 21"):
-        assert expected in shown

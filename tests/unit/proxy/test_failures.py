@@ -205,6 +205,18 @@ async def test_a_body_that_is_too_large_is_413(stages):
         assert (status, error["code"]) == (413, "request_too_large")
 
 
+async def test_a_body_that_never_ends_is_408(stages):
+    async def dawdle():
+        yield b"{"
+        await asyncio.Event().wait()
+
+    async with stages(request_timeout_s=0.2) as stage:
+        headers = {"authorization": f"Bearer {stage.key()}"}
+        async with stage.http.post(f"{stage.url}/v1/messages", data=dawdle(), headers=headers) as response:
+            assert response.status == 408
+            assert "did not arrive" in (await response.json())["error"]["message"]
+
+
 async def test_evaluation_that_does_not_fit_the_model_is_too_long(stage):
     status, error = await stage.refused({**BODY, "max_tokens": 5000}, key=stage.key(mode="eval"))
     assert (status, error["code"]) == (400, "context_length_exceeded")

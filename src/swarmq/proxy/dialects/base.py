@@ -24,6 +24,7 @@ from swarmq.messages import new_id
 from swarmq.proxy.calls import Ask, Call, Ended, Gained
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.dialects.grammars import check_schemas
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.recorder import call_id
 from swarmq.proxy.refusals import Refusal, RefusedError, refusal_of
@@ -34,6 +35,7 @@ log = structlog.get_logger()
 
 _canonical = msgspec.json.Encoder(order="deterministic")
 MAX_RETRIES_TOLD = 1000
+MAX_TOP_LOGPROBS = 20
 MAX_DEPTH = 64
 """Of brackets within each other in a body. vLLM's grammars and templates recurse over what they are given."""
 AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
@@ -82,7 +84,9 @@ def read(dialect: Dialect, raw: bytes, claims: Claims, told: Mapping[str, str], 
     """`told`: the request's headers. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
     body = _object(raw)
     ask = dialect.ask(body, conversations)
-    check_limits(ask.chat)
+    chat = {name: value for name, value in ask.chat.items() if value is not None}
+    check_limits(chat)
+    check_schemas(chat)
     agent = told.get("x-swarmq-agent")
     if agent is not None and not AGENT.fullmatch(agent):
         raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
@@ -92,7 +96,7 @@ def read(dialect: Dialect, raw: bytes, claims: Claims, told: Mapping[str, str], 
         policy=_policy(body, claims),
         request_id=new_id(),
         body=body,
-        chat=ask.chat,
+        chat=chat,
         stream=flag(body, "stream"),
         retry=min(int(retry), MAX_RETRIES_TOLD) if retry.isdecimal() and retry.isascii() else 0,
         digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
@@ -165,12 +169,18 @@ def flag(body: Json, name: str) -> bool:
     return bool(value)
 
 
-def count(body: Json, name: str) -> int | None:
-    """A field that is a whole number of at least 1, or absent. Raises RefusedError."""
+def count(body: Json, name: str, *, low: int = 1, high: int = 2**31 - 1) -> int | None:
+    """A field that is a whole number in these bounds, or absent. Raises RefusedError."""
     value = body.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        raise RefusedError(f"{name} must be a whole number of at least 1, not {value!r:.100}", param=name)
+    if value is None:
+        return None
+    if type(value) is not int or not low <= value <= high:
+        raise RefusedError(f"{name} must be a whole number from {low} to {high}, not {_short(value)}", param=name)
     return value
+
+
+def _short(value: Any) -> str:
+    return f"{value!r:.100}"
 
 
 def options(body: Json, name: str) -> Json:

@@ -10,7 +10,7 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import answer_id, data, not_served, options, top_logprobs
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, answer_id, count, data, flag, not_served, options, top_logprobs
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -26,6 +26,8 @@ class Chat:
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RefusedError("messages must be a list of at least one message", param="messages")
         options(body, "stream_options")
+        flag(body, "logprobs")
+        count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
         not_served(body, "functions", "function_call", why="use tools and tool_choice")
         not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
         if (body.get("modalities") or ["text"]) != ["text"]:

@@ -15,7 +15,7 @@ from swarmq.proxy.calls import Ask, Ended, Gained, Kept
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import answer_id, data, not_served, options
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, answer_id, count, data, not_served, options
 from swarmq.proxy.dialects.chat import usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
@@ -24,7 +24,6 @@ Prompt = str | list[int]
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's own."""
-MAX_LOGPROBS = 20
 
 
 class TextCompletions:
@@ -37,7 +36,7 @@ class TextCompletions:
         options(body, "stream_options")
         not_served(body, "echo", why="the prompt is not sampled; the agent has it")
         not_served(body, "suffix", why="the model does not fill in")
-        if (body.get("best_of") or 1) > (body.get("n") or 1):
+        if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")
         said = _said_before(prompt, told)
         text = prompt if isinstance(prompt, str) else str(prompt)
@@ -45,8 +44,8 @@ class TextCompletions:
         messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
         chat = {key: value for key, value in body.items() if key not in ("logprobs", "best_of", "prompt")}
         chat |= {"prompt": prompt, "messages": messages, "max_tokens": body.get("max_tokens") or DEFAULT_MAX_TOKENS}
-        if (logprobs := _logprobs_asked(body)) is not None:
-            chat |= {"logprobs": True, "top_logprobs": logprobs}
+        if (top := count(body, "logprobs", low=0, high=MAX_TOP_LOGPROBS)) is not None:
+            chat |= {"logprobs": True, "top_logprobs": top}
         kept = Kept(messages=messages, name=lambda _, message: _name(text + message["content"]))
         return Ask(chat=chat, kept=kept if isinstance(prompt, str) else None)
 
@@ -144,15 +143,6 @@ def _said_before(prompt: Prompt, told: Conversations) -> list[Json]:
 
 def _name(text: str) -> str:
     return f"{len(text)}:{hashlib.blake2b(text.encode('utf-8', 'surrogatepass'), digest_size=16).hexdigest()}"
-
-
-def _logprobs_asked(body: Json) -> int | None:
-    count = body.get("logprobs")
-    if count is None or count is False:
-        return None
-    if type(count) is not int or not 0 <= count <= MAX_LOGPROBS:
-        raise RefusedError(f"logprobs must be a whole number from 0 to {MAX_LOGPROBS}", param="logprobs")
-    return count
 
 
 def _logprobs(begun: Begun, logprobs: Sequence[Logprob], offset: int) -> Json | None:

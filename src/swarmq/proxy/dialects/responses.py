@@ -17,6 +17,7 @@ from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
 from swarmq.proxy.dialects.base import (
+    MAX_TOP_LOGPROBS,
     answer_id,
     count,
     flat,
@@ -83,7 +84,10 @@ class Responses:
             chat["response_format"] = wanted
         if effort := options(body, "reasoning").get("effort"):
             chat["reasoning_effort"] = effort
-        if LOGPROBS in (body.get("include") or ()) or body.get("top_logprobs"):
+        included = body.get("include") or []
+        if (isinstance(included, list) and LOGPROBS in included) or count(
+            body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS
+        ):
             chat["logprobs"] = True
         kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
         return Ask(chat=chat, kept=kept)

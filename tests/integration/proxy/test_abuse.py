@@ -1,0 +1,205 @@
+"""Hostile and broken clients against a real vLLM: an honest 4xx, nothing leaked, and the next agent is answered."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import pytest
+
+pytestmark = [pytest.mark.vllm, pytest.mark.broker]
+
+USER = {"role": "user", "content": "hi"}
+BODY = {"model": "main", "messages": [USER], "max_tokens": 4}
+PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+INNER = ("/inference", "site-packages", "Traceback", "scale-out", "vllm.")
+"""What no agent needs to read."""
+
+
+def nested(depth, leaf, wrap):
+    for _ in range(depth):
+        leaf = wrap(leaf)
+    return leaf
+
+
+def deep_schema(depth):
+    return nested(depth, {"type": "integer"}, lambda inner: {"type": "object", "properties": {"a": inner}})
+
+
+def formatted(schema):
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
+
+
+RECURSION = {"$ref": "#"}
+CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+REQUESTS = {
+    "huge n": {"n": 10**9},
+    "huge max_tokens": {"max_tokens": 10**18},
+    "max_tokens beyond any integer": {"max_tokens": 10**40},
+    "deep schema": formatted(deep_schema(400)),
+    "a schema that is itself": formatted(RECURSION),
+    "a schema that goes round": formatted(CIRCLE),
+    "a schema of another kind": formatted({"type": "nonsense"}),
+    "a schema elsewhere": formatted({"$ref": "file:///etc/passwd"}),
+    "a grammar that is none": {"structured_outputs": {"grammar": "root ::= root root"}},
+    "a regex without end": {"structured_outputs": {"regex": "((a{1,1000}){1,1000}){1,1000}"}},
+    "a template of its own": {"chat_template": "{{ ''.__class__.__mro__ }}"},
+    "not a number": {"temperature": "NaN"},
+    "a role of another kind": {"messages": [{"role": {"a": 1}, "content": "x"}]},
+    "tool calls that are none": {"messages": [USER, {"role": "assistant", "tool_calls": [{"id": 1}]}]},
+    "arguments that are not JSON": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}],
+            },
+        ]
+    },
+    "a file as an image": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
+    },
+    "a server of the inside as an image": {
+        "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]
+    },
+    "a bias beyond the vocabulary": {"logit_bias": {"-1": 1}},
+}
+
+
+@asynccontextmanager
+async def undisturbed(stage):
+    """An agent whose calls go on being answered, and one that asks afterwards."""
+    done = asyncio.Event()
+
+    async def others():
+        while not done.is_set():
+            await stage.ask(USER, max_tokens=4, key=stage.key("other"))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(others())
+        try:
+            yield
+        finally:
+            done.set()
+    await stage.ask(USER, max_tokens=4, key=stage.key("later"))
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_no_request_breaks_anything(stage, mode):
+    answered = {}
+    async with undisturbed(stage):
+        for name, change in REQUESTS.items():
+            status, _, raw = await stage.post({**BODY, **change}, key=stage.key("bad", mode=mode))
+            answered[name] = (status, raw.decode())
+    assert {name: said for name, said in answered.items() if said[0] >= 500} == {}
+    for name, (status, said) in answered.items():
+        if status >= 400:
+            assert json.loads(said)["error"]["message"], name
+            assert not any(word in said for word in (*INNER, stage.engine.url)), (name, said)
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_body_that_is_broken_or_bottomless_is_400(stage, path):
+    key = {"authorization": f"Bearer {stage.key()}"}
+    for raw in (b"", b"{", b"nul", b"[]", b'{"a":' * 50_000, b"[" * 200_000, b'{"model": "\xff"}', b"\x00" * 100):
+        async with stage.http.post(stage.url + path, data=raw, headers=key) as response:
+            assert response.status == 400, raw[:20]
+            assert "JSON" in (await response.json())["error"]["message"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_fifty_megabytes_are_413_before_they_are_read(stage, path):
+    key = {"authorization": f"Bearer {stage.key()}"}
+    pieces = 0
+
+    async def body():
+        nonlocal pieces
+        yield b'{"model": "'
+        for pieces in range(50):  # noqa: B007
+            yield b"x" * 2**20
+
+    async with undisturbed(stage), stage.http.post(stage.url + path, data=body(), headers=key) as response:
+        assert response.status == 413
+        assert (await response.json())["error"]["type"] in ("invalid_request_error", "request_too_large")
+
+
+async def test_connections_that_dawdle_keep_nobody_waiting(stage):
+    host, port = stage.url.removeprefix("http://").split(":")
+    slow = []
+    for _ in range(100):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
+        await writer.drain()
+        slow.append(writer)
+    async with asyncio.timeout(60):
+        await stage.ask(USER, max_tokens=4)
+    for writer in slow:
+        writer.close()
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
+@pytest.mark.parametrize("flaw", ["none", "nonsense", "forged", "expired", "another run's", "changed", "a token's"])
+async def test_a_key_that_is_not_right_is_401(stage, path, flaw):
+    good = stage.key()
+    head, claims, mac = good.split(".")
+    key = {
+        "none": "",
+        "nonsense": "sk-nonsense",
+        "forged": stage.key(root=b"x" * 32),
+        "expired": stage.key(expires_in=-1000),
+        "another run's": stage.key(run="other"),
+        "changed": f"{head}.{claims[:-4]}AAAA.{mac}",
+        "a token's": f"op1.{claims}.{mac}",
+    }[flaw]
+    for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
+        async with stage.http.post(stage.url + path, json=BODY, headers=headers) as response:
+            raw = await response.text()
+            assert response.status == 401, (flaw, raw)
+            assert not key or key not in raw
+
+
+async def test_an_episode_cannot_reach_another_s_conversation(stage):
+    body = {"model": "main", "input": "secret", "max_output_tokens": 4}
+    mine, theirs = ({"authorization": f"Bearer {stage.key(name)}"} for name in ("mine", "theirs"))
+    async with stage.http.post(f"{stage.url}/v1/responses", json=body, headers=theirs) as response:
+        name = (await response.json())["id"]
+    body = {"model": "main", "input": "more", "previous_response_id": name}
+    async with stage.http.post(f"{stage.url}/v1/responses", json=body, headers=mine) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["code"] == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"X-Swarmq-Agent: a\x00b",
+        b"X-Swarmq-Agent: " + "é".encode(),
+        b"X-Swarmq-Agent: a; Set-Cookie: x=1",
+        b"X-Swarmq-Agent: " + b"a" * 5000,
+        b"X-Stainless-Retry-Count: 99999999999999999999999999999999",
+        b"X-Stainless-Retry-Count: -1\r\nX-Swarmq-Agent: ok",
+        b"Authorization : Bearer x",
+        b"Transfer-Encoding: chunked\r\nContent-Length: 3",
+    ],
+)
+async def test_headers_carry_nothing_in(stage, header):
+    host, port = stage.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    data = json.dumps(BODY).encode()
+    head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    head += b"Authorization: Bearer " + stage.key("h").encode() + b"\r\n" + header + b"\r\n"
+    writer.write(head + b"Content-Length: " + str(len(data)).encode() + b"\r\n\r\n" + data)
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+    writer.close()
+    head, _, _ = answer.partition(b"\r\n\r\n")
+    assert int(head.split(b" ")[1]) < 500
+    assert b"set-cookie" not in head.lower()
+    await stage.ask(USER, max_tokens=4)
+
+
+async def test_what_is_not_served_says_what_is(stage):
+    key = {"authorization": f"Bearer {stage.key()}"}
+    for path in ("/v1/embeddings", "/v1/images/generations", "/v1/audio/speech", "/v1/files", "/inference/v1/generate"):
+        async with stage.http.post(stage.url + path, json={"model": "main", "input": "x"}, headers=key) as response:
+            assert response.status == 404
+            assert "/v1/chat/completions" in (await response.json())["error"]["message"]

@@ -1,0 +1,136 @@
+"""Finished agents in other people's frameworks, given a base URL and a key and nothing else, on a real vLLM.
+
+Each is a loop of model and tool. What it did must lie in the queue as one conversation, every sampled token of it.
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+
+from support.clients import node_packages, python_packages, run_agent
+from support.real_proxy import RealStage
+from support.steered import TURNS
+from swarmq.messages import unpack_ids
+from swarmq.timeline import fold, resolve
+
+pytestmark = [pytest.mark.vllm, pytest.mark.broker, pytest.mark.timeout(900)]
+
+HERE = Path(__file__).parent / "clients"
+QUESTION = "What is 1 + 2 + 3 + 4?"
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
+
+
+async def whole_episode(steered: RealStage, said: str) -> None:
+    """The inbox has the conversation, ended by what the agent was told, ready to train."""
+    turns = await steered.turns(TURNS)
+    assert [turn.parent for turn in turns] == [None, turns[0].call_id, turns[1].call_id]
+    assert [turn.branch for turn in turns] == [None] * TURNS
+    assert [turn.finish_reason for turn in turns] == ["tool_calls", "tool_calls", "stop"]
+    first, second, third = (json.loads(turn.messages) for turn in turns)
+    assert len(first[-1]["tool_calls"]) == 2
+    assert [message["role"] for message in second] == ["tool", "tool", "assistant"]
+    assert [message["role"] for message in third] == ["tool", "assistant"]
+    assert third[-1]["content"] == said.strip()
+    [row] = fold(resolve(turns))
+    assert int(row.trained.sum()) == sum(len(unpack_ids(turn.sampled_ids)) for turn in turns)
+
+
+def access(steered: RealStage) -> dict[str, str]:
+    return {"AGENT_BASE_URL": f"{steered.url}/v1", "AGENT_KEY": steered.key(), "AGENT_PYTHON": sys.executable}
+
+
+@pytest.mark.parametrize(
+    ("program", "form"),
+    [
+        ("langgraph_agent.py", "chat"),
+        ("langgraph_agent.py", "responses streamed"),
+        ("agents_sdk.py", "responses streamed"),
+        ("agents_sdk.py", "chat"),
+        ("litellm_agent.py", "plain"),
+        ("litellm_agent.py", "streamed"),
+    ],
+)
+async def test_an_agent_of_a_framework_is_recorded_whole(steered, program, form):
+    packages = await asyncio.to_thread(python_packages)
+    command = [sys.executable, "-W", "ignore", str(HERE / program), *form.split()]
+    said = await run_agent(*command, PYTHONPATH=str(packages), LITELLM_LOCAL_MODEL_COST_MAP="True", **access(steered))
+    await whole_episode(steered, said)
+
+
+@pytest.mark.skipif(shutil.which("npm") is None, reason="Node is not installed")
+@pytest.mark.parametrize("form", ["plain", "streamed", "responses"])
+async def test_an_agent_in_another_language_is_recorded_whole(steered, form):
+    modules = await asyncio.to_thread(node_packages)
+    said = await run_agent("node", str(HERE / "node_agent.mjs"), form, AGENT_MODULES=str(modules), **access(steered))
+    await whole_episode(steered, said)
+
+
+async def test_an_agent_with_nothing_but_curl_is_recorded_whole(steered):
+    await whole_episode(steered, await run_agent("bash", str(HERE / "curl_agent.sh"), **access(steered)))
+
+
+async def test_the_openai_client_is_recorded_whole(steered):
+    def loop() -> str:
+        with openai.OpenAI(base_url=f"{steered.url}/v1", api_key=steered.key()) as client:
+            messages = [{"role": "user", "content": QUESTION}]
+            while True:
+                with client.chat.completions.stream(model="main", messages=messages, tools=[CHAT_TOOL]) as stream:
+                    message = stream.get_final_completion().choices[0].message
+                messages.append(message.to_dict())
+                if not message.tool_calls:
+                    return message.content
+                messages += [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls]
+
+    await whole_episode(steered, await asyncio.to_thread(loop))
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_the_openai_client_s_responses_are_recorded_whole(steered, streamed):
+    async with openai.AsyncOpenAI(base_url=f"{steered.url}/v1", api_key=steered.key()) as client:
+        given: list = [{"role": "user", "content": QUESTION}]
+        tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
+        while True:
+            if streamed:
+                async with client.responses.stream(model="main", input=given, tools=tools) as stream:
+                    answer = await stream.get_final_response()
+            else:
+                answer = await client.responses.create(model="main", input=given, tools=tools)
+            calls = [item for item in answer.output if item.type == "function_call"]
+            if not calls:
+                break
+            given += [item.to_dict() for item in answer.output]
+            given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
+    await whole_episode(steered, answer.output_text)
+
+
+@pytest.mark.parametrize("form", ["plain", "streamed", "sync"])
+async def test_the_anthropic_client_is_recorded_whole(steered, form):
+    tools = [{"name": "add", "input_schema": PARAMETERS}]
+    key = {"base_url": steered.url, "api_key": steered.key()}
+
+    def step(messages: list) -> dict:
+        return {"model": "main", "max_tokens": 200, "messages": messages, "tools": tools}
+
+    async def ask(messages: list) -> anthropic.types.Message:
+        if form == "sync":
+            with anthropic.Anthropic(**key) as client:
+                return await asyncio.to_thread(client.messages.create, **step(messages))
+        async with anthropic.AsyncAnthropic(**key) as client:
+            if form == "plain":
+                return await client.messages.create(**step(messages))
+            async with client.messages.stream(**step(messages)) as stream:
+                return await stream.get_final_message()
+
+    messages: list = [{"role": "user", "content": QUESTION}]
+    while (answer := await ask(messages)).stop_reason == "tool_use":
+        uses = [block for block in answer.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": use.id, "content": "3"} for use in uses]
+        messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
+    await whole_episode(steered, answer.content[0].text)

@@ -1,0 +1,65 @@
+"""Other people's agent frameworks, in a folder of their own under `.cache`, and how to run an agent written with one."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+REQUIREMENTS = ROOT / "tests/integration/proxy/clients/requirements.txt"
+NODE_PACKAGES = ("openai@6.49.0",)
+
+
+def python_packages() -> Path:
+    """The folder with what REQUIREMENTS names, for PYTHONPATH; installed on first use."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", "-r", str(REQUIREMENTS)]
+    version = f"{REQUIREMENTS.read_text()}{sys.version_info[:2]}"
+    return _once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
+
+
+def node_packages() -> Path:
+    """The folder whose node_modules has npm's packages; installed on first use."""
+    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix"]
+    return _once("clients-node", str(NODE_PACKAGES), lambda folder: [*command, str(folder), *NODE_PACKAGES])
+
+
+async def run_agent(*command: str, **environment: str) -> str:
+    """The output of a program that must end well. Whatever would lead it elsewhere is taken from its environment."""
+    inherited = {k: v for k, v in os.environ.items() if not k.upper().endswith(("_PROXY", "_API_KEY", "_BASE_URL"))}
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        env={**inherited, **environment},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        out, errors = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 0, f"{command[-1]}:\n{out.decode()}\n{errors.decode()[-4000:]}"
+    return out.decode()
+
+
+def _once(name: str, version: str, command: Callable[[Path], list[str]]) -> Path:
+    cache = ROOT / ".cache"
+    cache.mkdir(exist_ok=True)
+    folder = cache / f"{name}-{hashlib.sha256(version.encode()).hexdigest()[:12]}"
+    with (cache / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            half = cache / f"{name}-unfinished"
+            shutil.rmtree(half, ignore_errors=True)
+            half.mkdir()
+            done = subprocess.run(command(half), capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr[-4000:]
+            half.rename(folder)
+    return folder
