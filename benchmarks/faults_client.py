@@ -48,12 +48,13 @@ class Appender(Generic[T]):
     """A file of JSON lines that survive a SIGKILL of the process that writes them."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
+        self._path = path
+        path.touch()
         self._lock = threading.Lock()
 
     def add(self, line: T) -> None:
-        with self._lock:
-            self._file.write(msgspec.json.encode(line) + b"\n")
+        with self._lock, self._path.open("ab", buffering=0) as file:
+            file.write(msgspec.json.encode(line) + b"\n")
 
 
 class Lines(Appender[T]):

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(400)]
 REVEALED_BY = {
     "answer-before-confirm": ("proxy killed",),
     "acknowledge-before-commit": ("collector killed", "collector killed around a commit"),
-    "no-slot-key": ("tasks sent again", "client killed"),
+    "no-slot-key": ("tasks sent again",),
     "acknowledge-before-log": ("learner I/O killed",),
     "no-dedup": ("episodes sent again",),
 }
@@ -38,7 +38,7 @@ async def test_a_broken_rule_is_caught(rule, tmp_path, nursery, model):
         folder = tmp_path / str(seed)
         folder.mkdir()
         result = await play(
-            folder, nursery, injections=14, seed=seed, gap_s=0.5, model=model, broken=rule, only=REVEALED_BY[rule]
+            folder, nursery, injections=8, seed=seed, gap_s=0.4, model=model, broken=rule, only=REVEALED_BY[rule]
         )
         if result.verdict.faults:
             return

@@ -82,13 +82,21 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
         assert logs.count("broker reachable again") >= 1
 
 
-async def test_a_memory_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
-    node: PrivateNode, run_name: str, logs
+@pytest.mark.parametrize(
+    ("limit", "low", "back"),
+    [
+        ("set_vm_memory_high_watermark", ("absolute", "1MB"), ("absolute", "1500MB")),
+        ("set_disk_free_limit", ("900000000000000",), ("50MB",)),
+    ],
+    ids=["memory", "disk"],
+)
+async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
+    node: PrivateNode, run_name: str, logs, limit: str, low: tuple[str, ...], back: tuple[str, ...]
 ) -> None:
     async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         for number in range(5):
             await broker.publish(topology.inbox(run_name), end(run_name, number))
-        await node.ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        await node.ctl(limit, *low)
         try:
             async with asyncio.TaskGroup() as group:
                 waiting = [
@@ -101,9 +109,9 @@ async def test_a_memory_alarm_blocks_publishers_visibly_and_consumers_not_at_all
                 with pytest.raises(BrokerError, match=r"not confirmed .*alarm"):
                     await broker.publish(topology.inbox(run_name), end(run_name, 5), deadline_s=0.5)
                 assert not any(task.done() for task in waiting)
-                await node.ctl("set_vm_memory_high_watermark", "absolute", "1500MB")
+                await node.ctl(limit, *back)
         finally:
-            await node.ctl("set_vm_memory_high_watermark", "absolute", "1500MB")
+            await node.ctl(limit, *back)
         assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5, 10)}
         assert logs.count(BLOCKED) == 1
         await logs.seen("publisher no longer blocked")
