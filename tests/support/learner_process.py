@@ -50,6 +50,18 @@ def freeze_at(root: Path, event: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class FolderQueue:
+    """What a consumer has open of a queue."""
+
+    def __init__(self, root: Path, queue: str) -> None:
+        self.root = root
+        self.queue = queue
+
+    async def ack(self, tag: int, *, through: bool) -> None:
+        die_at(self.root, f"ack-{tag}")
+        (self.root / "queues" / self.queue / f"{tag:06d}.msg").unlink(missing_ok=True)
+
+
 class FolderBroker:
     """One file per message; acknowledged ones are removed. Enough of a broker for one learner."""
 
@@ -72,13 +84,9 @@ class FolderBroker:
     async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Deliveries]:
         deliveries = Deliveries(self._bury)
         for path in sorted((self.root / "queues" / queue).glob("*.msg")):
-            deliveries.arrive(Arrival(self, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
-        self.queue = queue
+            opened = FolderQueue(self.root, queue)
+            deliveries.arrive(Arrival(opened, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
         yield deliveries
-
-    async def ack(self, tag: int, *, through: bool) -> None:
-        die_at(self.root, f"ack-{tag}")
-        (self.root / "queues" / self.queue / f"{tag:06d}.msg").unlink(missing_ok=True)
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         await delivery.ack()
