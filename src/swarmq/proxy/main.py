@@ -68,7 +68,8 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             watchers=watchers,
         )
         host, port = listener.getsockname()[:2]
-        log.info("listening", address=f"{host}:{port}", tls=job.proxy.certificate is not None)
+        scheme = "https" if job.proxy.certificate else "http"
+        log.info("listening", url=f"{scheme}://{host}:{port}/v1")
         config = uvicorn.Config(
             app,
             log_config=None,
