@@ -165,6 +165,15 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
             raise ValueError(f"full: {self.full} tokens are not more than the {self.free} that are free")
 
 
+class Lora(Settings, frozen=True, kw_only=True):
+    """Train low-rank adapters instead of all parameters."""
+
+    rank: Count = 16
+    alpha: Positive = 32.0
+    modules: tuple[str, ...] | None = None
+    """Names of the linear layers that get adapters; all but the head without it."""
+
+
 class Train(Settings, frozen=True, kw_only=True):
     """How one policy learns."""
 
@@ -206,6 +215,12 @@ class Train(Settings, frozen=True, kw_only=True):
     """Packed rows, or trees that compute shared beginnings once; `auto` takes what is less work. The result is the same."""
     gradient_checkpointing: bool = True
     mixed_precision: Literal["no", "bf16"] = "no"
+    sharding: Literal["auto", "none", "full"] = "auto"
+    """Of several ranks: each holds the whole model, or its share of parameters, gradients and optimizer state (FSDP2);
+    `auto` shares where the whole does not fit a GPU."""
+    cpu_offload: bool = False
+    """With full sharding: keep parameters and optimizer state in host memory between uses."""
+    lora: Lora | None = None
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 3
     keep_batches: bool = True
@@ -218,6 +233,10 @@ class Train(Settings, frozen=True, kw_only=True):
     deterministic: bool = False
 
     def __post_init__(self) -> None:
+        if self.cpu_offload and self.sharding != "full":
+            raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
+        if self.lora is not None and self.sharding == "full":
+            raise ValueError("sharding: 'full' is for training all parameters; leave it out beside lora")
         if (self.loss.name == "distill") != (self.teacher is not None):
             raise ValueError("teacher: the model to learn from, for loss.name = 'distill' and for no other loss")
         if self.reference is not None and not self.loss.kl:

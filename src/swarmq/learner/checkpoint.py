@@ -79,7 +79,7 @@ def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep
         _without_weights(accelerator)
         accelerator.save_state(str(draft / STATE))
         if accelerator.is_main_process:
-            trainer.lm.save_pretrained(draft)
+            trainer.save_weights(draft)
             copy_tokenizer(model, draft)
             _seal(draft, identity, trainer.version)
             _publish(draft, target)

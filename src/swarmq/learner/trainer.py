@@ -10,19 +10,24 @@ which a filter left nothing, changes nothing but counts.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import structlog
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
+from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
@@ -33,11 +38,14 @@ from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
+from swarmq.learner.sharding import gathered, is_sharded, plugin, shard_on_cpu
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
+
+log = structlog.get_logger()
 
 CPU_ROW_PASS = 2048
 """Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
@@ -62,12 +70,14 @@ class Trainer:
         when a model cannot be loaded."""
         set_seed(train.seed)
         torch.use_deterministic_algorithms(train.deterministic)
-        self.accelerator = accelerator or make_accelerator(train)
+        self.accelerator = accelerator or make_accelerator(train, source)
         self.train, self.version = train, version
-        policy = LayoutModel(load_lm(source, gradient_checkpointing=train.gradient_checkpointing))
+        policy = LayoutModel(_policy_lm(source, initial or source, train))
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
-        optimizer = torch.optim.AdamW(policy.parameters(), lr=train.learning_rate, fused=True)
+        policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
+        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self.frozen = FrozenModels(initial or source, self.accelerator, vocab_size(policy.model))
@@ -80,9 +90,12 @@ class Trainer:
         self._head_flops = 2.0 * policy.model.get_output_embeddings().weight.numel()
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
+        self._whole: dict[str, Tensor] = {}
+        """On rank 0 of a sharded policy: its weights, gathered after the newest step."""
         self._seen: Seen | None = None
         self._proximal: list[Tensor] | None = None
         """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
+        self.gather()
 
     @property
     def lm(self) -> Any:
@@ -101,7 +114,29 @@ class Trainer:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them."""
+        if self._whole:
+            return iter(self._whole.items())
+        if self.train.lora:
+            return lora.merged(self.lm)
         return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
+
+    def save_weights(self, folder: Path) -> None:
+        """Write what `from_pretrained` loads, and the adapters if there are any. Rank 0 alone calls it."""
+        if not self._whole and not self.train.lora:
+            self.lm.save_pretrained(folder)
+            return
+        tied = self.lm.config.get_text_config().tie_word_embeddings
+        left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
+        weights = {name: tensor.contiguous() for name, tensor in self.named_tensors() if name not in left_out}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        self.lm.config.save_pretrained(folder)
+        if self.train.lora:
+            lora.save_adapter(self.lm, folder)
+
+    def gather(self) -> None:
+        """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
+        if is_sharded(self.model):
+            self._whole = gathered(self.lm, keep=self.accelerator.is_main_process)
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank."""
@@ -121,6 +156,7 @@ class Trainer:
             fields.append(self.optimize(work, train, total=total, step=record.index.version))
             self.tokens += self._seen.by_episode(part) if self._seen else []
         self._proximal = None
+        self.gather()
         self.version = record.index.version
         return self._timed(merged(fields), began)
 
@@ -230,9 +266,32 @@ class Trainer:
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
 
 
-def make_accelerator(train: Train) -> Accelerator:
-    return Accelerator(
+def make_accelerator(train: Train, source: str = "") -> Accelerator:
+    """For the policy in `source`, whose size decides whether it is sharded."""
+    shard = fits.shard(source, train)
+    log.info("sharding", full=shard.full, reason=shard.reason)
+    if torch.cuda.is_available() and not train.cpu_offload:
+        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
+        ranks = int(os.environ.get("WORLD_SIZE", "1")) if shard.full else 1
+        said = fits.check(fits.shape_of(source), train, ranks=ranks, gpu=fits.Gpu(total=total, free=free))
+        log.info("memory", fits=said)
+    plan = plugin(train) if shard.full else None
+    accelerator = Accelerator(
         mixed_precision=train.mixed_precision,
         cpu=not torch.cuda.is_available(),
+        fsdp_plugin=plan,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
     )
+    if plan:
+        shard_on_cpu(accelerator, plan)
+    return accelerator
+
+
+def _policy_lm(source: str, initial: str, train: Train) -> Any:
+    """The model to train. Adapters go into the initial model, since a checkpoint's weights hold them already."""
+    lm = load_lm(initial if train.lora else source, gradient_checkpointing=train.gradient_checkpointing)
+    if train.lora:
+        lora.add_lora(lm, train.lora, source)
+        if train.gradient_checkpointing:
+            lm.enable_input_require_grads()
+    return lm

@@ -1,0 +1,48 @@
+"""Whether a model is sharded follows from what it takes of a GPU; what does not fit says what is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from swarmq.config import Lora, Train
+from swarmq.errors import LearnerError
+from swarmq.learner.fits import GIB, Gpu, Shape, check, learner_bytes, shape_of, shard
+
+TRAIN = Train(mixed_precision="bf16")
+MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36)
+GPU = Gpu(total=139 * GIB, free=80 * GIB)
+
+
+def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None:
+    with pytest.raises(
+        LearnerError, match=r"6\.5 B parameters does not fit: .* 59\.0 are taken by others, \d+\.\d are"
+    ):
+        check(MIDDLE, TRAIN, ranks=1, gpu=GPU)
+
+
+def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:
+    assert "of 80.0 GiB" in check(MIDDLE, TRAIN, ranks=4, gpu=GPU)
+
+
+def test_adapters_take_less_than_full_parameters() -> None:
+    assert learner_bytes(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora())) < learner_bytes(MIDDLE, TRAIN) / 2
+
+
+def test_a_models_size_is_known_without_its_weights(tiny_qwen: Path) -> None:
+    shape = shape_of(str(tiny_qwen))
+    assert (shape.hidden, shape.layers) == (32, 2)
+    assert shape.parameters > 10_000
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sharding", "full"), [(1, "full", False), (2, "full", True), (2, "none", False), (2, "auto", False)]
+)
+def test_ranks_share_the_model_where_asked_and_never_alone(
+    ranks: int, sharding: str, full: bool, monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert shard(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
