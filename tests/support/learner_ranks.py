@@ -53,9 +53,10 @@ def resumed(trainer: Trainer, model: str, train: Train, folder: Path) -> None:
     again = Trainer(str(found.path), train, initial=model)
     checkpoint.restore(again, found)
     again.step(second)
-    ours = dict(again.named_tensors())
-    assert all(torch.equal(ours[name], tensor) for name, tensor in wanted.items())
-    assert bool(wanted) == again.accelerator.is_main_process
+    if again.accelerator.is_main_process:
+        ours = dict(again.named_tensors())
+        gap = max(float((ours[name] - tensor).abs().max()) for name, tensor in wanted.items())
+        assert gap == 0, gap
 
 
 if __name__ == "__main__":

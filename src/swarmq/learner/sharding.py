@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -33,7 +33,8 @@ def plugin(train: Train) -> FullyShardedDataParallelPlugin:
 def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin) -> None:
     """accelerate shards only over accelerators; torch also shards over processes without any, which tests use."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
-        AcceleratorState._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
+        for state in (PartialState, AcceleratorState):
+            state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
         accelerator.state.fsdp_plugin = plan
 
 
