@@ -79,14 +79,14 @@ class Digester:
 
     def __init__(self) -> None:
         self.version, self.weights = 0, START
-        self.accelerator = self.lm = self
+        self.accelerator = self
 
     def step(self, record: BatchRecord) -> None:
         self.version += 1
         assert record.index.version == self.version, "a batch was left out, or trained again"
         self.weights = trained_on(self.weights, record)
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(self.weights)
 
     def save_state(self, folder: str) -> None:
