@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
+import signal
 import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -14,6 +15,10 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from swarmq.broker.node import PrivateNode
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A suite started in the background inherits this, and so would the programs that tests interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Enough to catch a broken claim within a second or two; HYPOTHESIS_PROFILE=thorough searches for the rare ones.
 # A busy machine makes drawing examples slow, which is no fault of theirs.
