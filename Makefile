@@ -26,7 +26,7 @@ unit: install ## unit tests, and the contract of the broker on memory and on Rab
 
 test: check unit ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
 	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
-	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --durations 25 tests/integration tests/e2e tests/gpu $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --durations 25 tests/e2e tests/integration tests/gpu $(ARGS)
 
 demo: install ## train a real agent on this machine in about ten minutes
 	@$(BIN)/swarmq demo $(ARGS)

@@ -68,6 +68,10 @@ class Eager:
     def __init__(self, deliveries: Any) -> None:
         self._deliveries = deliveries
 
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        """Those that come one by one are commands, no episodes: as they are."""
+        return aiter(self._deliveries)
+
     async def batch(self, limit: int) -> list[Delivery]:
         batch: list[Delivery] = await self._deliveries.batch(limit)
         if batch:
