@@ -22,9 +22,11 @@ check: install ## formatting, lint, strict types, layer rules
 
 unit: install ## unit tests, and the contract of the broker on memory and on RabbitMQ; no engine
 	@echo "== tests of the parts"
-	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile tests/unit tests/contract $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" tests/unit tests/contract $(ARGS)
 
 test: check unit ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
+	@echo "== long tests of the parts"
+	@$(TEST_ENV) $(BIN)/python -m pytest -n auto -m slow tests/unit $(ARGS)
 	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
 	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --durations 25 tests/e2e tests/integration tests/gpu $(ARGS)
 

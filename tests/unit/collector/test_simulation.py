@@ -43,6 +43,7 @@ SCENES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
 def test_every_schedule_keeps_every_promise(name):
     assert worlds(0, 40, SCENES[name]) > 0

@@ -21,7 +21,7 @@ def test_an_episode_still_listed_as_waiting_after_it_was_trained_counts_once():
     assert (account.trained, account.waiting, account.lost) == (1, 0, ())
 
 
-@given(st.dictionaries(st.text(max_size=3), st.sampled_from(["trained", "dropped", "waiting", "lost"])))
+@given(st.dictionaries(st.text("abc", max_size=3), st.sampled_from(["trained", "dropped", "waiting", "lost"])))
 def test_every_episode_has_exactly_one_fate(fates):
     where = {fate: [e for e, f in fates.items() if f == fate] for fate in ("trained", "dropped", "waiting", "lost")}
     account = settle(fates, where["trained"], dict.fromkeys(where["dropped"], "stale"), where["waiting"])

@@ -15,6 +15,8 @@ from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.demo.task import KINDS, problems
 from swarmq.demo.warmup import Progress, Recipe, demonstrations, recipe_digest, reductions, warm_up, warmed_model
 
+pytestmark = pytest.mark.slow
+
 MICRO = Recipe(
     architecture=Architecture(hidden=32, layers=1, heads=1, feed_forward=32), steps=6, settling_steps=2, batch=8, rise=2
 )

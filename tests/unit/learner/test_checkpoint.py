@@ -25,6 +25,8 @@ from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
 
+pytestmark = pytest.mark.slow
+
 OURS = Identity(run="r", policy="main", model="m")
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, deterministic=True)
 

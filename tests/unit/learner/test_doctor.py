@@ -24,6 +24,8 @@ from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
 from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats
 
+pytestmark = pytest.mark.slow
+
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, token_log=False)
 SOUND = {
     "entropy": 1.0, "kl_k3": 0.001, "effective_samples": 0.9, "episodes": 8, "dropped": {}, "equal_groups": 0.1,

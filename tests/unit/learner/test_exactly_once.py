@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -35,6 +36,8 @@ from swarmq.learner.records import BatchRecord, Identity
 from swarmq.learner.reports import Reports
 from swarmq.messages import Consumed, Episode, Message, decode, encode
 from unit.collector import conftest as say
+
+pytestmark = pytest.mark.slow
 
 GROUP_SIZE = 2
 OURS = Identity(run=say.RUN, policy="main", model="m")

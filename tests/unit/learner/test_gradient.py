@@ -25,6 +25,8 @@ from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
+pytestmark = pytest.mark.slow
+
 PLAIN = Train(gradient_checkpointing=False, learning_rate=1e-3)
 LONGEST = 88
 """Tokens of the longest call of the batch."""

@@ -2,6 +2,7 @@
 
 import asyncio
 
+import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis.checks import not_a_server_error
@@ -12,6 +13,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from swarmq.testing.scripted_engine import END, Line, encode
+
+pytestmark = pytest.mark.slow
 
 CHECKS = (not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance)
 OPERATIONS = {

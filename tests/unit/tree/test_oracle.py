@@ -7,6 +7,8 @@ import torch
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import PrefixTree, row_layouts
 
+pytestmark = pytest.mark.slow
+
 ARCHITECTURES = ["qwen3", "qwen2", "llama", "mistral", "gemma2", "gemma3", "gpt-oss", "cohere", "granite", "phi"]
 TEMPERATURE = 0.8
 BUDGET = 60
