@@ -62,7 +62,7 @@ class Up:
 
     def stop(self) -> str:
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(90) == 0, self._log.read_text()
+        assert self.process.wait(240) == 0, self._log.read_text()
         text = self._log.read_text()
         self._log.write_bytes(b"")
         return text
@@ -82,7 +82,7 @@ class Up:
 
     def swarmq(self, *arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "swarmq", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, check=False)
 
 
 def environment() -> dict[str, str]:

@@ -71,7 +71,7 @@ def start(root: Path) -> subprocess.Popen[bytes]:
 def run_to_the_end(root: Path, *, starts: int) -> None:
     """Start again after every death, as whoever supervises it does."""
     for _ in range(starts):
-        if start(root).wait(60) == 0:
+        if start(root).wait(240) == 0:
             return
     pytest.fail((root / "log").read_text())
 
@@ -181,7 +181,7 @@ def test_a_frozen_learner_that_wakes_after_another_took_its_place_does_no_harm(
     pushed = _lines(root / "pushed")
     for pid in (io_process, frozen.pid):
         os.kill(pid, signal.SIGCONT)
-    assert frozen.wait(60) == 1
+    assert frozen.wait(240) == 1
     assert "was taken over by process" in (root / "log").read_text()
     assert _lines(root / "pushed") == pushed
     assert_same_training(root, reference)
