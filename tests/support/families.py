@@ -21,7 +21,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Rendered
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -478,7 +478,7 @@ class FamilyEngine:
         given = {"n": chat["n"]} if "n" in chat else {}
         return Rendered(token_ids=self.encode(self.write(chat)), sampling=given, parsed=True)
 
-    async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+    async def generate(self, rendered: Rendered, *, stream: bool, detailed: bool = False) -> AsyncGenerator[list[Delta], None]:
         assert not stream
         self.prompts.append(rendered.token_ids)
         lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]
@@ -487,7 +487,7 @@ class FamilyEngine:
                 index=index,
                 text="",
                 token_ids=ids,
-                logprobs=[Logprob(token="", logprob=-0.5) for _ in ids],
+                logprobs=[-0.5] * len(ids),
                 finish_reason=finish_reason,
                 versions=(VersionSpan(version=0, start=0, end=len(ids)),),
             )

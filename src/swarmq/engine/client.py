@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import aiohttp
 import msgspec
@@ -30,32 +30,43 @@ class EngineFaultError(EngineError):
     """The engine answered that it failed."""
 
 
-class _Entries(msgspec.Struct):
-    content: list[Logprob] | None = None
+class _Number(msgspec.Struct, gc=False):
+    """An entry of which the agent wants no details."""
+
+    logprob: float
 
 
-class _Span(msgspec.Struct):
+Entry = TypeVar("Entry", _Number, Logprob)
+
+
+class _Entries(msgspec.Struct, Generic[Entry], gc=False):
+    content: list[Entry] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
     version: str
     start: int
     end: int
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, Generic[Entry], gc=False):
     index: int
     text: str = ""
     token_ids: list[int] | None = None
-    logprobs: _Entries | None = None
+    logprobs: _Entries[Entry] | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     weight_versions: list[_Span] | None = None
 
 
-class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
+    choices: list[_Choice[Entry]] = []
     error: Json | None = None
 
 
-_chunk = msgspec.json.Decoder(_Chunk)
+# What is decoded for every token is as little as its agent needs, and nothing that the garbage collector looks at.
+_brief = msgspec.json.Decoder(_Chunk[_Number])
+_detailed = msgspec.json.Decoder(_Chunk[Logprob])
 
 
 class VllmEngine:
@@ -115,7 +126,9 @@ class VllmEngine:
             parsed=calls_tools or "reasoning_parser_kwargs" in carried,
         )
 
-    async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+    async def generate(
+        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
         body = {
             **rendered.carried,
             "token_ids": rendered.token_ids,
@@ -125,11 +138,15 @@ class VllmEngine:
         }
         try:
             async with self._post("/inference/v1/generate", body, self._deadline) as response:
-                if stream:
-                    async for chunks in _events(response):
-                        yield _deltas(chunks)
-                else:
-                    yield _deltas([_decode(await response.read())])
+                if not stream:
+                    yield _deltas([await response.read()], detailed=detailed)
+                    return
+                rest = b""
+                async for block in response.content.iter_any():
+                    # All events that are here at once, so a slow reader gets fewer, larger portions.
+                    *events, rest = (rest + block).split(b"\n\n")
+                    if told := [event[6:] for event in events if event.startswith(b"data: {")]:
+                        yield _deltas(told, detailed=detailed)
         except EngineFaultError as error:
             if rendered.sampling.get("structured_outputs") and await self.healthy():
                 # What its grammar compiler does not survive, vLLM calls a fault of its own; the next engine would too.
@@ -222,9 +239,18 @@ class VllmEngine:
         return EngineRefusedError(message, status=status, code=code)
 
 
-def _decode(raw: bytes) -> _Chunk:
+def _deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
+    """What the chunks gained, merged per choice, in order of choice."""
+    pieces: dict[int, list[_Choice[Any]]] = {}
+    for raw in told:
+        for choice in _decode(raw, _detailed if detailed else _brief).choices:
+            pieces.setdefault(choice.index, []).append(choice)
+    return [_merged(pieces[index], detailed=detailed) for index in sorted(pieces)]
+
+
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
     try:
-        chunk = _chunk.decode(raw)
+        chunk: _Chunk[Any] = decoder.decode(raw)
     except msgspec.MsgspecError as error:
         raise EngineError(f"vLLM's answer is not what this version of swarmq knows: {error}") from error
     if chunk.error:
@@ -232,38 +258,20 @@ def _decode(raw: bytes) -> _Chunk:
     return chunk
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[list[_Chunk]]:
-    """Server-sent events as they arrive: all that are here at once, so a slow reader gets fewer, larger portions."""
-    rest = b""
-    async for block in response.content.iter_any():
-        *events, rest = (rest + block).split(b"\n\n")
-        chunks = [_decode(event[6:]) for event in events if event.startswith(b"data: {")]
-        if chunks:
-            yield chunks
-
-
-def _deltas(chunks: Sequence[_Chunk]) -> list[Delta]:
-    """The chunks' gains, merged per choice, in order of choice."""
-    pieces: dict[int, list[_Choice]] = {}
-    for chunk in chunks:
-        for choice in chunk.choices:
-            pieces.setdefault(choice.index, []).append(choice)
-    return [_merged(pieces[index]) for index in sorted(pieces)]
-
-
-def _merged(pieces: Sequence[_Choice]) -> Delta:
+def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
     last = pieces[-1]
     if last.finish_reason not in (None, "stop", "length"):
         raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
     token_ids = [token for piece in pieces for token in piece.token_ids or ()]
-    logprobs = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
-    if len(token_ids) != len(logprobs):
-        raise EngineError(f"the engine gave {len(logprobs)} log-probabilities for {len(token_ids)} tokens")
+    entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
+    if len(token_ids) != len(entries):
+        raise EngineError(f"the engine gave {len(entries)} log-probabilities for {len(token_ids)} tokens")
     return Delta(
         index=last.index,
         text="".join(piece.text for piece in pieces),
         token_ids=token_ids,
-        logprobs=logprobs,
+        logprobs=[entry.logprob for entry in entries],
+        entries=entries if detailed else [],
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         versions=tuple(

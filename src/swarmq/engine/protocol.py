@@ -36,7 +36,7 @@ class Rendered(msgspec.Struct, frozen=True, kw_only=True):
     """An answer may hold tool calls or reasoning, so that it must go through `derender`."""
 
 
-class Logprob(msgspec.Struct, frozen=True, kw_only=True):
+class Logprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One sampled token as an agent who asks for log-probabilities sees it."""
 
     token: str
@@ -53,8 +53,10 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Decoded, without the end-of-turn token and without a stop string that was met."""
     token_ids: list[int]
     """Every sampled token, the end-of-turn token included."""
-    logprobs: list[Logprob]
+    logprobs: list[float]
     """One per token, natural log, of the distribution that was sampled."""
+    entries: list[Logprob] = []
+    """The same with the tokens' text and alternatives, where that was asked for."""
     finish_reason: str | None = None
     """`stop` or `length`, in the last delta of a choice."""
     stop_reason: str | int | None = None
@@ -89,8 +91,13 @@ class Engine(Protocol):
         Where it has a `prompt` (text or token ids), that is the prompt as it stands, without a template.
         """
 
-    def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
-        """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels."""
+    def generate(
+        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
+        """Sample. Yields what has arrived since the last look, once for all without `stream`. Closing it cancels.
+
+        `detailed`: with `entries`.
+        """
 
     async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer], /) -> list[Json]:
         """The assistant messages that complete answers spell, parsed."""

@@ -7,7 +7,7 @@ agent ──POST──> key ──> body ──> read ──> Completions.begin 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -93,7 +93,7 @@ def agent_routes(
             return Response(b"", status_code=GONE)
         finally:
             meter.open_calls -= 1
-        said = _counted(events(dialect, completions, begun, meter), meter)
+        said = events(dialect, completions, begun, meter)
 
         async def finish() -> None:
             await said.aclose()
@@ -188,16 +188,6 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     if gone or not outcome:
         raise GoneError
     return outcome[0]
-
-
-async def _counted(said: AsyncGenerator[bytes, None], meter: Meter) -> AsyncGenerator[bytes, None]:
-    meter.open_calls += 1
-    try:
-        async for event in said:
-            yield event
-    finally:
-        meter.open_calls -= 1
-        await said.aclose()
 
 
 def _no_model(name: str) -> RefusedError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,6 +68,7 @@ class Gained(msgspec.Struct, frozen=True, kw_only=True):
     index: int
     delta: Json
     logprobs: list[Logprob]
+    """Where the agent asks for them."""
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,8 +87,9 @@ class Choice:
 
     def __init__(self, index: int, stops: Sequence[str]) -> None:
         self.index = index
-        self.token_ids: list[int] = []
-        self.logprobs: list[Logprob] = []
+        self.token_ids: array[int] = array("i")
+        self.logprobs: array[float] = array("f")
+        self.entries: list[Logprob] = []
         self.versions: tuple[VersionSpan, ...] = ()
         self.finish_reason: str | None = None
         self.stop_reason: str | int | None = None
@@ -99,17 +102,18 @@ class Choice:
     def take(self, delta: Delta, elapsed_s: float) -> None:
         if not self.token_ids:
             self.first_token_s = elapsed_s
-        self.token_ids += delta.token_ids
-        self.logprobs += delta.logprobs
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.entries += delta.entries
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.versions = delta.versions or (VersionSpan(version=0, start=0, end=len(self.token_ids)),)
 
 
-def spoken(token_ids: list[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
+def spoken(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:
     """Without the token that ended the turn, which vLLM's parsers would take for text."""
     ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
-    return token_ids[:-1] if ended_by_token else token_ids
+    return list(token_ids[:-1] if ended_by_token else token_ids)
 
 
 def stops_of(chat: Json) -> tuple[str, ...]:

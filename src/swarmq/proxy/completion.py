@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, closing
 from typing import Any
 
 import msgspec
@@ -23,6 +23,7 @@ from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import Timings, pack_ids, unpack_ids
 from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
+from swarmq.proxy.deadline import Deadline
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.gate import Gate, Pass
 from swarmq.proxy.graph import history_of
@@ -30,7 +31,6 @@ from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Lane, Pool
 from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
-from swarmq.proxy.refusals import DeadlineError
 from swarmq.proxy.sampling import effective
 from swarmq.proxy.stitch import stitch
 from swarmq.proxy.tuning import Tuning
@@ -96,7 +96,7 @@ class Completions:
         memory.budget.take_call(call.claims)
         self._meter.calls += 1
         try:
-            async with self._deadline(call):
+            with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
                 return await self._begin_inside(call, memory)
         except BaseException:
             memory.budget.give_call_back()
@@ -137,7 +137,7 @@ class Completions:
                 async for choice, delta in taken:
                     gain = await _gain(begun, choice, delta)
                     extend(choice.message, gain)
-                    yield Gained(index=choice.index, delta=gain, logprobs=delta.logprobs)
+                    yield Gained(index=choice.index, delta=gain, logprobs=delta.entries)
                     if delta.finish_reason:
                         yield await self._end(begun, choice)
 
@@ -184,7 +184,7 @@ class Completions:
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if limited else None
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
-            deltas = lane.engine.generate(rendered, stream=call.stream)
+            deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
             try:
                 first: list[Delta] = await anext(deltas, [])
             except BaseException:
@@ -223,7 +223,7 @@ class Completions:
         sampled = Sampled(
             index=choice.index,
             token_ids=choice.token_ids,
-            logprobs=[entry.logprob for entry in choice.logprobs],
+            logprobs=choice.logprobs,
             versions=choice.versions,
             finish_reason="tool_calls" if calls_tools else choice.finish_reason,
             message=choice.message,
@@ -243,31 +243,25 @@ class Completions:
             finish_reason=sampled.finish_reason,
             stop_reason=choice.stop_reason,
             message=choice.message,
-            logprobs=choice.logprobs,
+            logprobs=choice.entries,
             num_tokens=len(choice.token_ids),
         )
 
     async def _taken(self, begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """Every delta with its choice, which has taken it already. Raises EngineError when the last ones are missing."""
         portion: list[Delta] | None = begun.first
-        while portion is not None:
-            for delta in portion:
-                choice = choices.setdefault(delta.index, Choice(delta.index, stops_of(begun.chat)))
-                choice.take(delta, time.monotonic() - begun.call.began)
-                yield choice, delta
-            async with self._deadline(begun.call):
-                portion = await anext(begun.deltas, None)
+        with closing(Deadline(begun.call.began, self._timeout_s)) as deadline:
+            while portion is not None:
+                for delta in portion:
+                    if delta.index not in choices:
+                        choices[delta.index] = Choice(delta.index, stops_of(begun.chat))
+                    choice = choices[delta.index]
+                    choice.take(delta, time.monotonic() - begun.call.began)
+                    yield choice, delta
+                with deadline:
+                    portion = await anext(begun.deltas, None)
         if sum(choice.finish_reason is not None for choice in choices.values()) != begun.rendered.sampling.get("n", 1):
             raise EngineError("the engine stopped before its answer was complete")
-
-    @asynccontextmanager
-    async def _deadline(self, call: Call) -> AsyncIterator[None]:
-        """Of the whole call. Raises DeadlineError."""
-        try:
-            async with asyncio.timeout(max(call.began + self._timeout_s - time.monotonic(), 0.0)):
-                yield
-        except TimeoutError as error:
-            raise DeadlineError(f"the answer took longer than {self._timeout_s:g} s") from error
 
 
 @asynccontextmanager

@@ -72,6 +72,7 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
         log.info("listening", url=f"{scheme}://{host}:{port}/v1")
         config = uvicorn.Config(
             app,
+            http="httptools",
             log_config=None,
             access_log=False,
             ssl_certfile=job.proxy.certificate,

@@ -130,14 +130,16 @@ class ScriptedEngine:
             token_ids=ids, sampling=given, parsed=prompt is None and (self.parsed or bool(chat.get("tools")))
         )
 
-    async def generate(self, rendered: Rendered, *, stream: bool) -> AsyncGenerator[list[Delta], None]:
+    async def generate(
+        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
         self._answer_or_fail()
         self.requests.append(rendered)
         self.asked.set()
         lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]
         try:
             if stream:
-                async for deltas in self._stream(lines, rendered.sampling["max_tokens"]):
+                async for deltas in self._stream(lines, rendered.sampling["max_tokens"], detailed=detailed):
                     yield deltas
             else:
                 for line in lines:
@@ -175,7 +177,9 @@ class ScriptedEngine:
         if self.down:
             raise EngineError(f"the engine at {self.url} cannot be reached")
 
-    async def _stream(self, lines: Sequence[Line], max_tokens: int) -> AsyncGenerator[list[Delta], None]:
+    async def _stream(
+        self, lines: Sequence[Line], max_tokens: int, *, detailed: bool
+    ) -> AsyncGenerator[list[Delta], None]:
         for index, line in enumerate(lines):
             whole = self._whole(index, line, max_tokens)
             for at, token in enumerate(whole.token_ids):
@@ -188,6 +192,7 @@ class ScriptedEngine:
                         text="" if token == END else _spell(token),
                         token_ids=[token],
                         logprobs=[whole.logprobs[at]],
+                        entries=[whole.entries[at]] if detailed else [],
                         finish_reason=whole.finish_reason if last else None,
                         versions=whole.versions if last else (),
                     )
@@ -205,7 +210,8 @@ class ScriptedEngine:
             index=index,
             text=decode(token for token in ids if token != END),
             token_ids=ids,
-            logprobs=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
+            logprobs=[-0.5] * len(ids),
+            entries=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
             finish_reason=line.finish_reason if len(ids) == len(line.token_ids) else "length",
             versions=(VersionSpan(version=self.version, start=0, end=len(ids)),),
         )

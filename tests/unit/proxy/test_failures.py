@@ -6,7 +6,7 @@ import pytest
 
 from support.proxy import events
 from swarmq.broker import topology
-from swarmq.engine.protocol import Delta, Logprob
+from swarmq.engine.protocol import Delta
 
 HI = {"role": "user", "content": "hi"}
 BODY = {"model": "main", "messages": [HI]}
@@ -259,10 +259,9 @@ async def _published(stage):
 async def test_an_answer_that_cannot_be_trained_is_refused_before_anybody_has_it(stage, flaw, logprobs):
     """A reader of the queue would park such a turn, and the episode would go on without it."""
 
-    async def generate(_, *, stream):
+    async def generate(_, *, stream, detailed):
         assert not stream
-        entries = [Logprob(token="x", logprob=value) for value in logprobs]
-        yield [Delta(index=0, text="x", token_ids=[1000] * len(logprobs), logprobs=entries, finish_reason="stop")]
+        yield [Delta(index=0, text="x", token_ids=[1000] * len(logprobs), logprobs=logprobs, finish_reason="stop")]
 
     stage.engine.generate = generate
     status, error = await stage.refused({"model": "main", "messages": [{"role": "user", "content": "hi"}]})

@@ -119,6 +119,7 @@ def headers(begun: Begun) -> dict[str, str]:
 async def events(dialect: Dialect, completions: Completions, begun: Begun, meter: Meter) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a streamed answer. What fails in the middle is an error event, the last one."""
     writer = dialect.writer(begun)
+    meter.open_calls += 1
     try:
         if opening := writer.begin():
             yield opening
@@ -131,8 +132,10 @@ async def events(dialect: Dialect, completions: Completions, begun: Begun, meter
         meter.errors += 1
         log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
         yield writer.fail(refusal)
-        return
-    yield writer.close()
+    else:
+        yield writer.close()
+    finally:
+        meter.open_calls -= 1
 
 
 def data(value: Json) -> bytes:
