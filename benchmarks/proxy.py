@@ -3,10 +3,10 @@
     python -m benchmarks.proxy --litellm .cache/litellm/bin/litellm
 
 The engine is scripted (`proxy_engine.py`) and streams a token at a time at the pace of a busy server: one every
-15 ms, slower where all streams together would pass 4,000 tokens a second. Every call is an episode of its own, its turn
+25 ms, slower where all streams together would pass 4,000 tokens a second. Every call is an episode of its own, its turn
 confirmed by a real RabbitMQ before its last byte. Direct calls and calls through the proxy take turns in one run, and so
-do swarmq's proxy and LiteLLM's (which records nothing); the proxy that is measured has a core to itself as far as
-the machine allows (`taskset`). Added latency is the difference of the percentiles, of the time to the first token and
+do swarmq's proxy and LiteLLM's (which records nothing). The proxy that is measured has a core to itself; engine, broker
+and callers share the others. Added latency is the difference of the percentiles, of the time to the first token and
 of the whole answer. Memory is read when all streams are open and again when they end.
 """
 
@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import os
 import resource
-import shutil
 import statistics
 import sys
 import tempfile
@@ -38,16 +37,19 @@ from swarmq.process import die_with_parent, free_port, stop_group
 RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
 REPEATS = 5
-TOKEN_S, MAX_TOKENS_PER_S = 0.015, 4000
+TOKEN_S, MAX_TOKENS_PER_S = 0.025, 4000
 WINDOW_S, HOLD_S = 4.0, 20.0
-"""How long a stream of the latency part lasts, and one of many."""
+"""How long a stream of the latency part lasts, and how long all of many are open."""
 MANY = 512
-ARRIVALS_PER_S = 250
+ARRIVALS_PER_S = 100
 """At which pace streams begin: an avalanche of connections would be measured otherwise."""
 SATURATED = 64
 """Calls at a time where requests are counted."""
 SHORT = 16
 OPEN_FILES = 16_384
+CORES = sorted(os.sched_getaffinity(0))
+MEASURED = ["taskset", "-c", str(CORES[-1])]
+"""The proxy that is measured has a core to itself."""
 
 
 class Target(NamedTuple):
@@ -130,7 +132,7 @@ async def play(
         await stack.enter_async_context(
             running(folder, "engine", [*python, "benchmarks.proxy_engine", str(engine_port)])
         )
-        ours = [*pinned(), *python, "swarmq", "proxy", str(folder / "job.toml")]
+        ours = [*MEASURED, *python, "swarmq", "proxy", str(folder / "job.toml")]
         proxy = await stack.enter_async_context(running(folder, "proxy", ours))
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=600)
@@ -156,7 +158,7 @@ async def play(
         figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
         targets = [swarmq]
         if litellm:
-            argv = [*pinned(), str(litellm), "--config", _litellm_config(folder, engine), "--port", str(litellm_port)]
+            argv = [*MEASURED, str(litellm), "--config", _litellm_config(folder, engine), "--port", str(litellm_port)]
             other = await stack.enter_async_context(running(folder, "litellm", [*argv, "--host", "127.0.0.1"]))
             await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness")
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
@@ -177,13 +179,14 @@ async def latency(
     """Direct and through the proxy in turns: percentiles of both, their differences, and the proxy's memory."""
     interval_s = max(TOKEN_S, count / MAX_TOKENS_PER_S)
     alone, many = count == 1, count >= MANY
-    tokens = SHORT if alone else int((HOLD_S if many else WINDOW_S) / interval_s)
     over_s = 0.0 if alone else max(interval_s, count / ARRIVALS_PER_S)
+    tokens = SHORT if alone else int((over_s + HOLD_S if many else WINDOW_S) / interval_s)
     rounds = 60 if alone else 2 if many else REPEATS
+    await set_pace(http, engine, tokens=SHORT, interval_s=0.0)
+    await client.together(proxy, min(count, SATURATED))  # warm
     await set_pace(http, engine, tokens=tokens, interval_s=interval_s)
     calls: dict[str, list[Call]] = {"direct": [], "swarmq": []}
     growth: list[float] = []
-    await client.together(proxy, min(count, 64))  # warm
     for _ in range(rounds):
         for target in (direct, proxy):
             async with asyncio.TaskGroup() as tasks:
@@ -267,11 +270,6 @@ async def running(folder: Path, name: str, argv: Sequence[str]) -> AsyncIterator
         await stop_group(process, grace_s=10)
 
 
-def pinned() -> list[str]:
-    """The last core for the proxy that is measured."""
-    return ["taskset", "-c", str(max(os.sched_getaffinity(0)))] if shutil.which("taskset") else []
-
-
 async def until_serving(http: aiohttp.ClientSession, url: str, *, within_s: float = 180.0) -> None:
     async with asyncio.timeout(within_s):
         while True:
@@ -320,6 +318,7 @@ def main() -> None:
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (OPEN_FILES, max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     )
+    os.sched_setaffinity(0, CORES[:-1] or CORES)
     with tempfile.TemporaryDirectory() as folder:
         figures, detail = asyncio.run(play(Path(folder), streams=arguments.streams, litellm=arguments.litellm))
     print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))

@@ -53,6 +53,7 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     max_tokens: int = 0
     """Sampled tokens over the whole episode; 0 means no limit."""
     agent: str | None = None
+    """Who is credited with calls whose header `x-swarmq-agent` names nobody."""
 
 
 Role = Literal["rollout", "read", "admin"]

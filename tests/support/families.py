@@ -478,7 +478,9 @@ class FamilyEngine:
         given = {"n": chat["n"]} if "n" in chat else {}
         return Rendered(token_ids=self.encode(self.write(chat)), sampling=given, parsed=True)
 
-    async def generate(self, rendered: Rendered, *, stream: bool, detailed: bool = False) -> AsyncGenerator[list[Delta], None]:
+    async def generate(
+        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
         assert not stream
         self.prompts.append(rendered.token_ids)
         lines = [self.lines.popleft() for _ in range(rendered.sampling.get("n", 1))]

@@ -1,6 +1,7 @@
 """Finished agents in other people's frameworks, given a base URL and a key and nothing else, on a real vLLM.
 
-Each is a loop of model and tool. What it did must lie in the queue as one conversation, every sampled token of it.
+Each is a loop of model and tool. What it did must lie in the queue as one conversation, every sampled token of it, and
+a step of training must find in each token what the engine sampled.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ import pytest
 from support.clients import node_packages, python_packages, run_agent
 from support.real_proxy import RealStage
 from support.steered import TURNS
+from support.training import train
 from swarmq.messages import unpack_ids
 from swarmq.timeline import fold, resolve
 
@@ -27,8 +29,8 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"
 CHAT_TOOL = {"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}
 
 
-async def whole_episode(steered: RealStage, said: str) -> None:
-    """The inbox has the conversation, ended by what the agent was told, ready to train."""
+async def whole_episode(steered: RealStage, said: str, model: Path) -> None:
+    """The inbox has the conversation, ended by what the agent was told, and it trains."""
     turns = await steered.turns(TURNS)
     assert [turn.parent for turn in turns] == [None, turns[0].call_id, turns[1].call_id]
     assert [turn.branch for turn in turns] == [None] * TURNS
@@ -40,6 +42,7 @@ async def whole_episode(steered: RealStage, said: str) -> None:
     assert third[-1]["content"] == said.strip()
     [row] = fold(resolve(turns))
     assert int(row.trained.sum()) == sum(len(unpack_ids(turn.sampled_ids)) for turn in turns)
+    await train(steered, model, turns)
 
 
 def access(steered: RealStage) -> dict[str, str]:
@@ -57,26 +60,27 @@ def access(steered: RealStage) -> dict[str, str]:
         ("litellm_agent.py", "streamed"),
     ],
 )
-async def test_an_agent_of_a_framework_is_recorded_whole(steered, program, form):
+async def test_an_agent_of_a_framework_is_recorded_whole_and_trains(steered, tiny_model, program, form):
     packages = await asyncio.to_thread(python_packages)
     command = [sys.executable, "-W", "ignore", str(HERE / program), *form.split()]
     said = await run_agent(*command, PYTHONPATH=str(packages), LITELLM_LOCAL_MODEL_COST_MAP="True", **access(steered))
-    await whole_episode(steered, said)
+    await whole_episode(steered, said, tiny_model)
 
 
 @pytest.mark.skipif(shutil.which("npm") is None, reason="Node is not installed")
 @pytest.mark.parametrize("form", ["plain", "streamed", "responses"])
-async def test_an_agent_in_another_language_is_recorded_whole(steered, form):
+async def test_an_agent_in_another_language_is_recorded_whole_and_trains(steered, tiny_model, form):
     modules = await asyncio.to_thread(node_packages)
     said = await run_agent("node", str(HERE / "node_agent.mjs"), form, AGENT_MODULES=str(modules), **access(steered))
-    await whole_episode(steered, said)
+    await whole_episode(steered, said, tiny_model)
 
 
-async def test_an_agent_with_nothing_but_curl_is_recorded_whole(steered):
-    await whole_episode(steered, await run_agent("bash", str(HERE / "curl_agent.sh"), **access(steered)))
+async def test_an_agent_with_nothing_but_curl_is_recorded_whole_and_trains(steered, tiny_model):
+    said = await run_agent("bash", str(HERE / "curl_agent.sh"), **access(steered))
+    await whole_episode(steered, said, tiny_model)
 
 
-async def test_the_openai_client_is_recorded_whole(steered):
+async def test_the_openai_client_is_recorded_whole_and_trains(steered, tiny_model):
     def loop() -> str:
         with openai.OpenAI(base_url=f"{steered.url}/v1", api_key=steered.key()) as client:
             messages = [{"role": "user", "content": QUESTION}]
@@ -88,11 +92,11 @@ async def test_the_openai_client_is_recorded_whole(steered):
                     return message.content
                 messages += [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls]
 
-    await whole_episode(steered, await asyncio.to_thread(loop))
+    await whole_episode(steered, await asyncio.to_thread(loop), tiny_model)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_the_openai_client_s_responses_are_recorded_whole(steered, streamed):
+async def test_the_openai_client_s_responses_are_recorded_whole_and_train(steered, tiny_model, streamed):
     async with openai.AsyncOpenAI(base_url=f"{steered.url}/v1", api_key=steered.key()) as client:
         given: list = [{"role": "user", "content": QUESTION}]
         tools = [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": False}]
@@ -107,11 +111,11 @@ async def test_the_openai_client_s_responses_are_recorded_whole(steered, streame
                 break
             given += [item.to_dict() for item in answer.output]
             given += [{"type": "function_call_output", "call_id": call.call_id, "output": "3"} for call in calls]
-    await whole_episode(steered, answer.output_text)
+    await whole_episode(steered, answer.output_text, tiny_model)
 
 
 @pytest.mark.parametrize("form", ["plain", "streamed", "sync"])
-async def test_the_anthropic_client_is_recorded_whole(steered, form):
+async def test_the_anthropic_client_is_recorded_whole_and_trains(steered, tiny_model, form):
     tools = [{"name": "add", "input_schema": PARAMETERS}]
     key = {"base_url": steered.url, "api_key": steered.key()}
 
@@ -133,4 +137,4 @@ async def test_the_anthropic_client_is_recorded_whole(steered, form):
         uses = [block for block in answer.content if block.type == "tool_use"]
         results = [{"type": "tool_result", "tool_use_id": use.id, "content": "3"} for use in uses]
         messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
-    await whole_episode(steered, answer.content[0].text)
+    await whole_episode(steered, answer.content[0].text, tiny_model)

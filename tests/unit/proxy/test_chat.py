@@ -46,6 +46,19 @@ async def test_a_turn_has_exactly_the_tokens_of_the_call(stage):
     assert json.loads(turn.messages) == [HI, {"role": "assistant", "content": "hello"}]
 
 
+@pytest.mark.parametrize(
+    ("of_the_key", "of_the_header", "credited"),
+    [(None, None, None), ("writer", None, "writer"), (None, "tester", "tester"), ("writer", "tester", "tester")],
+)
+async def test_a_turn_is_credited_to_whom_the_header_names_else_to_whom_the_key_does(
+    stage, of_the_key, of_the_header, credited
+):
+    stage.engine.say("hello")
+    headers = {"x-swarmq-agent": of_the_header} if of_the_header else None
+    await stage.ask(HI, key=stage.key(agent=of_the_key), headers=headers)
+    assert [turn.agent for turn in stage.turns()] == [credited]
+
+
 async def test_only_new_tokens_and_messages_travel(stage):
     stage.engine.say("one")
     first = await stage.ask(HI)

@@ -10,7 +10,8 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, answer_id, count, data, flag, not_served, options, top_logprobs
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options, top_logprobs
+from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -36,10 +37,7 @@ class Chat:
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         return {
-            "id": answer_id(begun),
-            "object": "chat.completion",
-            "created": int(begun.call.began_at),
-            "model": begun.call.policy,
+            **head(begun, "chat.completion"),
             "choices": [
                 {
                     "index": choice.index,
@@ -60,59 +58,30 @@ class Chat:
         return refusal.body
 
 
-class ChatWriter:
+class ChatWriter(ChunkWriter):
     def __init__(self, begun: Begun) -> None:
-        self._begun = begun
+        super().__init__(begun, "chat.completion.chunk")
         self._asked_logprobs = bool(begun.call.chat.get("logprobs"))
-        self._base = {
-            "id": answer_id(begun),
-            "object": "chat.completion.chunk",
-            "created": int(begun.call.began_at),
-            "model": begun.call.policy,
-        }
         self._greeted: set[int] = set()
-        self._ended: list[Ended] = []
-
-    def begin(self) -> bytes:
-        return b""
 
     def gain(self, gain: Gained) -> bytes:
         greeting = self._greet(gain.index)
         if not gain.delta and not self._asked_logprobs:
             return greeting
         delta = {key: value for key, value in gain.delta.items() if key != "role"}
-        logprobs = _logprobs(self._begun, gain.logprobs)
-        return greeting + self._chunk(gain.index, delta, logprobs=logprobs)
+        logprobs = _logprobs(self.begun, gain.logprobs)
+        return greeting + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
 
     def end(self, ended: Ended) -> bytes:
-        self._ended.append(ended)
-        last = self._chunk(ended.index, {}, finish_reason=ended.finish_reason, stop_reason=ended.stop_reason)
-        return self._greet(ended.index) + last
-
-    def close(self) -> bytes:
-        last = b"data: [DONE]\n\n"
-        if options(self._begun.call.body, "stream_options").get("include_usage"):
-            return data({**self._base, "choices": [], "usage": usage(self._begun, self._ended)}) + last
-        return last
-
-    def fail(self, refusal: Refusal) -> bytes:
-        return data(refusal.body)
+        self.ended.append(ended)
+        why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
+        return self._greet(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
 
     def _greet(self, index: int) -> bytes:
         if index in self._greeted:
             return b""
         self._greeted.add(index)
-        return self._chunk(index, {"role": "assistant", "content": ""})
-
-    def _chunk(self, index: int, delta: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-        return data({**self._base, "choices": [choice]})
-
-
-def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
-    sampled = sum(choice.num_tokens for choice in choices)
-    prompt = begun.prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
 
 def _message(message: Json) -> Json:

@@ -15,8 +15,8 @@ from swarmq.proxy.calls import Ask, Ended, Gained, Kept
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, answer_id, count, data, not_served, options
-from swarmq.proxy.dialects.chat import usage
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, not_served, options
+from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -51,7 +51,7 @@ class TextCompletions:
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         return {
-            **_base(begun),
+            **head(begun, "text_completion"),
             "choices": [
                 {
                     "index": choice.index,
@@ -72,48 +72,22 @@ class TextCompletions:
         return refusal.body
 
 
-class TextWriter:
+class TextWriter(ChunkWriter):
     def __init__(self, begun: Begun) -> None:
-        self._begun = begun
-        self._base = _base(begun)
+        super().__init__(begun, "text_completion")
         self._offsets: dict[int, int] = {}
-        self._ended: list[Ended] = []
-
-    def begin(self) -> bytes:
-        return b""
 
     def gain(self, gain: Gained) -> bytes:
         text = gain.delta.get("content") or ""
         offset = self._offsets.get(gain.index, 0)
         self._offsets[gain.index] = offset + sum(len(entry.token) for entry in gain.logprobs)
-        logprobs = _logprobs(self._begun, gain.logprobs, offset)
-        return self._chunk(gain.index, text, logprobs=logprobs) if text or logprobs else b""
+        logprobs = _logprobs(self.begun, gain.logprobs, offset)
+        return self.chunk(gain.index, {"text": text}, logprobs=logprobs) if text or logprobs else b""
 
     def end(self, ended: Ended) -> bytes:
-        self._ended.append(ended)
-        return self._chunk(ended.index, "", finish_reason=ended.finish_reason, stop_reason=ended.stop_reason)
-
-    def close(self) -> bytes:
-        last = b"data: [DONE]\n\n"
-        if options(self._begun.call.body, "stream_options").get("include_usage"):
-            return data({**self._base, "choices": [], "usage": usage(self._begun, self._ended)}) + last
-        return last
-
-    def fail(self, refusal: Refusal) -> bytes:
-        return data(refusal.body)
-
-    def _chunk(self, index: int, text: str, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-        return data({**self._base, "choices": [choice]})
-
-
-def _base(begun: Begun) -> Json:
-    return {
-        "id": answer_id(begun),
-        "object": "text_completion",
-        "created": int(begun.call.began_at),
-        "model": begun.call.policy,
-    }
+        self.ended.append(ended)
+        why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
+        return self.chunk(ended.index, {"text": ""}, **why)
 
 
 def _prompt(body: Json) -> Prompt:
