@@ -18,7 +18,8 @@ from typing import Any
 import uvicorn
 
 from swarmq import keys, logs
-from swarmq.broker import AmqpBroker, Delivery
+from swarmq.broker import Delivery
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.effects import Effect, WinSlot
 from swarmq.collector.main import _stop_on_signals
 from swarmq.collector.service import Collector

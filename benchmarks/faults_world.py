@@ -27,7 +27,8 @@ import msgspec
 from benchmarks.faults_client import Line, Lines, read_lines
 from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.launch import EngineProcess

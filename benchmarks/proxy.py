@@ -28,7 +28,8 @@ import aiohttp
 
 from benchmarks import report
 from swarmq import keys
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import new_id

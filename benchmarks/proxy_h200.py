@@ -27,7 +27,7 @@ from benchmarks import report
 from benchmarks.proxy import OPEN_FILES, RUN, drained, running, until_serving
 from benchmarks.timelines import SHAPES
 from swarmq import keys
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.engine.launch import EngineProcess

@@ -31,7 +31,7 @@ import aiohttp
 
 from benchmarks.report import parser, save, table
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys, logs
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import Slot

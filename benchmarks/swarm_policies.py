@@ -28,7 +28,7 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode, Outcome, SwarmTask
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import Engine, Groups, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify

@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.client.fleet import Plan, run_workers
 from swarmq.config import SwarmJob

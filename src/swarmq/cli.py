@@ -206,7 +206,7 @@ def status(run: Path) -> None:
 
 
 async def _watch(run: Path, *, once: bool) -> None:
-    from swarmq.broker import AmqpBroker
+    from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.monitor import glance, watch
 
     job = _resolved(run)
@@ -275,7 +275,7 @@ def stop(run: Path, after: int, policy: str | None) -> None:
 async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
     import getpass
 
-    from swarmq.broker import AmqpBroker
+    from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.operate import ask, lines
 
     job = _resolved(run)
@@ -346,7 +346,7 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
 
 
 async def _feed_eval(run: Path, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None) -> None:
-    from swarmq.broker import AmqpBroker
+    from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.operate import bring_eval_tasks
 
     job = _resolved(run)
@@ -379,7 +379,7 @@ async def _feed(
 ) -> None:
     from rich.progress import Progress
 
-    from swarmq.broker import AmqpBroker
+    from swarmq.broker.amqp import AmqpBroker
     from swarmq.client.feed import default_progress_file, feed
     from swarmq.collector.ledger import changes
 

@@ -4,12 +4,31 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import Any
 
-import structlog
+
+class Logger:
+    """structlog's logger of the name "swarmq", loaded with the first line: a client that has nothing to say starts faster."""
+
+    def info(self, event: str, **fields: Any) -> None:
+        self._write("info", event, fields)
+
+    def warning(self, event: str, **fields: Any) -> None:
+        self._write("warning", event, fields)
+
+    def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
+        import structlog  # noqa: PLC0415 - see the class
+
+        getattr(structlog.get_logger("swarmq"), level)(event, **fields)
+
+
+log = Logger()
 
 
 def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
     """Set up structlog for a daemon. Called once, by the process's entry point."""
+    import structlog  # noqa: PLC0415 - see Logger
+
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[

@@ -7,11 +7,9 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import structlog
+from swarmq.logs import log
 
 FIRST_S = 10.0
-
-log = structlog.get_logger()
 
 
 @contextlib.contextmanager

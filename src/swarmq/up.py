@@ -27,7 +27,8 @@ import msgspec
 import structlog
 
 from swarmq import keys
-from swarmq.broker import AmqpBroker, Broker, topology
+from swarmq.broker import Broker, topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url

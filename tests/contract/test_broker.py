@@ -9,7 +9,8 @@ from contextlib import AsyncExitStack
 import msgspec
 import pytest
 
-from swarmq.broker import AmqpBroker, Broker, Delivery, Depth, topology
+from swarmq.broker import Broker, Delivery, Depth, topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
 from swarmq.messages import EpisodeEnd, Event, Slot, Task, encode, key_of

@@ -10,7 +10,8 @@ from pathlib import Path
 from aiohttp import ClientSession
 
 from support.proxy import ROOT, Agent, served
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.engine.client import VllmEngine
 from swarmq.messages import Turn

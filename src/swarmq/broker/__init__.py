@@ -1,8 +1,10 @@
-"""Everything swarmq does with RabbitMQ. The driver is imported here and nowhere else."""
+"""Everything swarmq does with RabbitMQ. The driver is imported here and nowhere else.
 
-from swarmq.broker.amqp import AmqpBroker
+`AmqpBroker` is in `swarmq.broker.amqp`, which loads the driver: a client does so when it connects.
+"""
+
 from swarmq.broker.delivery import Deliveries, Delivery
 from swarmq.broker.protocol import Broker, Depth, Receipts
 from swarmq.broker.tickets import TicketDesk
 
-__all__ = ["AmqpBroker", "Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketDesk"]
+__all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketDesk"]

@@ -15,7 +15,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Self, TypeVar
 
-import structlog
 from aio_pika import ExchangeType
 from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import ChannelNotFoundEntity
@@ -31,6 +30,7 @@ from swarmq.broker.publisher import Publisher
 from swarmq.broker.receipts import receipts
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError
+from swarmq.logs import log
 from swarmq.messages import Event, Message, encode, key_of
 
 OPEN_S = 10.0
@@ -38,7 +38,6 @@ MAX_REASON = 500
 """Characters of a reason kept in a header."""
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
 
 
 class AmqpBroker:

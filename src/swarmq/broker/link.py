@@ -15,15 +15,12 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-import structlog
-
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.logs import log
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
-
-log = structlog.get_logger(__name__)
 
 
 async def _nothing(_: Session) -> None:

@@ -16,19 +16,16 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import IO, Any, Self
 
-import structlog
-
 from swarmq.broker import probe
 from swarmq.broker.install import OTHER_WAYS, Server, find_server
 from swarmq.broker.node_files import HOST, Identity, environment, last_words, load_identity, take_lock, write_files
 from swarmq.errors import BrokerError
+from swarmq.logs import log
 from swarmq.process import die_with_parent, stop_group
 
 START_S = 120.0
 STOP_S = 20.0
 LOOK_S = 0.1
-
-log = structlog.get_logger(__name__)
 
 
 class PrivateNode:

@@ -10,7 +10,6 @@ import random
 import uuid
 from typing import Any
 
-import structlog
 from aio_pika import DeliveryMode
 from aio_pika import Message as AmqpMessage
 from aio_pika.abc import AbstractChannel
@@ -21,6 +20,7 @@ from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER
 from swarmq.broker.link import Link
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.logs import log
 
 IN_FLIGHT = 512
 """Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""
@@ -33,8 +33,6 @@ QUIET_S = 60.0
 
 APP_ID = f"swarmq/{__version__}"
 CONTENT_TYPE = "application/msgpack"
-
-log = structlog.get_logger(__name__)
 
 
 class Publisher:

@@ -18,13 +18,13 @@ from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
 import aio_pika
-import structlog
 from aio_pika.abc import AbstractChannel, AbstractConnection
 from aio_pika.exceptions import DeliveryError
 from yarl import URL
 
 from swarmq.broker.faults import address, ending, translate
 from swarmq.errors import BrokerLostError
+from swarmq.logs import log
 
 HEARTBEAT_S = 15
 """A link that is silent for three of these is given up. `?heartbeat=` in the url overrides it."""
@@ -41,7 +41,6 @@ NOTICE_S = 2.0
 CLOSE_S = 2.0
 
 T = TypeVar("T")
-log = structlog.get_logger(__name__)
 
 # Faults are reported by us, once and in our words; who configures logging still sees the driver's own.
 for driver in ("aio_pika", "aiormq"):

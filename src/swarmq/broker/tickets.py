@@ -15,8 +15,6 @@ import contextlib
 from collections import deque
 from collections.abc import AsyncIterator
 
-import structlog
-
 from swarmq.broker.delivery import Deliveries, Delivery
 from swarmq.broker.protocol import Broker
 from swarmq.errors import BrokerError, BrokerLostError, SwarmqError
@@ -25,8 +23,6 @@ from swarmq.notice import noticed
 
 LINGER_S = 2.0
 """How long the consumer stays open with nobody waiting."""
-
-log = structlog.get_logger()
 
 
 class Grant:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from swarmq.broker import Broker, topology
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import TaskError
+from swarmq.logs import log
 from swarmq.messages import Slot, Task
 
 WINDOW = 128
@@ -28,8 +28,6 @@ WINDOW = 128
 
 KIND_MARK = ":"
 """Between kind and id in a fed slot's task id: two data sets of two kinds may well both begin with "1"."""
-
-log = structlog.get_logger()
 
 
 class Fed(msgspec.Struct, frozen=True, kw_only=True):

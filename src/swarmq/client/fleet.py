@@ -21,7 +21,6 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
 import msgspec
-import structlog
 
 from swarmq.client.attempts import AgentFunction, check_signature
 from swarmq.client.loops import LoopThread
@@ -30,12 +29,11 @@ from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
 from swarmq.errors import TaskError
 from swarmq.keys import Invite
+from swarmq.logs import log
 from swarmq.process import die_with_parent
 
 Targets = Mapping[str | None, str | AgentFunction]
 """Kind -> its agent, `module:function` or the function itself; the kind may be None where the run has but one."""
-
-log = structlog.get_logger()
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

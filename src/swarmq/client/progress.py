@@ -10,11 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-import structlog
-
 from swarmq.client.attempts import Attempted
 from swarmq.client.report import Tally, headline
 from swarmq.errors import SwarmqError
+from swarmq.logs import log
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
 """Tracebacks shown at most, in case every one is different."""
-
-log = structlog.get_logger()
 
 
 class Display:

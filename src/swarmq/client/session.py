@@ -20,9 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import structlog
-
-from swarmq.broker import AmqpBroker, Broker, topology
+from swarmq.broker import Broker, topology
 from swarmq.client import runner
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
@@ -34,6 +32,7 @@ from swarmq.client.transport import BrokerTransport, Transport
 from swarmq.config import Proxy
 from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
+from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
 from swarmq.outcome import Outcome, finished, unfinished
 
@@ -44,10 +43,10 @@ KEY_LIFETIME_S = Proxy().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
 
-log = structlog.get_logger()
-
 
 def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
+    from swarmq.broker.amqp import AmqpBroker  # noqa: PLC0415 - the driver is slow to load, and HTTP needs none
+
     user = topology.user_of(invite.run, invite.client) if invite.invited else ""
     return AmqpBroker.open(invite.broker_url, name=name, user=user)
 

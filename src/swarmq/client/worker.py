@@ -19,7 +19,6 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
-import structlog
 
 from swarmq.broker import Deliveries, Delivery, topology
 from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt, check_signature
@@ -32,14 +31,13 @@ from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.targets import load
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError
+from swarmq.logs import log
 from swarmq.messages import Mode, Task, key_of
 
 EVAL_SHARE = 4
 """A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
 REMEMBERED = 10_000
 """Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
-
-log = structlog.get_logger()
 
 
 class Worker:

@@ -13,7 +13,7 @@ from contextlib import closing
 import structlog
 
 from swarmq import logs
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, amqp_url

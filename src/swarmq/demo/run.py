@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 
 from swarmq import AsyncSwarmClient
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.demo.closing import Account, account_of_demo, table_of
 from swarmq.demo.make_model import made_model

@@ -28,8 +28,8 @@ from typing import Any
 import structlog
 
 from swarmq import logs
-from swarmq.broker import AmqpBroker, Broker, Delivery, topology
-from swarmq.broker.amqp import OPEN_S
+from swarmq.broker import Broker, Delivery, topology
+from swarmq.broker.amqp import OPEN_S, AmqpBroker
 from swarmq.config import amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SwarmqError
 from swarmq.learner import records, wire

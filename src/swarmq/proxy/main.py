@@ -14,7 +14,7 @@ import uvicorn
 import uvloop
 
 from swarmq import keys, logs
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError

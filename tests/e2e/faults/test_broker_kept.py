@@ -8,7 +8,8 @@ import signal
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.messages import Ticket
 from swarmq.up import keep_broker

@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from support.tls import self_signed
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
 from swarmq.broker.access import Management
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener

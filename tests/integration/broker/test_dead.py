@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters, purge, requeue, show
 from swarmq.broker.node import PrivateNode
 from swarmq.errors import UnroutableError

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import consuming
 from swarmq.broker.node import PrivateNode
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.errors import BrokerError
 from swarmq.messages import EpisodeEnd

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Slot, Task, Ticket
 

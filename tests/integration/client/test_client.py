@@ -10,7 +10,8 @@ import threading
 import msgspec
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.sync_client import SwarmClient

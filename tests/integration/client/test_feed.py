@@ -7,7 +7,8 @@ import tomllib
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.messages import key_of
 

@@ -13,7 +13,8 @@ from aiohttp import ClientSession
 
 from support.proxy import ROOT, served
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store

@@ -13,7 +13,8 @@ from collections import defaultdict
 
 import pytest
 
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file
 
 from support.episodes import make_group
-from swarmq.broker import AmqpBroker, topology
+from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.messages import Consumed
 

@@ -57,7 +57,7 @@ async def test_it_serves_and_drains(job_file):
 
 
 async def test_its_turns_are_in_the_inbox(job_file, amqp_url):
-    from swarmq.broker import AmqpBroker
+    from swarmq.broker.amqp import AmqpBroker
 
     job = SwarmJob.load(job_file)
     async with started(job_file) as process, AmqpBroker.open(amqp_url, name="test") as broker, ClientSession() as http:
