@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from litestar import Request, get, post
@@ -200,7 +199,6 @@ def _no_model(name: str) -> RefusedError:
 def _operation(told: str, body: Json | None = None) -> type[Operation]:
     """How a route stands in the OpenAPI document. Bodies are read by hand: their errors are a dialect's."""
 
-    @dataclass
     class Documented(Operation):
         def __post_init__(self) -> None:
             self.summary = told

@@ -12,6 +12,7 @@ import structlog
 from litestar import Litestar, Request, get
 from litestar.exceptions import HTTPException, NotFoundException
 from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.response import Response
 
@@ -25,7 +26,7 @@ from swarmq.messages import Event, Turn, made_at
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
-from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_router
+from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_routes
 from swarmq.proxy.dialects import dialect_of
 from swarmq.proxy.fleet import Fleet, Opener
 from swarmq.proxy.gate import Gate
@@ -150,11 +151,12 @@ def create_app(
         body_timeout_s=job.proxy.request_timeout_s,
     )
     return Litestar(
-        [*asked, health, show_metrics, control_router(control, authority, episodes, fleet, status)],
+        [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],
         lifespan=[reporting, controlling],
         openapi_config=OpenAPIConfig(
             title="swarmq proxy",
             version=__version__,
+            render_plugins=[RedocRenderPlugin()],
             components=Components(
                 security_schemes={
                     AGENT_KEY: SecurityScheme(type="http", scheme="bearer"),

@@ -7,11 +7,11 @@ from collections.abc import Callable, Container
 from typing import Annotated, Any, cast
 
 import msgspec
-from litestar import Request, Router, get, post
+from litestar import Request, get, post
 from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
 from litestar.exceptions import ValidationException
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body, Parameter
 from litestar.response import Response
@@ -122,26 +122,32 @@ class Authority:
         return guard
 
 
-def control_router(
+def control_routes(
     control: Control, authority: Authority, episodes: Episodes, fleet: Fleet, status: Callable[[], ProxyStatus]
-) -> Router:
+) -> list[HTTPRouteHandler]:
     """Everything below `PATH`."""
+    common: dict[str, Any] = {
+        "exception_handlers": {ValidationException: _refuse_invalid},
+        "security": [{SECURITY: []}],
+        "tags": ["control"],
+    }
 
-    @get("/status", guards=[authority.needs("read")], responses=FAULTS, operation_id="status")
+    @get(PATH + "/status", guards=[authority.needs("read")], responses=FAULTS, operation_id="status", **common)
     async def show_status() -> ProxyStatus:
         """What this proxy is doing, and the engines it knows."""
         return status()
 
-    @get("/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes")
+    @get(PATH + "/episodes", guards=[authority.needs("read")], responses=FAULTS, operation_id="listEpisodes", **common)
     async def list_episodes(limit: Annotated[int, Parameter(ge=1, le=10_000)] = 100) -> list[EpisodeView]:
         """Episodes whose calls this proxy remembers, the most recently used first."""
         return episodes.views(limit)
 
     @get(
-        "/episodes/{episode_id:str}",
+        PATH + "/episodes/{episode_id:str}",
         guards=[authority.needs("read")],
         responses={**FAULTS, 404: UNKNOWN},
         operation_id="showEpisode",
+        **common,
     )
     async def show_episode(episode_id: EpisodeId) -> EpisodeView:
         """One of them."""
@@ -152,11 +158,12 @@ def control_router(
         )
 
     @post(
-        "/episodes",
+        PATH + "/episodes",
         guards=[authority.needs("rollout")],
         responses={**FAULTS, 409: CONFLICT, 429: NO_TICKET},
         response_headers=[ResponseHeader(name="retry-after", description="Seconds.", documentation_only=True)],
         operation_id="beginEpisode",
+        **common,
     )
     async def begin(data: Annotated[BeginRequest, Body()], request: Request[Any, Any, Any]) -> BegunEpisode:
         """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
@@ -165,11 +172,12 @@ def control_router(
         return await control.begin(data, operator=_operator(request), base_url=base_url)
 
     @post(
-        "/episodes/{episode_id:str}/end",
+        PATH + "/episodes/{episode_id:str}/end",
         guards=[authority.needs("rollout")],
         status_code=200,
         responses={**FAULTS, 409: CONFLICT},
         operation_id="endEpisode",
+        **common,
     )
     async def end(
         episode_id: EpisodeId, data: Annotated[EndRequest, Body()], request: Request[Any, Any, Any]
@@ -178,11 +186,12 @@ def control_router(
         return await control.end(episode_id, data, operator=_operator(request))
 
     @post(
-        "/episodes/{episode_id:str}/abort",
+        PATH + "/episodes/{episode_id:str}/abort",
         guards=[authority.needs("rollout")],
         status_code=200,
         responses={**FAULTS, 409: CONFLICT},
         operation_id="abortEpisode",
+        **common,
     )
     async def abort(
         episode_id: EpisodeId, data: Annotated[AbortRequest, Body()], request: Request[Any, Any, Any]
@@ -191,7 +200,12 @@ def control_router(
         return await control.abort(episode_id, data, operator=_operator(request))
 
     @post(
-        "/engines/add", guards=[authority.needs("admin")], status_code=200, responses=FAULTS, operation_id="addEngine"
+        PATH + "/engines/add",
+        guards=[authority.needs("admin")],
+        status_code=200,
+        responses=FAULTS,
+        operation_id="addEngine",
+        **common,
     )
     async def add_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
         """Let an engine serve a policy, at every proxy that shares this run folder."""
@@ -199,24 +213,19 @@ def control_router(
         return fleet.views()
 
     @post(
-        "/engines/remove",
+        PATH + "/engines/remove",
         guards=[authority.needs("admin")],
         status_code=200,
         responses=FAULTS,
         operation_id="removeEngine",
+        **common,
     )
     async def remove_engine(data: Annotated[EngineRequest, Body()]) -> dict[str, list[EngineView]]:
         """Drain an engine: nothing new goes to it, what is open there ends, then it is forgotten."""
         await fleet.change(data.policy, remove=data.url)
         return fleet.views()
 
-    return Router(
-        PATH,
-        route_handlers=[show_status, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine],
-        exception_handlers={ValidationException: _refuse_invalid},
-        security=[{SECURITY: []}],
-        tags=["control"],
-    )
+    return [show_status, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine]
 
 
 def _operator(request: Request[Any, Any, Any]) -> str:
