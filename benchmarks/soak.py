@@ -1,9 +1,10 @@
 """A hundred thousand episodes through the real proxy, broker, collector and learner's I/O process: does anything grow?
 
     python -m benchmarks.soak --episodes 100000
+    python -m benchmarks.soak --episodes 100000 --clients 6 --concurrency 24       where there are cores for them
 
 The engine is scripted and takes no time, the trainer takes every batch and learns nothing; all else is the product.
-Clients are two processes whose agents make a call and end. Resident memory and open files of every process are read
+Clients are processes whose agents make a call and end. Resident memory and open files of every process are read
 as it goes: growth is what the last tenth of the episodes shows over the second one, medians of each. SIGTERM or SIGINT
 end it early, and the episodes there were by then are what is reported.
 """
@@ -28,6 +29,7 @@ from typing import Any
 from urllib.request import Request, urlopen
 
 import aiohttp
+import msgspec
 
 from benchmarks.report import parser, save, table
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys, logs
@@ -39,17 +41,23 @@ from swarmq.process import die_with_parent, free_port, stop_group
 
 RUN, POLICY = "soak", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
-NUM_CLIENTS = 2
 LOOK_S = 2.0
 READ_S = 300.0
-KEY_LIFETIME_S = 120.0
-"""So long a proxy remembers what may still be continued; with the two hours of the default nothing could be seen."""
 STALL_S = 600.0
 """Fewer episodes than a step's may be left when clients have no more tasks."""
 
 
-async def play(folder: Path, *, episodes: int, concurrency: int) -> dict[str, list[tuple[int, float, int]]]:
+class Seen(msgspec.Struct):
+    """What a run shows."""
+
+    samples: dict[str, list[tuple[int, float, int]]]
     """Process -> (episodes so far, resident MiB, open files), a few hundred times."""
+    proxy: dict[str, Any]
+    """Its last state event."""
+
+
+async def play(folder: Path, *, episodes: int, clients: int, concurrency: int) -> Seen:
+    """A run to its end."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(PrivateNode(folder / "broker"))
         job, engine_port = _job(folder, node.amqp_url), free_port()
@@ -67,31 +75,35 @@ async def play(folder: Path, *, episodes: int, concurrency: int) -> dict[str, li
                 **{
                     f"client{n}": [
                         *("-m", "benchmarks.soak", "--part", "client", str(folder / "job.toml")),
-                        *(str(n), str(episodes // NUM_CLIENTS), str(concurrency)),
+                        *(str(n), str(episodes // clients), str(concurrency)),
                     ]
-                    for n in range(NUM_CLIENTS)
+                    for n in range(clients)
                 },
             }.items()
         }
         return await _watch(broker, processes, episodes)
 
 
-async def _watch(
-    broker: AmqpBroker, processes: dict[str, asyncio.subprocess.Process], episodes: int
-) -> dict[str, list[tuple[int, float, int]]]:
+async def _watch(broker: AmqpBroker, processes: dict[str, asyncio.subprocess.Process], episodes: int) -> Seen:
     """Until all but a step's episodes are trained, or a signal."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    samples: dict[str, list[tuple[int, float, int]]] = {name: [] for name in (*processes, "learner I/O")}
-    looked = 0.0
+    seen = Seen({name: [] for name in (*processes, "learner I/O")}, {})
+    samples, looked, moved, trained = seen.samples, 0.0, time.monotonic(), 0
     async with broker.events(RUN) as events:
         while True:
             async with asyncio.timeout(STALL_S):
-                event = await anext(event async for event in events if event.source == "collector")
-            if event.name != "state" or time.monotonic() - looked < LOOK_S:
+                event = await anext(event async for event in events if event.name == "state")
+            if event.source == "proxy.0":
+                seen.proxy = event.fields
+            if event.source != "collector" or time.monotonic() - looked < LOOK_S:
                 continue
-            looked, trained = time.monotonic(), event.fields["trained"]
+            looked = time.monotonic()
+            if trained != (trained := event.fields["trained"]):
+                moved = looked
+            if looked - moved > STALL_S:
+                raise SystemExit(f"nothing was trained for {STALL_S:g} s: {event.fields}")
             for name, process in processes.items():
                 if process.returncode:
                     raise SystemExit(f"{name} has died with status {process.returncode}: see its log")
@@ -103,7 +115,7 @@ async def _watch(
                     samples[name].append((trained, _resident_mib(pid), _open_files(pid)))
             print(f"{trained:>7} episodes trained, proxy {samples['proxy'][-1][1]:.0f} MiB", file=sys.stderr)
             if stop.is_set() or trained >= episodes - GROUP_SIZE * GROUPS_PER_BATCH:
-                return samples
+                return seen
 
 
 def growth(samples: list[tuple[int, float, int]]) -> tuple[float, float]:
@@ -211,7 +223,7 @@ def _job(folder: Path, amqp: str) -> dict[str, Any]:
         "run": RUN,
         "folder": str(folder / "runs"),
         "broker": {"url": amqp},
-        "proxy": {"port": free_port(), "key_lifetime_s": KEY_LIFETIME_S},
+        "proxy": {"port": free_port()},
         "groups": {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 8},
         "policies": {POLICY: {"model": "none", "sampling": {"max_tokens": 8}, "train": {"keep_batches": False}}},
     }
@@ -239,7 +251,8 @@ def _child(pid: int) -> int | None:
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--episodes", type=int, default=100_000)
-    options.add_argument("--concurrency", type=int, default=24, help="agents of each of the two clients")
+    options.add_argument("--concurrency", type=int, default=24, help="agents of each client")
+    options.add_argument("--clients", type=int, default=2)
     options.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
     given = options.parse_args()
     if given.part:
@@ -249,7 +262,9 @@ def main() -> None:
         return
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="swarmq-soak-") as folder:
-        samples = asyncio.run(play(Path(folder), episodes=given.episodes, concurrency=given.concurrency))
+        how = {"episodes": given.episodes, "clients": given.clients, "concurrency": given.concurrency}
+        seen = asyncio.run(play(Path(folder), **how))
+    samples = seen.samples
     grown = {name: growth(found) for name, found in samples.items()}
     rows = [
         (name, round(found[-1][1]), round(grown[name][0], 3), found[-1][2], round(grown[name][1]))
@@ -261,11 +276,12 @@ def main() -> None:
         "rss_growth_ratio_proxy": grown["proxy"][0],
         "rss_growth_ratio_learner": grown["learner I/O"][0],
         "rss_growth_ratio_collector": grown["collector"][0],
-        "rss_growth_ratio_client": max(grown[f"client{n}"][0] for n in range(NUM_CLIENTS)),
+        "rss_growth_ratio_client": max(grown[f"client{n}"][0] for n in range(given.clients)),
         "fd_growth": max(more for _, more in grown.values()),
     }
     thin = {name: found[:: max(1, len(found) // 50)] for name, found in samples.items()}
-    save("soak", figures, detail={"seconds": time.monotonic() - began, "samples": thin}, out=given.out)
+    detail = {"seconds": time.monotonic() - began, "proxy": seen.proxy, "samples": thin}
+    save("soak", figures, detail=detail, out=given.out)
 
 
 if __name__ == "__main__":

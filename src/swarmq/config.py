@@ -72,6 +72,8 @@ class Proxy(Settings, frozen=True, kw_only=True):
     """Calls of one proxy that are rendered or sampled at a time; what is beyond waits its turn."""
     max_waiting_calls: Whole = 4096
     """Calls that wait; what is beyond is answered 429 with `Retry-After`."""
+    max_memory_bytes: Count = 512 * 1024 * 1024
+    """For the conversations of open episodes in one proxy; beyond it the least recently used are forgotten."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
     traces: bool = False

@@ -86,7 +86,10 @@ def agent_routes(
         try:
             begun = await unless_gone(request.receive, completions.begin(call))
             if not call.stream:
-                choices = await unless_gone(request.receive, completions.whole(begun))
+                try:
+                    choices = await unless_gone(request.receive, completions.whole(begun))
+                finally:
+                    await begun.close()  # where the agent was gone before it was waited for
                 return Response(dialect.answer(begun, choices), headers=headers(begun))
         except GoneError:
             return Response(b"", status_code=GONE)
@@ -159,16 +162,13 @@ def key_of(request: Request[Any, Any, Any]) -> str:
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the agent hangs up. Raises GoneError then."""
+    """The result of `work`, which is cancelled when the agent hangs up before it is there. Raises GoneError then."""
     outcome: list[T] = []
     failure: list[Exception] = []
-    gone = False
 
     async def watch() -> None:
-        nonlocal gone
         while (await receive())["type"] != "http.disconnect":
             pass
-        gone = True
         worker.cancel()
 
     async def run() -> None:
@@ -182,9 +182,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     async with asyncio.TaskGroup() as tasks:
         watcher = tasks.create_task(watch())
         worker = tasks.create_task(run())
+    work.close()  # cancelled before it began
     if failure:
         raise failure[0]
-    if gone or not outcome:
+    if not outcome:
         raise GoneError
     return outcome[0]
 

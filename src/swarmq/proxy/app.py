@@ -22,7 +22,7 @@ from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
 from swarmq.members import Removed
-from swarmq.messages import Event, Turn, made_at
+from swarmq.messages import Event, Turn
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
@@ -51,22 +51,19 @@ def create_app(
     now: Callable[[], float] = time.time,
     state_every_s: float = STATE_EVERY_S,
     tuning: Tuning | None = None,
+    episodes: Episodes | None = None,
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
 ) -> Litestar:
     """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
 
-    `number` is its own among the run's proxies. `opener` opens engines that are added while it serves; with `tuning`,
-    settings can change meanwhile. `watchers` are told of every turn that is confirmed, with the seconds that took.
+    `number` is its own among the run's proxies. `opener` opens engines that are added while it serves. With `tuning` and
+    `episodes`, which are to hear the run's events (`follow`), settings can change meanwhile and ended episodes are forgotten.
+    `watchers` are told of every turn that is confirmed, with the seconds that took.
     """
     meter = Meter(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
-    source, started_at = f"proxy.{number}", now()
-
-    def is_home(episode_id: str) -> bool:
-        made = made_at(episode_id)
-        return keys.home_of(episode_id, job.proxy.count) == number and (made is None or made >= started_at)
-
-    episodes = Episodes(idle_s=job.proxy.key_lifetime_s, is_home=is_home)
+    source = f"proxy.{number}"
+    episodes = Episodes.of_job(job, number=number, now=now) if episodes is None else episodes
     gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
     fleet = Fleet(
         {name: engines[name] for name in job.policies},
@@ -170,11 +167,20 @@ def create_app(
     )
 
 
+async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], None]]) -> None:
+    """Tell `hearers` of the run's events until cancelled."""
+    async with broker.events(run) as events:
+        async for event in events:
+            for hear in hearers:
+                hear(event)
+
+
 async def _report(run: str, source: str, meter: Meter, episodes: Episodes, broker: Publisher, every_s: float) -> None:
     while True:
         episodes.sweep()
-        await broker.emit(Event(run=run, source=source, name="state", at=time.time(), fields=meter.fields()))
-        for text in meter.alerts():
-            log.warning("drift", text=text)
+        fields = meter.fields() | episodes.fields()
+        await broker.emit(Event(run=run, source=source, name="state", at=time.time(), fields=fields))
+        for text in (*meter.alerts(), *episodes.alerts()):
+            log.warning("warning", text=text)
             await broker.emit(Event(run=run, source=source, name="warning", at=time.time(), fields={"text": text}))
         await asyncio.sleep(every_s)

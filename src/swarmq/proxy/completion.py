@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, closing
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing
 from typing import Any
 
 import msgspec
@@ -25,7 +25,7 @@ from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
 from swarmq.proxy.deadline import Deadline
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.gate import Gate, Pass
+from swarmq.proxy.gate import Gate
 from swarmq.proxy.graph import history_of
 from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
@@ -43,6 +43,7 @@ class Begun(msgspec.Struct, kw_only=True):
     """A call whose first tokens are here. Close `deltas` to cancel it."""
 
     call: Call
+    memory: Memory
     lane: Lane
     chat: Json
     rendered: Rendered
@@ -51,14 +52,14 @@ class Begun(msgspec.Struct, kw_only=True):
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None
-    place: Pass | None = None
+    held: ExitStack = msgspec.field(default_factory=ExitStack)
+    """Its place inside, and its memory."""
 
     async def close(self) -> None:
         """Give everything back. Doing it again does nothing."""
         if self.reserved:
             self.reserved.end()
-        if self.place:
-            self.place.give_back()
+        self.held.close()
         await self.deltas.aclose()
 
     @property
@@ -92,25 +93,20 @@ class Completions:
 
     async def begin(self, call: Call) -> Begun:
         """Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError when no engine could start it."""
-        memory = self._episodes.of(call.claims.episode_id)
-        memory.budget.take_call(call.claims)
-        self._meter.calls += 1
-        try:
-            with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
-                return await self._begin_inside(call, memory)
-        except BaseException:
-            memory.budget.give_call_back()
-            raise
-
-    async def _begin_inside(self, call: Call, memory: Memory) -> Begun:
-        place = await self._gate.enter()
-        try:
-            begun = await self._begin_somewhere(call, memory)
-        except BaseException:
-            place.give_back()
-            raise
-        begun.place = place
-        return begun
+        with ExitStack() as held:
+            memory = self._episodes.open_call(call.claims.episode_id)
+            held.callback(self._episodes.close_call, memory)
+            memory.budget.take_call(call.claims)
+            self._meter.calls += 1
+            try:
+                with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
+                    held.callback((await self._gate.enter()).give_back)
+                    begun = await self._begin_somewhere(call, memory)
+            except BaseException:
+                memory.budget.give_call_back()
+                raise
+            begun.held = held.pop_all()
+            return begun
 
     async def _begin_somewhere(self, call: Call, memory: Memory) -> Begun:
         failure = EngineError(f"policy {call.policy} has no engine")
@@ -207,13 +203,13 @@ class Completions:
             sampling=tuned.record,
         )
         return Begun(
-            call=call, lane=lane, chat=chat, rendered=rendered, asked=asked,
+            call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
             overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
         )  # fmt: skip
 
     async def _end(self, begun: Begun, choice: Choice) -> Ended:
         assert choice.finish_reason
-        memory = self._episodes.of(begun.call.claims.episode_id)
+        memory = begun.memory
         if begun.reserved:
             begun.reserved.sampled(len(choice.token_ids))
         else:

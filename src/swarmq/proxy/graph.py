@@ -33,6 +33,9 @@ Reason = Literal["history_edited", "template_rewrote_history", "tools_changed", 
 ID_BYTES = 4
 """Tokens are packed little-endian int32 everywhere here, so that prefixes compare at memory speed."""
 
+NODE_BYTES, KEY_BYTES = 512, 128
+"""What a turn and a key take besides tokens, by tracemalloc."""
+
 _hash_json = msgspec.json.Encoder(order="deterministic")
 
 
@@ -116,6 +119,8 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
 class Graph:
     """The nodes of one episode under one policy."""
 
+    __slots__ = ("_answers", "_seen", "size_bytes")
+
     def __init__(self) -> None:
         self._answers: dict[bytes, Node] = {}
         self._seen: set[bytes] = set()
@@ -134,8 +139,9 @@ class Graph:
     def add(self, node: Node, history: History) -> None:
         """Remember a turn that is confirmed, so that later ones may refer to it."""
         self._answers[node.key] = node
+        known = len(self._seen)
         self._seen.update(history.keys)
-        self.size_bytes += len(node.prompt) + len(node.sampled) + 64 * len(history.keys) + 512
+        self.size_bytes += len(node.prompt) + len(node.sampled) + NODE_BYTES + KEY_BYTES * (len(self._seen) - known)
 
 
 def history_of(chat: dict[str, Any]) -> History:

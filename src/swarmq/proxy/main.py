@@ -19,7 +19,8 @@ from swarmq.config import SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
-from swarmq.proxy.app import create_app
+from swarmq.proxy.app import create_app, follow
+from swarmq.proxy.memory import Episodes
 from swarmq.proxy.tuning import Tuning
 
 DRAIN_S = 10
@@ -52,9 +53,9 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
-        tuning = Tuning(job)
+        tuning, episodes = Tuning(job), Episodes.of_job(job, number=number)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
-        following = tasks.create_task(tuning.follow(broker))
+        following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
         stack.callback(following.cancel)
         watchers = [stack.enter_context(_exporting(job, number))] if job.proxy.traces else []
         app = create_app(
@@ -64,6 +65,7 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             broker=broker,
             number=number,
             tuning=tuning,
+            episodes=episodes,
             opener=opener,
             watchers=watchers,
         )

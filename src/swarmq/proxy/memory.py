@@ -1,23 +1,40 @@
-"""What the proxy remembers of running episodes. Forgetting costs a turn its parent, never an error."""
+"""What the proxy remembers of running episodes, within bounds. Forgetting costs a turn its parent, never its exactness.
+
+    first call ──> remembered ──ended──> its id: calls that come later are refused
+                       ├──idle──> forgotten ──> its id and budget: the next call starts a branch, `memory_lost`
+                       └──no room, the least recently used first──> the same
+
+An episode has ended when the collector says so; whoever missed that (events may be lost) goes idle.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from itertools import islice
+from typing import Any, TypeVar
 
 import msgspec
 
+from swarmq import keys
+from swarmq.config import SwarmJob
+from swarmq.messages import Event, made_at
 from swarmq.proxy.budget import Budget
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.graph import Graph
 from swarmq.proxy.pool import Lane
+from swarmq.proxy.refusals import RefusedError
 
 LIMIT_BYTES = 512 * 1024 * 1024
-"""Tokens and keys of all remembered episodes together."""
-MAX_FORGOTTEN = 10_000
-"""Episodes of which we remember that we have forgotten them."""
+OVERHEAD_BYTES = 1024
+"""Of a memory without any turns, by tracemalloc."""
+MAX_GONE = 10_000
+"""Ids of ended episodes, and of forgotten ones, that are kept."""
+ENDINGS = frozenset({"episode", "eval"})
+"""Events of the collector that tell of an episode's end."""
+
+Kept = TypeVar("Kept")
 
 
 class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,26 +51,33 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
 class Memory:
     """Of one episode."""
 
-    def __init__(self, *, lost: bool = False) -> None:
+    __slots__ = ("budget", "conversations", "counted_bytes", "graphs", "lanes", "lost", "open_calls", "used_at")
+
+    def __init__(self, *, lost: bool = False, budget: Budget | None = None) -> None:
         self.lost = lost
         """There may have been calls that we know nothing of."""
         self.graphs: dict[str, Graph] = {}
         self.lanes: dict[str, Lane] = {}
         """Policy -> the engine that answered last."""
         self.conversations = Conversations()
-        self.budget = Budget()
+        self.budget = budget or Budget()
+        self.open_calls = 0
         self.used_at = 0.0
+        self.counted_bytes = 0
+        """Its share of what all of them are said to take."""
 
     def graph(self, policy: str) -> Graph:
-        return self.graphs.setdefault(policy, Graph())
+        if policy not in self.graphs:
+            self.graphs[policy] = Graph()
+        return self.graphs[policy]
 
     @property
     def size_bytes(self) -> int:
-        return 1024 + self.conversations.size_bytes + sum(graph.size_bytes for graph in self.graphs.values())
+        return OVERHEAD_BYTES + self.conversations.size_bytes + sum(graph.size_bytes for graph in self.graphs.values())
 
 
 class Episodes:
-    """Memories by episode; the least recently used go first."""
+    """Memories by episode, in the order of their last use."""
 
     def __init__(
         self,
@@ -68,20 +92,86 @@ class Episodes:
         self._limit_bytes = limit_bytes
         self._clock = clock
         self._is_home = is_home
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: OrderedDict[str, Budget] = OrderedDict()
+        self.size_bytes = 0
+        """Tokens, keys and messages of all memories together."""
+        self.counts: Counter[str] = Counter()
+        """How often memory went because its episode had `ended`, was `idle`, or others needed the `room`."""
+        self._told = 0
+
+    @classmethod
+    def of_job(cls, job: SwarmJob, *, number: int, now: Callable[[], float] = time.time) -> Episodes:
+        """Those of the proxy of this number, from now on."""
+        started_at = now()
+
+        def is_home(episode_id: str) -> bool:
+            made = made_at(episode_id)
+            return keys.home_of(episode_id, job.proxy.count) == number and (made is None or made >= started_at)
+
+        return cls(idle_s=job.proxy.key_lifetime_s, limit_bytes=job.proxy.max_memory_bytes, is_home=is_home)
 
     def __len__(self) -> int:
         return len(self._memories)
 
     def of(self, episode_id: str) -> Memory:
+        """Raises RefusedError when the episode is known to have ended."""
         memory = self._memories.get(episode_id)
         if memory is None:
-            lost = episode_id in self._forgotten or not self._is_home(episode_id)
-            memory = self._memories[episode_id] = Memory(lost=lost)
-        memory.used_at = self._clock()
-        self._memories.move_to_end(episode_id)
+            memory = self._memories[episode_id] = self._begun(episode_id)
+            self._count(memory)
+        self._touch(episode_id, memory)
         return memory
+
+    def open_call(self, episode_id: str) -> Memory:
+        """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
+        memory = self.of(episode_id)
+        memory.open_calls += 1
+        return memory
+
+    def close_call(self, memory: Memory) -> None:
+        memory.open_calls -= 1
+        if memory.counted_bytes:
+            self._count(memory)
+            self._make_room()
+
+    def hear(self, event: Event) -> None:
+        """An event of the run, to learn which episodes have ended."""
+        if event.name in ENDINGS and event.source == "collector":
+            self.end(event.fields["episode_id"])
+
+    def end(self, episode_id: str) -> None:
+        """The episode is over: all that is kept of it is that."""
+        memory = self._memories.pop(episode_id, None)
+        if memory:
+            self._uncount(memory)
+            self.counts["ended"] += 1
+        if memory or self._forgotten.pop(episode_id, None):
+            _keep(self._ended, episode_id, None)
+
+    def sweep(self) -> None:
+        """Forget idle episodes."""
+        due = self._clock() - self._idle_s
+        self._forget("idle", lambda memory: memory.used_at <= due)
+        self._make_room()
+
+    def alerts(self) -> list[str]:
+        """A line when open episodes lose their memory to others: at the first one, and whenever their number has doubled."""
+        if (num := self.counts["room"]) < max(1, 2 * self._told):
+            return []
+        self._told = num
+        text = (
+            f"proxy.max_memory_bytes ({self._limit_bytes}) does not hold the conversations of all open episodes: {num} "
+            "were forgotten so far; the next call of each computes its whole context again"
+        )
+        return [text]
+
+    # ----------------------------------------------------------------------------------------------- looking
+
+    def fields(self) -> dict[str, Any]:
+        """For the `state` event."""
+        return {"episodes": len(self), "memory_bytes": self.size_bytes, "forgotten": dict(self.counts)}
 
     def views(self, limit: int) -> list[EpisodeView]:
         """The most recently used first."""
@@ -100,15 +190,47 @@ class Episodes:
             idle_s=round(self._clock() - memory.used_at, 3),
         )
 
-    def sweep(self) -> None:
-        """Forget idle episodes, and the oldest ones while all together are too large."""
-        total = sum(memory.size_bytes for memory in self._memories.values())
-        while self._memories:
+    # ---------------------------------------------------------------------------------------------- forgetting
+
+    def _begun(self, episode_id: str) -> Memory:
+        if episode_id in self._ended:
+            raise RefusedError(f"episode {episode_id} has ended; begin a new one", status=403, code="episode_ended")
+        budget = self._forgotten.pop(episode_id, None)
+        return Memory(lost=budget is not None or not self._is_home(episode_id), budget=budget)
+
+    def _touch(self, episode_id: str, memory: Memory) -> None:
+        memory.used_at = self._clock()
+        self._memories.move_to_end(episode_id)
+
+    def _make_room(self) -> None:
+        if self.size_bytes > self._limit_bytes:
+            self._forget("room", lambda _: self.size_bytes > self._limit_bytes)
+
+    def _forget(self, reason: str, is_due: Callable[[Memory], bool]) -> None:
+        """The least recently used as long as they are due, except those with open calls: these are in use."""
+        for _ in range(len(self)):
             episode_id, memory = next(iter(self._memories.items()))
-            if memory.used_at + self._idle_s > self._clock() and total <= self._limit_bytes:
+            if not is_due(memory):
                 return
-            total -= memory.size_bytes
+            if memory.open_calls:
+                self._touch(episode_id, memory)
+                continue
             del self._memories[episode_id]
-            self._forgotten[episode_id] = None
-            if len(self._forgotten) > MAX_FORGOTTEN:
-                self._forgotten.popitem(last=False)
+            self._uncount(memory)
+            self.counts[reason] += 1
+            _keep(self._forgotten, episode_id, memory.budget)
+
+    def _count(self, memory: Memory) -> None:
+        self._uncount(memory)
+        memory.counted_bytes = memory.size_bytes
+        self.size_bytes += memory.counted_bytes
+
+    def _uncount(self, memory: Memory) -> None:
+        self.size_bytes -= memory.counted_bytes
+        memory.counted_bytes = 0
+
+
+def _keep(gone: OrderedDict[str, Kept], episode_id: str, value: Kept) -> None:
+    gone[episode_id] = value
+    if len(gone) > MAX_GONE:
+        gone.popitem(last=False)

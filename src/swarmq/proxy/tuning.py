@@ -10,7 +10,6 @@ import msgspec
 import structlog
 
 from swarmq import live
-from swarmq.broker import Broker
 from swarmq.config import SamplingDefaults, SwarmJob
 from swarmq.messages import Change, Event
 
@@ -31,14 +30,9 @@ class Tuning:
         return msgspec.structs.replace(setting, max_tokens=limit)
 
     def hear(self, event: Event) -> None:
+        """An event of the run, to learn what was changed."""
         if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
             return
         changes = msgspec.convert(event.fields.get("changes", []), list[Change])
         self.job, self.number = live.applied(self._file, changes), event.fields["control"]
         log.info("settings", control=self.number)
-
-    async def follow(self, broker: Broker) -> None:
-        """Listen until cancelled."""
-        async with broker.events(self._file.run) as events:
-            async for event in events:
-                self.hear(event)

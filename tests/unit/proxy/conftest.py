@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 from aiohttp import ClientSession
+from litestar import Litestar
 
 from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Turn, decode
 from swarmq.proxy.app import create_app
+from swarmq.proxy.memory import Episodes
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -24,6 +26,8 @@ class Stage(Agent):
     engines: list[ScriptedEngine]
     broker: MemoryBroker
     job: SwarmJob
+    app: Litestar
+    episodes: Episodes
 
     @property
     def engine(self) -> ScriptedEngine:
@@ -54,6 +58,7 @@ async def staged(
         scripted.append(ScriptedEngine(url=url))
         yield scripted[-1]
 
+    episodes = Episodes.of_job(job, number=number)
     given = {"main": scripted[:], "other": scripted[:]}
     app = create_app(
         job,
@@ -61,13 +66,14 @@ async def staged(
         engines=given,
         broker=broker,
         state_every_s=0.01,
+        episodes=episodes,
         opener=opener,
         number=number,
         watchers=watchers,
     )
     async with served(app) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)
-        stage.engines, stage.broker, stage.job = scripted, broker, job
+        stage.engines, stage.broker, stage.job, stage.app, stage.episodes = scripted, broker, job, app, episodes
         yield stage
 
 

@@ -1,10 +1,9 @@
-"""Deltas, stop strings, memory and lanes."""
+"""Deltas, stop strings and lanes."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.proxy.deltas import StopTrim, extend
-from swarmq.proxy.memory import Episodes
 from swarmq.proxy.pool import Pool
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -50,27 +49,6 @@ def test_without_stop_strings_nothing_is_held_back():
     assert StopTrim([])({"content": "a"}, met=None, ended=False) == {"content": "a"}
 
 
-def test_idle_episodes_are_forgotten():
-    now = 0.0
-    episodes = Episodes(idle_s=10, clock=lambda: now)
-    first = episodes.of("a")
-    now = 8.0
-    second = episodes.of("b")
-    now = 12.0
-    episodes.sweep()
-    assert (len(episodes), episodes.of("b") is second, episodes.of("a") is first) == (1, True, False)
-
-
-def test_memory_is_bounded_and_the_least_recently_used_goes_first():
-    episodes = Episodes(idle_s=1000, limit_bytes=2500)
-    kept = [episodes.of(name) for name in "abc"]
-    episodes.of("a")
-    episodes.sweep()
-    assert len(episodes) == 2
-    assert episodes.of("a") is kept[0]
-    assert episodes.of("b") is not kept[1]
-
-
 def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engine():
     pool = Pool([ScriptedEngine(url=str(i)) for i in range(3)])
     with pool.lanes[0].occupied(), pool.lanes[1].occupied(), pool.lanes[0].occupied():
@@ -78,10 +56,3 @@ def test_a_new_episode_goes_where_least_is_open_and_never_first_to_a_failed_engi
         assert pool.order(pool.lanes[0])[0] is pool.lanes[0]
         pool.lanes[1].fail()
         assert [lane.engine.url for lane in pool.order(None)] == ["2", "0", "1"]
-
-
-def test_what_was_forgotten_is_known_to_be_forgotten():
-    episodes = Episodes(idle_s=1000, limit_bytes=0, is_home=lambda name: name != "moved")
-    assert [episodes.of(name).lost for name in ("a", "moved")] == [False, True]
-    episodes.sweep()
-    assert (len(episodes), episodes.of("a").lost) == (0, True)
