@@ -65,10 +65,17 @@ class Metrics(Collector):
         for reason, count in meter.drift.branches.items():
             branches.add_metric([reason], count)
         yield branches
+        forgotten = CounterMetricFamily(
+            "swarmq_episodes_forgotten", "Episodes whose memory went, by reason.", labels=["reason"]
+        )
+        for reason, count in self._episodes.counts.items():
+            forgotten.add_metric([reason], count)
+        yield forgotten
         for name, text, level in (
             ("open_calls", "Calls that are rendered or sampled now.", self._gate.open),
             ("waiting_calls", "Calls that wait for their turn.", self._gate.waiting),
             ("episodes", "Episodes that are remembered.", len(self._episodes)),
+            ("memory_bytes", "What their conversations take.", self._episodes.size_bytes),
         ):
             yield GaugeMetricFamily(f"swarmq_{name}", text, value=level)
         yield from self._engines()

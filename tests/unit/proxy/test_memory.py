@@ -14,6 +14,8 @@ from swarmq.proxy.graph import Node, digest, history_of, next_key
 from swarmq.proxy.memory import MAX_GONE, OVERHEAD_BYTES, Episodes
 from swarmq.proxy.refusals import RefusedError
 
+from .test_control import token
+
 HI = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
 ONE = {"role": "assistant", "content": "one"}
@@ -186,6 +188,21 @@ async def test_a_conversation_within_the_bound_is_stitched(stages):
         await stage.ask(HI, ONE, MORE)
         first, second = stage.turns()
     assert (second.parent, second.branch) == (first.call_id, None)
+
+
+async def test_people_can_see_what_was_forgotten(stages):
+    async with stages(max_memory_bytes=1) as stage, stage.broker.events("r") as events, asyncio.timeout(60):
+        stage.engine.say("one")
+        await stage.ask(HI)
+        state = await anext(event async for event in events if event.name == "state" and event.fields["forgotten"])
+        warning = await anext(event async for event in events if event.name == "warning")
+        headers = {"authorization": f"Bearer {token('read')}"}
+        async with stage.http.get(f"{stage.url}/metrics", headers=headers) as response:
+            metrics = await response.text()
+    assert state.fields["forgotten"] == {"room": 1}
+    assert "proxy.max_memory_bytes (1) does not hold" in warning.fields["text"]
+    assert 'swarmq_episodes_forgotten_total{reason="room"} 1.0' in metrics
+    assert "swarmq_memory_bytes 0.0" in metrics
 
 
 @pytest.mark.parametrize("name", ["episode", "eval"])
