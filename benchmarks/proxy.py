@@ -28,7 +28,6 @@ import aiohttp
 
 from benchmarks import report
 from swarmq import keys
-from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
@@ -126,10 +125,12 @@ async def play(
         )
         (folder / "job.toml").write_text(job.to_toml())
         secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
-        broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="proxy benchmark"))
-        await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
-        await stack.enter_async_context(drained(broker))
+        async with AmqpBroker.open(node.amqp_url, name="proxy benchmark") as broker:
+            await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
         python = [sys.executable, "-m"]
+        await stack.enter_async_context(
+            running(folder, "drain", [*python, "benchmarks.proxy_drain", node.amqp_url, RUN])
+        )
         await stack.enter_async_context(
             running(folder, "engine", [*python, "benchmarks.proxy_engine", str(engine_port)])
         )
@@ -242,23 +243,6 @@ async def _memory(pid: int, opened_s: float, lasts_s: float) -> float:
     before = resident(pid)
     await asyncio.sleep(lasts_s - opened_s - 1.5)
     return resident(pid) / before
-
-
-@contextlib.asynccontextmanager
-async def drained(broker: AmqpBroker) -> AsyncIterator[None]:
-    """Turns are taken from the inbox, as a collector takes them."""
-
-    async def drain() -> None:
-        async with broker.consume(topology.inbox(RUN), prefetch=500) as deliveries:
-            async for delivery in deliveries:
-                await delivery.ack()
-
-    async with asyncio.TaskGroup() as tasks:
-        task = tasks.create_task(drain())
-        try:
-            yield
-        finally:
-            task.cancel()
 
 
 @contextlib.asynccontextmanager

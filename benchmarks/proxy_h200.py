@@ -24,7 +24,7 @@ from typing import Any
 import aiohttp
 
 from benchmarks import report
-from benchmarks.proxy import OPEN_FILES, RUN, drained, running, until_serving
+from benchmarks.proxy import OPEN_FILES, RUN, running, until_serving
 from benchmarks.timelines import SHAPES
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
@@ -86,9 +86,10 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         job = SwarmJob.build({**tree, "proxy": {"count": arguments.proxies}})
         (folder / "job.toml").write_text(job.to_toml())
         secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
-        broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="proxy benchmark"))
-        await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
-        await stack.enter_async_context(drained(broker))
+        async with AmqpBroker.open(node.amqp_url, name="proxy benchmark") as broker:
+            await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
+        drain = [sys.executable, "-m", "benchmarks.proxy_drain", node.amqp_url, RUN]
+        await stack.enter_async_context(running(folder, "drain", drain))
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
         )

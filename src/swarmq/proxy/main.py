@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack
@@ -25,12 +26,16 @@ from swarmq.proxy.tuning import Tuning
 
 DRAIN_S = 10
 BACKLOG = 2048
+YOUNG_OBJECTS = 10_000
+"""Between two looks of the garbage collector: a stream's events are gone by then, and not looked at at all."""
 log = structlog.get_logger()
 
 
 def run(job: SwarmJob, *, number: int = 0) -> None:
     """Serve until SIGTERM or SIGINT. Raises SwarmqError when the job names no broker, no engine or a taken port."""
     logs.configure(role=f"proxy.{number}", run=job.run)
+    gc.freeze()  # what is imported stays: not to be looked at again while agents wait
+    gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(job, number=number))
 
