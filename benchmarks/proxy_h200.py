@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import uvloop
 
 from benchmarks import report
 from benchmarks.proxy import OPEN_FILES, RUN, running, until_serving
@@ -169,7 +170,8 @@ def main() -> None:
         folder = Path(name)
         (folder / "model").mkdir()
         make_model(folder / "model", arguments.shape, arguments.device)
-        figures, detail = asyncio.run(play(folder, arguments))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            figures, detail = runner.run(play(folder, arguments))
     print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
     report.save("proxy_h200", figures, detail=detail, out=arguments.out)
 

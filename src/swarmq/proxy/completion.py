@@ -26,11 +26,12 @@ from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_
 from swarmq.proxy.deadline import Deadline
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.gate import Gate
-from swarmq.proxy.graph import history_of
+from swarmq.proxy.graph import Stitched, history_of
 from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Lane, Pool
 from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
+from swarmq.proxy.refusals import RefusedError
 from swarmq.proxy.sampling import effective
 from swarmq.proxy.stitch import stitch
 from swarmq.proxy.tuning import Tuning
@@ -166,6 +167,8 @@ class Completions:
             stitched = await stitch(
                 memory.graph(call.policy), history, rendered.token_ids, lane.engine, lost=memory.lost
             )
+            if "features" in rendered.carried:
+                stitched = self._with_images(call, rendered, stitched)
             setting = self._tuning.sampling(call.policy, call.claims.kind)
             prompt_ids = unpack_ids(stitched.prompt).tolist() if stitched.repaired else rendered.token_ids
             tuned = effective(
@@ -206,6 +209,15 @@ class Completions:
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
             overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
         )  # fmt: skip
+
+    def _with_images(self, call: Call, rendered: Rendered, stitched: Stitched) -> Stitched:
+        """The prompt as rendered, since the engine finds images by their places in it. Raises RefusedError."""
+        if call.claims.mode == "train" and self._tuning.job.policies[call.policy].trained:
+            raise RefusedError(
+                "images are for evaluation and for policies that are not trained: learners read tokens alone",
+                code="unsupported_parameter", param="messages",
+            )  # fmt: skip
+        return Stitched(prompt=pack_ids(rendered.token_ids), branch="drift") if stitched.repaired else stitched
 
     async def _end(self, begun: Begun, choice: Choice) -> Ended:
         assert choice.finish_reason

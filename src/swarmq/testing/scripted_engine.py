@@ -94,6 +94,8 @@ class ScriptedEngine:
         self.version = 0
         self.down = False
         self.parsed = False
+        self.sees = False
+        """It takes images."""
         self.requests: list[Rendered] = []
         """What was sampled from, in order."""
         self.asked = asyncio.Event()
@@ -126,8 +128,14 @@ class ScriptedEngine:
                 f"maximum context length is {self.max_model_len}", status=400, code="context_length_exceeded"
             )
         given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
+        images = [part for message in chat["messages"] for part in _parts(message) if part.get("type") == "image_url"]
+        if images and not self.sees:
+            raise EngineRefusedError("the model takes no images", status=400)
         return Rendered(
-            token_ids=ids, sampling=given, parsed=prompt is None and (self.parsed or bool(chat.get("tools")))
+            token_ids=ids,
+            sampling=given,
+            carried={"features": images} if images else {},
+            parsed=prompt is None and (self.parsed or bool(chat.get("tools"))),
         )
 
     async def generate(
@@ -231,6 +239,11 @@ def _turn(message: Json) -> str:
         for c in message.get("tool_calls") or ()
     )
     return f"<|start|>{message['role']}\n{message.get('content') or ''}{calls}<|end|>\n"
+
+
+def _parts(message: Json) -> list[Json]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _before_markup(text: str) -> str:

@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import json
+from typing import Literal
 
 import openai
+import pydantic
 import pytest
 
 from swarmq.messages import unpack_floats, unpack_ids
@@ -187,6 +189,43 @@ async def test_a_json_schema_is_kept_to(stage, agent):
         model="main", messages=[USER], response_format=wanted, max_tokens=800, seed=5
     )
     assert json.loads(answer.choices[0].message.content)["ok"] in {True, False}
+
+
+class Verdict(pydantic.BaseModel):
+    ok: bool
+
+
+class Pick(pydantic.BaseModel):
+    a: Literal[1, 2]
+
+
+@pytest.mark.parametrize("form", ["plain", "streamed", "response", "response streamed"])
+async def test_the_client_s_own_parsing_gets_the_object_it_asked_for(stage, agent, form):
+    agent = agent.with_options(api_key=stage.key("parse", mode="eval"))
+    chat = {"model": "main", "messages": [USER], "response_format": Verdict, "max_tokens": 800, "seed": 5}
+    response = {"model": "main", "input": USER["content"], "text_format": Verdict, "max_output_tokens": 800}
+    match form:
+        case "plain":
+            parsed = (await agent.chat.completions.parse(**chat)).choices[0].message.parsed
+        case "streamed":
+            async with agent.chat.completions.stream(**chat) as stream:
+                parsed = (await stream.get_final_completion()).choices[0].message.parsed
+        case "response":
+            parsed = (await agent.responses.parse(**response, extra_body={"seed": 5})).output_parsed
+        case _:
+            async with agent.responses.stream(**response, extra_body={"seed": 5}) as stream:
+                parsed = (await stream.get_final_response()).output_parsed
+    assert isinstance(parsed, Verdict)
+
+
+async def test_the_client_s_own_parsing_gets_a_tool_s_arguments_as_an_object(stage, agent):
+    agent = agent.with_options(api_key=stage.key("parse", mode="eval"))
+    tool = openai.pydantic_function_tool(Pick, name="pick")
+    choice = {"type": "function", "function": {"name": "pick"}}
+    fields = {"messages": [USER], "tools": [tool], "tool_choice": choice, "max_tokens": 800, "seed": 5}
+    answer = await agent.chat.completions.parse(model="main", **fields)
+    [call] = answer.choices[0].message.tool_calls
+    assert isinstance(call.function.parsed_arguments, Pick)
 
 
 async def test_several_choices_are_several_turns(stage, agent):

@@ -121,6 +121,7 @@ async def test_options_reach_the_engine_in_chat_s_words(stage, agent, choice, wa
     seen = []
     stage.engine.template = lambda chat: seen.append(chat) or "x"
     stage.engine.say("x")
+    stage.engine.sees = True
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "look"}, image]}]
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}

@@ -1,0 +1,52 @@
+"""Images: for models that take them, where nothing is trained on what was said about them."""
+
+import pytest
+
+from swarmq.messages import unpack_ids
+from swarmq.testing.scripted_engine import END, spelled
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+LOOK = {"role": "user", "content": [{"type": "text", "text": "look"}, IMAGE]}
+HI = {"role": "user", "content": "hi"}
+
+
+@pytest.fixture
+def seeing(stage):
+    stage.engine.sees = True
+    return stage
+
+
+async def test_a_model_that_takes_them_gets_them(seeing):
+    seeing.engine.say("a cat")
+    answer = await seeing.ask(LOOK, key=seeing.key(mode="eval"))
+    assert answer["choices"][0]["message"]["content"] == "a cat"
+    [asked] = seeing.engine.requests
+    assert asked.carried == {"features": [IMAGE]}
+
+
+async def test_a_model_that_does_not_says_so(stage):
+    status, error = await stage.refused({"model": "main", "messages": [LOOK]}, key=stage.key(mode="eval"))
+    assert (status, error["message"]) == (400, "the model takes no images")
+
+
+async def test_a_training_episode_with_images_is_refused_and_nothing_is_sampled(seeing):
+    status, error = await seeing.refused({"model": "main", "messages": [LOOK]})
+    assert (status, error["param"]) == (400, "messages")
+    assert seeing.engine.requests == []
+
+
+@pytest.mark.parametrize("picture", [False, True])
+async def test_the_prompt_is_as_rendered_where_images_have_places_in_it(seeing, picture):
+    """Without one, what was sampled in other tokens than a rendering's stays in those tokens."""
+    key = seeing.key(mode="eval")
+    seeing.engine.say("", tokens=spelled("hello"))
+    first = await seeing.ask(HI, key=key)
+    seeing.engine.say("ok")
+    await seeing.ask(HI, first["choices"][0]["message"], LOOK if picture else HI, key=key)
+    earlier, later = seeing.turns()
+    recorded = [*unpack_ids(earlier.prompt_ids), *spelled("hello"), END]
+    fresh = await seeing.engine.render({"messages": [HI, first["choices"][0]["message"], LOOK if picture else HI]})
+    sampled_from = seeing.engine.requests[1].token_ids
+    assert (sampled_from == fresh.token_ids) is picture
+    assert (sampled_from[: len(recorded)] == recorded) is not picture
+    assert (later.branch, later.repaired) == (("drift", False) if picture else (None, True))
