@@ -17,6 +17,7 @@ import contextlib
 import os
 import resource
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
+import uvloop
 
 from benchmarks import report
 from swarmq import keys
@@ -43,7 +45,7 @@ WINDOW_S, HOLD_S = 4.0, 20.0
 MANY = 512
 ARRIVALS_PER_S = 100
 """At which pace streams begin: an avalanche of connections would be measured otherwise."""
-SATURATED = 64
+SATURATED = 256
 """Calls at a time where requests are counted."""
 SHORT = 16
 OPEN_FILES = 16_384
@@ -160,8 +162,11 @@ async def play(
         figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
         targets = [swarmq]
         if litellm:
-            argv = [*MEASURED, str(litellm), "--config", _litellm_config(folder, engine), "--port", str(litellm_port)]
-            other = await stack.enter_async_context(running(folder, "litellm", [*argv, "--host", "127.0.0.1"]))
+            offline = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True"]  # or it asks the internet when it starts
+            argv = [*offline, *MEASURED, str(litellm), "--config", _litellm_config(folder, engine)]
+            other = await stack.enter_async_context(
+                running(folder, "litellm", [*argv, "--host", "127.0.0.1", "--port", str(litellm_port)])
+            )
             await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness")
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
         rates = await saturated(client, http, engine, targets)
@@ -183,9 +188,9 @@ async def latency(
     alone, many = count == 1, count >= MANY
     over_s = 0.0 if alone else max(interval_s, count / ARRIVALS_PER_S)
     tokens = SHORT if alone else int((over_s + HOLD_S if many else WINDOW_S) / interval_s)
-    rounds = 60 if alone else 2 if many else REPEATS
+    rounds = 40 if alone else 2 if many else REPEATS
     await set_pace(http, engine, tokens=SHORT, interval_s=0.0)
-    await client.together(proxy, min(count, SATURATED))  # warm
+    await client.together(proxy, min(count, 64))  # warm
     await set_pace(http, engine, tokens=tokens, interval_s=interval_s)
     calls: dict[str, list[Call]] = {"direct": [], "swarmq": []}
     growth: list[float] = []
@@ -212,13 +217,13 @@ async def saturated(
     client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target]
 ) -> dict[str, list[float]]:
     """Requests a second of short streamed answers, the targets in turns."""
-    await set_pace(http, engine, tokens=SHORT, interval_s=0.0)
+    await set_pace(http, engine, tokens=SHORT, interval_s=TOKEN_S)
     rates: dict[str, list[float]] = {target.name: [] for target in targets}
     for target in targets:
         await client.together(target, SATURATED)  # warm
     for _ in range(REPEATS):
         for target in targets:
-            rates[target.name].append(await _rate(client, target, seconds=4.0))
+            rates[target.name].append(await _rate(client, target, seconds=6.0))
     return rates
 
 
@@ -285,14 +290,14 @@ def _litellm_config(folder: Path, engine: str) -> str:
     path = folder / "litellm.yaml"
     path.write_text(
         "model_list:\n- model_name: main\n  litellm_params:\n    model: openai/scripted\n"
-        f"    api_base: {engine}/v1\n    api_key: none\n"
+        f"    api_base: {engine}/v1\n    api_key: none\nlitellm_settings:\n  telemetry: false\n"
     )
     return str(path)
 
 
-def litellm_version(binary: Path) -> str:
-    found = sorted(binary.parent.parent.glob("lib/python*/site-packages/litellm-*.dist-info"))
-    return found[0].name.removeprefix("litellm-").removesuffix(".dist-info") if found else "unknown"
+def litellm_version(program: Path) -> str:
+    told = subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout
+    return told.strip().rpartition(" ")[2]
 
 
 def main() -> None:
@@ -304,8 +309,9 @@ def main() -> None:
         resource.RLIMIT_NOFILE, (OPEN_FILES, max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     )
     os.sched_setaffinity(0, CORES[:-1] or CORES)
-    with tempfile.TemporaryDirectory() as folder:
-        figures, detail = asyncio.run(play(Path(folder), streams=arguments.streams, litellm=arguments.litellm))
+    with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        work = play(Path(folder), streams=arguments.streams, litellm=arguments.litellm)
+        figures, detail = runner.run(work)
     print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
     report.save("proxy", figures, detail=detail, out=arguments.out)
 

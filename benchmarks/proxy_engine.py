@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import uvloop
 from aiohttp import web
 
 Json = dict[str, Any]
@@ -121,9 +122,8 @@ def main(port: str) -> None:
         app.router.add_post("/pace", engine.pace)
         return app
 
-    web.run_app(
-        application(), host="127.0.0.1", port=int(port), print=None, access_log=None, shutdown_timeout=1.0, backlog=4096
-    )
+    quiet = {"print": None, "access_log": None, "shutdown_timeout": 1.0, "backlog": 4096}
+    web.run_app(application(), host="127.0.0.1", port=int(port), loop=uvloop.new_event_loop(), **quiet)
 
 
 if __name__ == "__main__":
