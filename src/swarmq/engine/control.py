@@ -14,14 +14,16 @@ So it carries the label `updating-<version>` while its weights change, and whoev
     label is `updating-...`                   unknown weights: a whole new update repairs them, else a restart
 
 An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
-so there is nothing half done for it to make permanent.
+so there is nothing half done for it to make permanent. An engine that stays in doubt is condemned: its label then ends
+in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import enum
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -35,6 +37,10 @@ from swarmq.errors import EngineError, EngineRefusedError
 log = structlog.get_logger()
 
 UPDATING = "updating-"
+CONDEMNED = "-restart"
+LOAD_S = 60.0
+SLOWEST_BYTES_PER_S = 100e6
+"""An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
 
 
 class Phase(enum.Enum):
@@ -59,6 +65,31 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     def in_doubt(self) -> bool:
         return self.label.startswith(UPDATING)
 
+    @property
+    def condemned(self) -> bool:
+        """Nothing but a restart helps."""
+        return self.in_doubt and self.label.endswith(CONDEMNED)
+
+
+class Facts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker of an engine says of itself."""
+
+    gpu: str
+    """The physical GPU; empty on a CPU."""
+    dtype: str
+    """That of the weights it computes with, e.g. `bfloat16`."""
+    pid: int
+
+
+class Parcel(msgspec.Struct, frozen=True, kw_only=True):
+    """New weights, ready to be fetched by an engine."""
+
+    update_info: Mapping[str, Any]
+    """For the backend inside vLLM: where they are."""
+    size_bytes: int = 0
+    send: Callable[[str, float], None] | None = None
+    """What the learner does, in a thread, while an engine receives; given the engine's url and a limit in seconds."""
+
 
 class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds for each step. A pause waits for the model's current step; an update reads the whole model."""
@@ -68,6 +99,11 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     update_s: float = 600.0
     finish_s: float = 60.0
     resume_s: float = 30.0
+
+    def for_size(self, size_bytes: int) -> Timeouts:
+        """As short as weights of this size allow."""
+        enough_s = LOAD_S + size_bytes / SLOWEST_BYTES_PER_S
+        return msgspec.structs.replace(self, update_s=min(self.update_s, enough_s))
 
     @property
     def total_s(self) -> float:
@@ -115,8 +151,25 @@ class EngineControl:
             ) from error
         return Status(label=str(info["weight_version"]), paused=bool(pause["is_paused"]))
 
-    async def update(self, update_info: Mapping[str, Any], version: int) -> float:
-        """Load the weights that `update_info` describes and serve them as `version`; returns the pause in seconds.
+    async def facts(self) -> list[Facts]:
+        """Of every worker; none from an engine that was started without our extension."""
+        try:
+            answer = await self._call("POST", "/collective_rpc", self.timeouts.ask_s, method="swarmq_facts")
+        except EngineRefusedError:
+            return []
+        return msgspec.convert(answer["results"], list[Facts])
+
+    async def rendezvous(self, **where: Any) -> None:
+        """Have all workers meet the learner there; returns when they have."""
+        await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
+
+    async def condemn(self, version: int) -> None:
+        """Mark an engine in doubt as one that only a restart helps."""
+        label = f"{UPDATING}{version}{CONDEMNED}"
+        await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=label)
+
+    async def update(self, parcel: Parcel, version: int) -> float:
+        """Load these weights and serve them as `version`; returns the pause in seconds.
 
         Also repairs an engine that another pusher left paused or half done. Raises EngineError; the engine then
         serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
@@ -125,7 +178,7 @@ class EngineControl:
         began = time.perf_counter()
         try:
             await self._pause()
-            await self._load(update_info, version, before)
+            await self._load(parcel, version, before)
         finally:
             if self.phase is not Phase.UPDATING:
                 await self._resume()
@@ -147,12 +200,12 @@ class EngineControl:
         self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
 
-    async def _load(self, update_info: Mapping[str, Any], version: int, before: Status) -> None:
+    async def _load(self, parcel: Parcel, version: int, before: Status) -> None:
         await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=f"{UPDATING}{version}")
         self.phase = Phase.UPDATING
         await self._start()
         try:
-            await self._call("POST", "/update_weights", self.timeouts.update_s, update_info=update_info)
+            await self._deliver(parcel)
         except EngineRefusedError as error:
             if UNTOUCHED in str(error) and not before.in_doubt:
                 await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=before.label)
@@ -160,6 +213,15 @@ class EngineControl:
             raise
         await self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
         self.phase = Phase.VERSIONED
+
+    async def _deliver(self, parcel: Parcel) -> None:
+        timeout_s = self.timeouts.for_size(parcel.size_bytes).update_s
+        sending = asyncio.create_task(asyncio.to_thread(parcel.send, self.url, timeout_s)) if parcel.send else None
+        try:
+            await self._call("POST", "/update_weights", timeout_s, update_info=parcel.update_info)
+        finally:
+            if sending is not None:
+                await sending
 
     async def _start(self) -> None:
         try:
@@ -175,7 +237,7 @@ class EngineControl:
         await self._call("POST", "/resume", self.timeouts.resume_s)
         self.phase = Phase.SERVING
 
-    async def _call(self, method: str, path: str, timeout_s: float, **body: Any) -> dict[str, Any]:
+    async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> dict[str, Any]:
         assert self._session is not None
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:

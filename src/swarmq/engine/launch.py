@@ -14,7 +14,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +25,7 @@ from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.model import Model, check_model
 from swarmq.engine.watch import PauseWatch
-from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV
+from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.process import die_with_parent, port_is_free, stop_group, tail
 
@@ -56,15 +56,22 @@ class EngineProcess:
     """`async with EngineProcess(policy, port=8001, log_path=...) as engine:` a server at `engine.url` until the end."""
 
     def __init__(
-        self, policy: Policy, *, port: int, log_path: Path, progress: Callable[[str], None] | None = None
+        self,
+        policy: Policy,
+        *,
+        port: int,
+        log_path: Path,
+        progress: Callable[[str], None] | None = None,
+        gpus: Sequence[int] | None = None,
     ) -> None:
-        """`progress` gets a few words whenever the start enters a new stage."""
+        """`progress` gets a few words whenever the start enters a new stage. `gpus`: all without it."""
         self.url = f"http://{HOST}:{port}"
         self.log_path = log_path
         self.started_s = 0.0
         """How long the last start took."""
         self._policy = policy
         self._port = port
+        self._gpus = gpus
         self._progress = progress or (lambda _stage: None)
         self._process: asyncio.subprocess.Process | None = None
 
@@ -112,7 +119,7 @@ class EngineProcess:
             begin_at = sink.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
-                env=os.environ | environment(model, cuda=cuda, given=os.environ),
+                env=os.environ | environment(model, cuda=cuda, given=os.environ) | visible(self._gpus),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -185,6 +192,7 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool) -> list[st
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+        "--worker-extension-cls": WORKER_EXTENSION,
         "--uvicorn-log-level": "warning",
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
@@ -216,6 +224,14 @@ def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[s
         }
     chosen = {key: given.get(key, value) for key, value in wanted.items()}
     return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1"}
+
+
+def visible(gpus: Sequence[int] | None) -> dict[str, str]:
+    """The environment of a process that is to see these GPUs, by their numbers in ours."""
+    if gpus is None:
+        return {}
+    names = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[gpu] if names else str(gpu) for gpu in gpus)}
 
 
 def _kv_cache_gib() -> int:

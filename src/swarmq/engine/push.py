@@ -1,42 +1,56 @@
-"""The learner's side of a weight push: write the weights once, then have every engine of the policy load them at once.
+"""The learner's side of a weight push: make the weights ready once for each way, then have every engine load them at once.
 
-    named tensors --Transfer.publish--> update info --EngineControl.update--> engine 0, engine 1, ...
+    engine --facts--> route --publish--> parcel --EngineControl.update--> engine 0, engine 1, ...
 
-How the tensors travel is a `Transfer`; how an engine is led through the update is control.py's business. A trainer is
-not asynchronous, so neither is this.
+How tensors travel is transfers.py's business, how an engine is led through the update control.py's. A trainer is not
+asynchronous, so neither is this.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
-import os
-import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-from urllib.parse import urlsplit
+from typing import TypeVar
 
 import msgspec
 import structlog
-import torch
-from safetensors.torch import save_file
 
-from swarmq.engine.control import EngineControl, Timeouts
+from swarmq.engine.control import EngineControl, Parcel, Phase, Timeouts
+from swarmq.engine.transfers import (
+    FileTransfer,
+    IpcTransfer,
+    NamedTensors,
+    NcclTransfer,
+    Route,
+    Staging,
+    Tensors,
+    Transfer,
+    distinct,
+    route_to,
+)
+from swarmq.engine.weights_ipc import gpu_uuid
 from swarmq.errors import EngineError, EngineRefusedError
 
 log = structlog.get_logger()
 
-Outcome = dict[str, float | EngineError]
-"""Engine url -> its pause in seconds, or why it did not take the push."""
+T = TypeVar("T")
 
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
-FOLDER_PREFIX = "swarmq-weights-"
 RETRY_S = 1.0
+DOUBTS = 2
+"""So many pushes in a row that leave an engine's weights in doubt condemn it."""
+
+
+class Taken(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine took a push."""
+
+    pause_s: float
+    way: str
+
+
+Outcome = dict[str, Taken | EngineError]
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,59 +58,15 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
 
     version: int
     write_s: float = 0.0
+    """To make the weights ready, while agents go on."""
     pause_s: float = 0.0
     pauses: dict[str, float] = {}
     """Engine url -> its own."""
+    ways: dict[str, str] = {}
+    """Engine url -> `ipc`, `nccl` or `file`."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> why it does not serve this version. `ensure` brings them up to date when they are back."""
-
-
-class Transfer(Protocol):
-    """A way for tensors to reach engines."""
-
-    def publish(self, named_tensors: NamedTensors, version: int) -> Mapping[str, Any]:
-        """Make the tensors ready and say, in the engine backend's words, where they are."""
-
-    def withdraw(self) -> None:
-        """Every engine has been asked: free what `publish` holds."""
-
-
-class FileTransfer:
-    """A safetensors file, in shared memory when every engine is on this host, else in `folder`, which all must see.
-
-    It need not survive anything and is not synced: who comes back after a crash pushes again.
-    """
-
-    def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
-        local = all(_is_loopback(url) for url in engine_urls)
-        self._parent = SHARED_MEMORY if local and os.access(SHARED_MEMORY, os.W_OK) else folder
-        self._fallback = folder
-        self._scratch: Path | None = None
-
-    def publish(self, named_tensors: NamedTensors, version: int) -> Mapping[str, Any]:
-        tensors = _distinct(named_tensors)
-        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        self.withdraw()
-        self._scratch = _scratch_folder(self._roomy(size_bytes))
-        path = self._scratch / f"{version}.safetensors"
-        save_file(tensors, path)
-        return {"path": str(path)}
-
-    def withdraw(self) -> None:
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
-
-    def _roomy(self, size_bytes: int) -> Path:
-        for parent in (self._parent, self._fallback):
-            parent.mkdir(parents=True, exist_ok=True)
-            _remove_leftovers(parent)
-            if shutil.disk_usage(parent).free > size_bytes + (64 << 20):
-                return parent
-        raise EngineError(
-            f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free some"
-        )
 
 
 class WeightPusher:
@@ -107,7 +77,7 @@ class WeightPusher:
         engine_urls: Sequence[str],
         folder: Path,
         *,
-        transfer: Transfer | None = None,
+        transfers: Mapping[str, Transfer] | None = None,
         timeouts: Timeouts | None = None,
         patience_s: float = 180.0,
         current: Callable[[], Sequence[str]] | None = None,
@@ -115,64 +85,140 @@ class WeightPusher:
         """`patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
         started again, and there is nothing to learn from without any). `current` gives the engines of each moment,
         where they come and go; `engine_urls` are those of the beginning."""
+        staging = Staging()
         self._current = current or (lambda: engine_urls)
-        self._transfer = transfer or FileTransfer(engine_urls, folder)
+        self._transfers = transfers or {
+            "ipc": IpcTransfer(staging),
+            "nccl": NcclTransfer(staging),
+            "file": FileTransfer(engine_urls, folder),
+        }
         self._timeouts = timeouts or Timeouts()
         self._patience_s = patience_s
+        self._routes: dict[str, Route] = {}
+        self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
+        """Engine, way and workers of what has failed and is not tried again."""
+        self._doubts: Counter[str] = Counter()
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
-        return self._run(named_tensors, version, self._current())
+        return asyncio.run(self._push(distinct(named_tensors), version, self._current(), self._patience_s))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Push to the engines that do not serve `version` (started again, left paused, or in doubt); often to none."""
-        behind = asyncio.run(self._behind(version))
-        return self._run(named_tensors, version, behind) if behind else PushReport(version=version)
+        urls = self._current()
+        behind = asyncio.run(self._behind(urls, version))
+        if not behind:
+            return PushReport(version=version)
+        patience_s = self._patience_s if len(behind) == len(urls) else 0.0
+        return asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
 
-    def _run(self, named_tensors: NamedTensors, version: int, urls: Sequence[str]) -> PushReport:
+    async def _push(self, tensors: Tensors, version: int, urls: Sequence[str], patience_s: float) -> PushReport:
         began = time.perf_counter()
+        shipment = Shipment(self._transfers, tensors, version)
         try:
-            update_info = self._transfer.publish(named_tensors, version)
-            write_s = time.perf_counter() - began
-            outcome = asyncio.run(self._update(urls, update_info, version))
+            outcome = await self._until_taken(urls, shipment, patience_s)
         finally:
-            self._transfer.withdraw()
-        pauses = {url: pause for url, pause in outcome.items() if isinstance(pause, float)}
+            shipment.withdraw()
+        taken = {url: result for url, result in outcome.items() if isinstance(result, Taken)}
         return PushReport(
             version=version,
-            write_s=write_s,
-            pause_s=max(pauses.values()),
-            pauses=pauses,
+            write_s=shipment.seconds,
+            pause_s=max(one.pause_s for one in taken.values()),
+            pauses={url: one.pause_s for url, one in taken.items()},
+            ways={url: one.way for url, one in taken.items()},
             total_s=time.perf_counter() - began,
             failed={url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)},
         )
 
-    async def _update(self, urls: Sequence[str], update_info: Mapping[str, Any], version: int) -> Outcome:
-        deadline = time.monotonic() + self._patience_s
+    async def _until_taken(self, urls: Sequence[str], shipment: Shipment, patience_s: float) -> Outcome:
+        deadline = time.monotonic() + patience_s
         while True:
-            async with asyncio.TaskGroup() as tasks:
-                pushes = {url: tasks.create_task(self._update_one(url, update_info, version)) for url in urls}
-            outcome = {url: push.result() for url, push in pushes.items()}
+            routes = await _each(urls, self._route)
+            for route in routes.values():
+                if isinstance(route, Route):
+                    shipment.publish(route)  # of every way before the first pause begins
+            outcome = await self._update_all(routes, shipment)
             failures = [result for result in outcome.values() if isinstance(result, EngineError)]
             if len(failures) < len(outcome):
                 return outcome
             refused = any(isinstance(error, EngineRefusedError) for error in failures)
             if refused or time.monotonic() > deadline:
-                raise EngineError(f"no engine took version {version}: {failures[0]}") from failures[0]
+                raise EngineError(f"no engine took version {shipment.version}: {failures[0]}") from failures[0]
             await asyncio.sleep(RETRY_S)  # nothing tells when a server that is gone is back
 
-    async def _update_one(self, url: str, update_info: Mapping[str, Any], version: int) -> float | EngineError:
+    async def _update_all(self, routes: Mapping[str, Route | EngineError], shipment: Shipment) -> Outcome:
+        return await _each(list(routes), lambda url: self._update(url, routes[url], shipment))
+
+    async def _route(self, url: str) -> Route | EngineError:
+        """How the engine is reached at this moment: it may have been started again since the last push."""
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
-                return await engine.update(update_info, version)
+                if (await engine.status()).condemned:
+                    return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
+                route = route_to(url, await engine.facts(), gpu_uuid())
+                route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
         except EngineError as error:
-            log.warning("weights not taken", engine=url, version=version, reason=str(error))
             return error
+        if self._routes.get(url) != route:
+            self._routes[url] = route
+            log.info("weights go", engine=url, way=route.ways[0], dtype=route.dtype, reason=route.reason)
+        return route
 
-    async def _behind(self, version: int) -> tuple[str, ...]:
-        async with asyncio.TaskGroup() as tasks:
-            asked = {url: tasks.create_task(self._is_at(url, version)) for url in self._current()}
-        return tuple(url for url, at in asked.items() if not at.result())
+    async def _open_ways(self, engine: EngineControl, route: Route) -> tuple[str, ...]:
+        opened = []
+        for way in route.ways:
+            if (engine.url, way, route.workers) in self._unfit:
+                continue
+            try:
+                await self._transfers[way].prepare(engine, route)
+            except EngineError as error:
+                self._unfit.add((engine.url, way, route.workers))
+                log.warning("weights cannot go", engine=engine.url, way=way, reason=str(error))
+            else:
+                opened.append(way)
+        return tuple(opened)
+
+    async def _update(self, url: str, route: Route | EngineError, shipment: Shipment) -> Taken | EngineError:
+        if isinstance(route, EngineError):
+            log.warning("weights not taken", engine=url, version=shipment.version, reason=str(route))
+            return route
+        failed = EngineError(f"engine {url}: there is no way to bring it weights")
+        async with EngineControl(url, timeouts=self._timeouts) as engine:
+            for way in route.ways:
+                if (parcel := shipment.parcel(way, route)) is None:
+                    continue
+                try:
+                    pause_s = await engine.update(parcel, shipment.version)
+                except EngineError as error:
+                    failed = error
+                    log.warning("weights not taken", engine=url, version=shipment.version, way=way, reason=str(error))
+                    if not isinstance(error, EngineRefusedError):
+                        break
+                    if way != "file":
+                        self._unfit.add((url, way, route.workers))
+                else:
+                    self._doubts.pop(url, None)
+                    return Taken(pause_s=pause_s, way=way)
+            await self._judge(engine, shipment.version)
+        return failed
+
+    async def _judge(self, engine: EngineControl, version: int) -> None:
+        """Condemn an engine that pushes leave in doubt again and again: started by us, it is started again."""
+        if engine.phase is not Phase.UPDATING:
+            return
+        self._doubts[engine.url] += 1
+        if self._doubts[engine.url] < DOUBTS:
+            return
+        self._doubts.pop(engine.url)
+        log.error("engine condemned", engine=engine.url, version=version, consequence="left out until it is restarted")
+        try:
+            await engine.condemn(version)
+        except EngineError as error:
+            log.warning("engine does not answer", engine=engine.url, reason=str(error))
+
+    async def _behind(self, urls: Sequence[str], version: int) -> tuple[str, ...]:
+        current = await _each(urls, lambda url: self._is_at(url, version))
+        return tuple(url for url, at in current.items() if not at)
 
     async def _is_at(self, url: str, version: int) -> bool:
         try:
@@ -183,44 +229,42 @@ class WeightPusher:
         return status.version == version and not status.paused
 
 
-def _distinct(named_tensors: NamedTensors) -> dict[str, torch.Tensor]:
-    """Contiguous tensors on the CPU by name; of several names for one tensor (a tied head) the first."""
-    tensors: dict[str, torch.Tensor] = {}
-    seen: set[tuple[int, torch.Size]] = set()
-    for name, tensor in named_tensors:
-        place = (tensor.data_ptr(), tensor.shape)
-        if place not in seen:
-            seen.add(place)
-            tensors[name] = tensor.detach().to("cpu").contiguous()
-    return tensors
+class Shipment:
+    """One version of the weights, made ready once for each way and type that engines want."""
+
+    def __init__(self, transfers: Mapping[str, Transfer], tensors: Tensors, version: int) -> None:
+        self.version = version
+        self.seconds = 0.0
+        """Spent on making ready."""
+        self._transfers, self._tensors = transfers, tensors
+        self._parcels: dict[tuple[str, str | None], Parcel | EngineError] = {}
+
+    def publish(self, route: Route) -> None:
+        """For the first way of the route for which there is room. Raises EngineError when there is none at all."""
+        if all(self.parcel(way, route) is None for way in route.ways):
+            failed = self._parcels[route.ways[-1], route.dtype]
+            assert isinstance(failed, EngineError)
+            raise failed
+
+    def parcel(self, way: str, route: Route) -> Parcel | None:
+        """None where there is no room for it."""
+        key = (way, route.dtype)
+        if key not in self._parcels:
+            began = time.perf_counter()
+            try:
+                self._parcels[key] = self._transfers[way].publish(self._tensors, self.version, route.dtype)
+            except EngineError as error:
+                log.warning("weights cannot go", way=way, reason=str(error))
+                self._parcels[key] = error
+            self.seconds += time.perf_counter() - began
+        parcel = self._parcels[key]
+        return parcel if isinstance(parcel, Parcel) else None
+
+    def withdraw(self) -> None:
+        for way in {way for way, _ in self._parcels}:
+            self._transfers[way].withdraw()
 
 
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _scratch_folder(parent: Path) -> Path:
-    """A new folder that this user alone can read; its name says which process made it."""
-    return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Delete what pushers left that were killed: shared memory is not freed by their end."""
-    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
-        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not _is_running(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+async def _each(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:
+    answers = await asyncio.gather(*(ask(url) for url in urls))
+    return dict(zip(urls, answers, strict=True))

@@ -1,6 +1,7 @@
 """Ends pauses that nobody owns: vLLM has no lease on a pause, so a learner that dies in a push leaves its agents waiting.
 
-The learner that is started again repairs the engine within seconds (`WeightPusher.ensure`). This is for when none comes.
+The learner that is started again repairs the engine within seconds (`WeightPusher.ensure`). This is for when none comes,
+for engines that a learner has condemned, and for servers that answer nobody any more.
 """
 
 from __future__ import annotations
@@ -12,21 +13,29 @@ from swarmq.errors import EngineError
 
 log = structlog.get_logger()
 
+SILENCE_S = 300.0
+"""A server that has not said how it is for so long does not come back by itself."""
+
 
 class PauseWatch:
     """Looked at now and then; it acts when a pause has lasted longer than any push can."""
 
     def __init__(self, engine: EngineControl) -> None:
         self._engine = engine
+        self._silent_since: float | None = None
         self._paused_since: float | None = None
 
     async def look(self, now: float) -> bool:
         """Whether the engine is beyond help and must be restarted; `now` is of a monotonic clock, in seconds."""
         try:
-            paused = (await self._engine.status()).paused
+            status = await self._engine.status()
         except EngineError:
-            return False  # dead or busy: who waits for the process will see
-        if not paused:
+            return self._silent(now)  # dead, which who waits for the process will see, busy, or stuck
+        self._silent_since = None
+        if status.condemned:
+            log.warning("engine condemned by its learner", engine=self._engine.url, label=status.label)
+            return True
+        if not status.paused:
             self._paused_since = None
             return False
         if self._paused_since is None:
@@ -41,3 +50,11 @@ class PauseWatch:
         log.warning("engine was left paused, resumed it", engine=self._engine.url)
         self._paused_since = None
         return False
+
+    def _silent(self, now: float) -> bool:
+        if self._silent_since is None:
+            self._silent_since = now
+        if now - self._silent_since <= SILENCE_S:
+            return False
+        log.warning("engine answers nobody", engine=self._engine.url, seconds=round(now - self._silent_since))
+        return True

@@ -1,4 +1,4 @@
-"""Runs inside vLLM: brings it the weight-transfer backend `swarmq_file`, and ends it with its parent.
+"""Runs inside vLLM: brings it the weight-transfer backend `swarmq`, and ends it with its parent.
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes.
 """
@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 
-BACKEND = "swarmq_file"
+BACKEND = "swarmq"
+WORKER_EXTENSION = "swarmq.engine.worker_facts.WorkerFacts"
 UNTOUCHED = "the model was not touched"
 """In the message of every error after which the engine may go on with the weights it had."""
 
@@ -26,7 +27,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up
-        WeightTransferEngineFactory.register_engine(BACKEND, "swarmq.engine.weights_file", "FileWeightTransferEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "swarmq.engine.weights_receiver", "WeightReceiver")
     if sys.platform == "linux" and os.environ.get(ENGINE_ENV):
         _end_with_parent()
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from swarmq.engine.control import EngineControl, Status
-from swarmq.engine.push import SHARED_MEMORY
+from swarmq.engine.control import EngineControl, Parcel, Status
+from swarmq.engine.transfers import SHARED_MEMORY
 from swarmq.errors import EngineError
 
 from .conftest import TOLERANCE, disturb, logprobs_in, logprobs_of
@@ -97,7 +97,7 @@ async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(
     await push(network, 4)
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineError, match="the model was not touched"):
-            await engine.update({"path": str(_damaged(damage, network, tmp_path))}, 5)
+            await engine.update(Parcel(update_info={"path": str(_damaged(damage, network, tmp_path))}), 5)
         assert await engine.status() == Status(label="4", paused=False)
     choice = await vllm.generate(PROMPT, 8)
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)

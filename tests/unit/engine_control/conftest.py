@@ -21,9 +21,15 @@ class ScriptedVllm:
     paused: bool = False
     active: bool = False
     weights: str = "on disk"
+    workers: list[dict[str, object]] | None = None
+    """What they say of themselves; None without our extension."""
     fail: dict[str, str] = field(default_factory=dict)
+    fail_updates_with: dict[str, str] = field(default_factory=dict)
+    """A key of the update's info -> the refusal."""
     drop: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
+    updates: list[dict[str, object]] = field(default_factory=list)
+    met: list[dict[str, object]] = field(default_factory=list)
     seen_while_serving: set[tuple[str, str]] = field(default_factory=set)
 
     def look(self) -> None:
@@ -64,7 +70,19 @@ class ScriptedVllm:
                 if not self.active:
                     return self.refuse("start_weight_update must be called before update_weights.")
                 assert self.paused
-                self.weights = body["update_info"]["path"]
+                if refusal := next(
+                    (text for key, text in self.fail_updates_with.items() if key in body["update_info"]), ""
+                ):
+                    self.active = False
+                    return self.refuse(refusal)
+                self.updates.append(body["update_info"])
+                self.weights = body["update_info"].get("path", "packed")
+            case "/collective_rpc":
+                if self.workers is None:
+                    return self.refuse(f"Method {body['method']} is not implemented.")
+                return web.json_response({"results": self.workers})
+            case "/init_weight_transfer_engine":
+                self.met.append(body["init_info"])
             case "/finish_weight_update":
                 if not self.active:
                     return self.refuse("finish_weight_update called without a matching start_weight_update.")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.engine.control import EngineControl, Phase, Status, Timeouts
+from swarmq.engine.control import EngineControl, Parcel, Phase, Status, Timeouts
 from swarmq.errors import EngineError, EngineRefusedError
 
-NEW = {"path": "new weights"}
+NEW = Parcel(update_info={"path": "new weights"})
+NEWER = Parcel(update_info={"path": "newer"})
 
 
 async def test_a_push_ends_in_an_engine_that_serves_the_version(vllm):
@@ -22,7 +23,7 @@ async def test_a_push_ends_in_an_engine_that_serves_the_version(vllm):
 async def test_agents_never_get_weights_under_a_label_that_is_not_theirs(vllm):
     async with EngineControl(vllm.url) as engine:
         await engine.update(NEW, 3)
-        await engine.update({"path": "newer"}, 4)
+        await engine.update(NEWER, 4)
     assert vllm.seen_while_serving <= {("default", "on disk"), ("3", "new weights"), ("4", "newer")}
 
 
@@ -44,7 +45,7 @@ async def test_weights_that_the_engine_refuses_to_load_leave_it_serving_as_befor
         await engine.update(NEW, 3)
         vllm.fail["/update_weights"] = vllm.untouched()
         with pytest.raises(EngineRefusedError, match="no such file"):
-            await engine.update({"path": "missing"}, 4)
+            await engine.update(NEWER, 4)
         assert await engine.status() == Status(label="3", paused=False)
 
 
@@ -71,7 +72,7 @@ async def test_the_next_push_repairs_whatever_the_last_one_left(vllm, step):
             await engine.update(NEW, 3)
     vllm.drop.clear()
     async with EngineControl(vllm.url) as engine:
-        await engine.update({"path": "newer"}, 4)
+        await engine.update(NEWER, 4)
     assert (vllm.label, vllm.paused, vllm.weights, vllm.active) == ("4", False, "newer", False)
 
 

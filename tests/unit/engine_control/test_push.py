@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swarmq.engine import push
-from swarmq.engine.push import FileTransfer, WeightPusher
+from swarmq.engine.control import Facts, Parcel, Timeouts
+from swarmq.engine.push import DOUBTS, WeightPusher
+from swarmq.engine.transfers import FOLDER_PREFIX, FileTransfer, distinct, route_to
 from swarmq.errors import EngineError
 
 GONE = "http://127.0.0.1:9"
@@ -69,7 +70,7 @@ async def test_weights_that_are_refused_are_not_offered_again(vllm, weights, tmp
 def test_tensors_arrive_as_they_were_and_a_tied_one_once(weights, tmp_path):
     transfer = FileTransfer(["http://far.example:8000"], tmp_path)
     tied = [*weights, ("head", weights[0][1]), ("turned", weights[0][1].T)]
-    path = Path(transfer.publish(tied, 1)["path"])
+    path = Path(transfer.publish(distinct(tied), 1, None).update_info["path"])
     assert path.is_relative_to(tmp_path)
     loaded = load_file(path)
     assert loaded.keys() == {"a", "b", "turned"}
@@ -81,10 +82,141 @@ def test_tensors_arrive_as_they_were_and_a_tied_one_once(weights, tmp_path):
 
 
 def test_the_files_of_a_killed_pusher_are_removed_and_those_of_a_living_one_kept(weights, tmp_path):
-    dead = tmp_path / f"{push.FOLDER_PREFIX}4194305-x"  # above the kernel's largest pid
-    alive = tmp_path / f"{push.FOLDER_PREFIX}1-x"
+    dead = tmp_path / f"{FOLDER_PREFIX}4194305-x"  # above the kernel's largest pid
+    alive = tmp_path / f"{FOLDER_PREFIX}1-x"
     dead.mkdir()
     alive.mkdir()
-    FileTransfer(["http://far.example:8000"], tmp_path).publish(weights, 1)
+    FileTransfer(["http://far.example:8000"], tmp_path).publish(dict(weights), 1, None)
     assert not dead.exists()
     assert alive.exists()
+
+
+def test_an_engine_gets_its_weights_in_the_type_it_computes_with(tmp_path):
+    transfer = FileTransfer(["http://127.0.0.1:1"], tmp_path)
+    mixed = {"a": torch.rand(3, 5), "count": torch.arange(4)}
+    loaded = load_file(transfer.publish(mixed, 1, "bfloat16").update_info["path"])
+    assert torch.equal(loaded["a"], mixed["a"].bfloat16())
+    assert torch.equal(loaded["count"], mixed["count"])
+    transfer.withdraw()
+
+
+HERE, THERE = "GPU-1", "GPU-2"
+LOCAL, FAR = "http://127.0.0.1:8000", "http://far.example:8000"
+
+
+@pytest.mark.parametrize(
+    ("url", "gpus", "own", "ways"),
+    [
+        (LOCAL, [HERE], HERE, ("ipc", "file")),
+        (LOCAL, [HERE, HERE], HERE, ("ipc", "file")),
+        (LOCAL, [THERE], HERE, ("nccl", "file")),
+        (LOCAL, [THERE, "GPU-3"], HERE, ("nccl", "file")),
+        (LOCAL, [HERE, THERE], HERE, ("file",)),
+        (FAR, [THERE], HERE, ("file",)),
+        (LOCAL, [""], HERE, ("file",)),
+        (LOCAL, [THERE], "", ("file",)),
+        (LOCAL, [], HERE, ("file",)),
+    ],
+)
+def test_the_way_follows_from_where_learner_and_engine_are(url, gpus, own, ways):
+    facts = [Facts(gpu=gpu, dtype="bfloat16", pid=number) for number, gpu in enumerate(gpus)]
+    assert route_to(url, facts, own).ways == ways
+
+
+class Scripted:
+    """A transfer that hands out a parcel of its own."""
+
+    def __init__(self, **update_info):
+        self.update_info, self.published, self.prepared, self.fail = update_info, 0, 0, None
+
+    async def prepare(self, engine, route):
+        self.prepared += 1
+        if self.fail == "prepare":
+            raise EngineError("no rendezvous")
+
+    def publish(self, tensors, version, dtype):
+        if self.fail == "publish":
+            raise EngineError("no room")
+        self.published += 1
+        return Parcel(update_info=self.update_info)
+
+    def withdraw(self):
+        pass
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    monkeypatch.setattr("swarmq.engine.push.gpu_uuid", lambda: HERE)
+    return {"ipc": Scripted(handle=[1]), "nccl": Scripted(tensors=[]), "file": Scripted(path="there")}
+
+
+def worker(gpu: str, pid: int = 7) -> dict[str, object]:
+    return {"gpu": gpu, "dtype": "bfloat16", "pid": pid}
+
+
+@pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "file")])
+async def test_a_push_takes_the_way_of_the_engine_and_says_which(vllm, weights, tmp_path, ways, gpu, way):
+    vllm.workers = [worker(gpu)]
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    report = await asyncio.to_thread(pusher.push, weights, 5)
+    assert report.ways == {vllm.url: way}
+    assert vllm.updates[0].keys() >= ways[way].update_info.keys()
+    assert [name for name, transfer in ways.items() if transfer.published] == [way]
+
+
+async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(vllm, weights, tmp_path, ways):
+    vllm.workers = [worker(HERE)]
+    vllm.fail_updates_with = {"handle": vllm.untouched()}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    assert (await asyncio.to_thread(pusher.push, weights, 5)).ways == {vllm.url: "file"}
+    assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
+    await asyncio.to_thread(pusher.push, weights, 6)
+    assert ways["ipc"].published == 1
+    vllm.workers = [worker(HERE, pid=8)]
+    await asyncio.to_thread(pusher.push, weights, 7)
+    assert ways["ipc"].published == 2, "one that was started again is asked again"
+
+
+@pytest.mark.parametrize("step", ["prepare", "publish"])
+async def test_a_way_that_cannot_be_gone_leaves_the_file(vllm, weights, tmp_path, ways, step):
+    vllm.workers = [worker(THERE)]
+    ways["nccl"].fail = step
+    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
+    assert report.ways == {vllm.url: "file"}
+
+
+async def test_no_room_for_the_weights_anywhere_is_told_at_once(vllm, weights, tmp_path, ways):
+    ways["file"].fail = "publish"
+    with pytest.raises(EngineError, match="no room"):
+        await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways, patience_s=600).push, weights, 5)
+    assert not vllm.paused
+
+
+async def test_an_engine_left_in_doubt_again_and_again_is_condemned_and_left_out_until_restarted(
+    vllm, weights, tmp_path
+):
+    vllm.drop.add("/update_weights")
+    pusher = WeightPusher([vllm.url], tmp_path, patience_s=0)
+    for _ in range(DOUBTS):
+        with pytest.raises(EngineError):
+            await asyncio.to_thread(pusher.push, weights, 5)
+    assert vllm.label == "updating-5-restart"
+    vllm.drop.clear()
+    with pytest.raises(EngineError, match="left out until it is started again"):
+        await asyncio.to_thread(pusher.push, weights, 6)
+    vllm.label, vllm.paused, vllm.active = "default", False, False
+    await asyncio.to_thread(pusher.ensure, weights, 6)
+    assert (vllm.label, vllm.paused) == ("6", False)
+
+
+async def test_a_dead_engine_does_not_hold_up_the_care_for_the_others(vllm, weights, tmp_path):
+    vllm.label = "5"
+    with pytest.raises(EngineError, match="no engine took version 5"):
+        await asyncio.to_thread(WeightPusher([vllm.url, GONE], tmp_path, patience_s=600).ensure, weights, 5)
+
+
+def test_an_update_may_take_as_long_as_its_size_needs_and_no_longer():
+    limits = Timeouts(update_s=600)
+    assert limits.for_size(0).update_s == 60
+    assert limits.for_size(10**10).update_s == 160
+    assert limits.for_size(10**12).update_s == 600

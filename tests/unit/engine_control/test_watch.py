@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmq.engine.control import EngineControl
-from swarmq.engine.watch import PauseWatch
+from swarmq.engine.watch import SILENCE_S, PauseWatch
 
 
 @pytest.fixture
@@ -49,6 +49,24 @@ async def test_two_pauses_are_not_taken_for_one(vllm, engine):
     assert vllm.paused
 
 
-async def test_an_engine_that_does_not_answer_is_not_the_watch_s_business():
+async def test_a_condemned_engine_asks_for_a_restart_at_once(vllm, engine):
+    vllm.paused, vllm.label = True, "updating-3-restart"
+    assert await PauseWatch(engine).look(0)
+
+
+async def test_an_engine_that_does_not_answer_is_given_time_and_then_up():
     async with EngineControl("http://127.0.0.1:9") as gone:
-        assert not await PauseWatch(gone).look(0)
+        watch = PauseWatch(gone)
+        assert not await watch.look(0)
+        assert not await watch.look(SILENCE_S)
+        assert await watch.look(SILENCE_S + 1)
+
+
+async def test_an_answer_ends_the_silence(vllm, engine):
+    watch = PauseWatch(engine)
+    vllm.drop.add("/weight_info")
+    await watch.look(0)
+    vllm.drop.clear()
+    await watch.look(SILENCE_S)
+    vllm.drop.add("/weight_info")
+    assert not await watch.look(2 * SILENCE_S)

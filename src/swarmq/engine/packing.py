@@ -1,0 +1,55 @@
+"""Many tensors as one stretch of bytes, so that they travel in one piece: one handle, one broadcast, one copy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+ALIGNMENT = 256
+"""Bytes: every tensor begins at a multiple, as kernels like it."""
+
+Entry = tuple[str, str, tuple[int, ...]]
+"""Name, dtype without `torch.`, shape."""
+
+
+class Packed:
+    """Where each tensor lies in the bytes; the same on both ends."""
+
+    def __init__(self, entries: Iterable[Sequence[Any]]) -> None:
+        """`entries` as in `Entry`, or as JSON brings them."""
+        self.entries: list[Entry] = [(name, dtype, tuple(shape)) for name, dtype, shape in entries]
+        sizes = [_size_bytes(dtype, shape) for _, dtype, shape in self.entries]
+        starts = [0, *itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]
+        self._spans = list(zip(starts, sizes, strict=False))
+        self.size_bytes = starts[-1]
+
+    @classmethod
+    def of(cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Packed:
+        """For these tensors, floating ones as `dtype`."""
+        return cls(
+            (name, _name(dtype if tensor.is_floating_point() else tensor.dtype), tensor.shape)
+            for name, tensor in tensors.items()
+        )
+
+    def pack(self, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+        """Write the tensors into `buffer` [size_bytes] uint8, from whatever device they are on."""
+        for name, view in self.views(buffer).items():
+            view.copy_(tensors[name], non_blocking=True)
+
+    def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in `buffer`, without copying."""
+        return {
+            name: buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
+            for (name, dtype, shape), (start, size) in zip(self.entries, self._spans, strict=True)
+        }
+
+
+def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel() * getattr(torch, dtype).itemsize)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,257 @@
+"""How tensors reach engines, and which way suits which engine.
+
+same GPU          ipc   one buffer of the learner's that the engine opens: no copy leaves the card
+other GPUs here   nccl  the same buffer, broadcast to all workers of the engine
+anything else     file  in shared memory on this host, else on a disk that all see; also what is left when a way fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+from safetensors.torch import save_file
+
+from swarmq.engine import weights_ipc, weights_nccl
+from swarmq.engine.control import EngineControl, Facts, Parcel
+from swarmq.engine.packing import Packed
+from swarmq.errors import EngineError
+from swarmq.process import free_port
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Tensors = dict[str, torch.Tensor]
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
+FOLDER_PREFIX = "swarmq-weights-"
+LOOPBACK = "127.0.0.1"
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine is reached: the first of `ways` that works."""
+
+    ways: tuple[str, ...]
+    reason: str
+    dtype: str | None = None
+    """Floating weights are sent as this; None: as they are."""
+    workers: tuple[int, ...] = ()
+    """Their process ids."""
+
+
+class Transfer(Protocol):
+    """A way for tensors to reach engines."""
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        """Before the pause: whatever an engine needs once. Raises EngineError."""
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        """Make the tensors ready. Raises EngineError when there is no room for them."""
+
+    def withdraw(self) -> None:
+        """Every engine has been asked: free what `publish` holds."""
+
+
+def route_to(url: str, facts: Sequence[Facts], own_gpu: str) -> Route:
+    """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none."""
+    dtypes = {worker.dtype for worker in facts}
+    gpus = [worker.gpu for worker in facts]
+    ways, reason = _ways(url, gpus, own_gpu)
+    return Route(
+        ways=(*ways, "file"),
+        reason=reason,
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        workers=tuple(worker.pid for worker in facts),
+    )
+
+
+def _ways(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...], str]:
+    if not gpus:
+        return (), "the engine does not say where it runs"
+    if not own_gpu:
+        return (), "the learner has no GPU"
+    if set(gpus) == {own_gpu}:
+        return ("ipc",), "engine and learner share a GPU"
+    if own_gpu in gpus:
+        return (), "the engine spans the learner's GPU and others"
+    if not is_loopback(url):
+        return (), "the engine is on another host"
+    if not all(gpus):
+        return (), "the engine has no GPU"
+    return ("nccl",), "the engine has GPUs of its own on this host"
+
+
+def distinct(named_tensors: NamedTensors) -> Tensors:
+    """By name; of several names for one tensor (a tied head) the first."""
+    tensors: Tensors = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, tensor in named_tensors:
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in seen:
+            seen.add(place)
+            tensors[name] = tensor.detach()
+    return tensors
+
+
+class FileTransfer:
+    """A safetensors file. It need not survive anything and is not synced: who comes back after a crash pushes again."""
+
+    def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
+        """`folder`: which all engines see, for those that are not on this host."""
+        local = all(is_loopback(url) for url in engine_urls)
+        self._parent = SHARED_MEMORY if local and os.access(SHARED_MEMORY, os.W_OK) else folder
+        self._fallback = folder
+        self._scratch: list[Path] = []
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        pass
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        wanted = getattr(torch, dtype) if dtype else None
+        placed = {
+            name: tensor.to("cpu", wanted if tensor.is_floating_point() else None).contiguous()
+            for name, tensor in tensors.items()
+        }
+        size_bytes = sum(tensor.nbytes for tensor in placed.values())
+        folder = _scratch_folder(self._roomy(size_bytes))
+        self._scratch.append(folder)
+        path = folder / f"{version}.safetensors"
+        save_file(placed, path)
+        return Parcel(update_info={"path": str(path)}, size_bytes=size_bytes)
+
+    def withdraw(self) -> None:
+        while self._scratch:
+            shutil.rmtree(self._scratch.pop(), ignore_errors=True)
+
+    def _roomy(self, size_bytes: int) -> Path:
+        for parent in (self._parent, self._fallback):
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(parent)
+            if shutil.disk_usage(parent).free > size_bytes + (64 << 20):
+                return parent
+        raise EngineError(
+            f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free some"
+        )
+
+
+class Staging:
+    """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins."""
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+
+    def packed(self, tensors: Tensors, dtype: str | None) -> tuple[Packed, torch.Tensor]:
+        """The weights in the buffer. Raises EngineError when the GPU has no room for it."""
+        plan = Packed.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
+        if self._buffer is None or self._buffer.numel() != plan.size_bytes:
+            self._buffer = None
+            try:
+                self._buffer = torch.empty(plan.size_bytes, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError as error:
+                raise EngineError(
+                    f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
+                ) from error
+        plan.pack(tensors, self._buffer)
+        torch.cuda.synchronize()
+        return plan, self._buffer
+
+
+class IpcTransfer:
+    """Engines on the learner's GPU open its buffer and copy from it."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        pass
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
+        plan, buffer = self._staging.packed(tensors, dtype)
+        where = {"handle": weights_ipc.exported(buffer), "tensors": plan.entries}
+        return Parcel(update_info=where, size_bytes=plan.size_bytes)
+
+    def withdraw(self) -> None:
+        pass
+
+
+class NcclTransfer:
+    """A communicator for each engine, founded anew when the engine was started again or a broadcast failed."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._groups: dict[str, tuple[tuple[int, ...], weights_nccl.Group]] = {}
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        workers, group = self._groups.get(engine.url, ((), None))
+        if group is not None and workers == route.workers:
+            return
+        if group is not None:
+            self._forget(engine.url)
+        world_size, port = 1 + len(route.workers), free_port()
+        device = torch.device("cuda", torch.cuda.current_device())
+        joining = asyncio.create_task(
+            asyncio.to_thread(
+                weights_nccl.join, LOOPBACK, port, rank=weights_nccl.LEARNER, world_size=world_size, device=device
+            )
+        )
+        try:
+            await engine.rendezvous(address=LOOPBACK, port=port, world_size=world_size)
+            self._groups[engine.url] = (route.workers, await joining)
+        finally:
+            joining.cancel()
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
+        plan, buffer = self._staging.packed(tensors, dtype)
+
+        def send(url: str, timeout_s: float) -> None:
+            try:
+                self._groups[url][1].broadcast(buffer, timeout_s=timeout_s)
+            except EngineError:
+                self._forget(url)
+                raise
+
+        return Parcel(update_info={"tensors": plan.entries}, size_bytes=plan.size_bytes, send=send)
+
+    def withdraw(self) -> None:
+        pass
+
+    def _forget(self, url: str) -> None:
+        self._groups.pop(url)[1].destroy()
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _scratch_folder(parent: Path) -> Path:
+    """A new folder that this user alone can read; its name says which process made it."""
+    return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Delete what pushers left that were killed: shared memory is not freed by their end."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,59 @@
+"""One learner and all workers of one engine in a communicator of their own, by vLLM's NCCL wrapper, on both ends.
+
+A peer that dies in a broadcast leaves the others' GPUs waiting: the learner looks at the clock and aborts.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from swarmq.errors import EngineError
+
+POLL_S = 0.001
+MEET_S = 60
+LEARNER = 0
+"""Its rank; workers come after it."""
+
+
+class Group:
+    """Founded by `join`."""
+
+    def __init__(self, communicator: Any, device: torch.device) -> None:
+        self._communicator = communicator
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def broadcast(self, buffer: torch.Tensor, *, timeout_s: float = 600.0) -> None:
+        """The learner's `buffer` becomes everybody's. Raises EngineError, the group then being of no more use."""
+        self._stream.wait_stream(torch.cuda.current_stream())
+        done: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            self._communicator.broadcast(buffer, src=LEARNER, stream=self._stream)
+            done.record()
+        deadline = time.monotonic() + timeout_s
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.destroy()
+                raise EngineError(f"a broadcast of weights did not end within {timeout_s:g} s: its peer may be dead")
+            time.sleep(POLL_S)
+
+    def destroy(self) -> None:
+        self._communicator.destroy()
+
+
+def join(address: str, port: int, *, rank: int, world_size: int, device: torch.device) -> Group:
+    """Meet the others; returns when all are there. The learner, rank 0, is the one who listens."""
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 - an extra, and slow
+    from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
+    from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415
+
+    try:
+        met = StatelessProcessGroup.create(
+            host=address, port=port, rank=rank, world_size=world_size, store_timeout=MEET_S
+        )
+        with unpinned_nccl_env():
+            return Group(PyNcclCommunicator(met, device=device), device)
+    except Exception as error:  # of sockets, stores and NCCL alike
+        raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error

@@ -1,0 +1,155 @@
+"""Runs inside vLLM: loads what the learner sends into the model being served. Three ways, one at a time:
+
+    {"path": ...}                  a safetensors file, in shared memory or on a disk that both see
+    {"handle": ..., "tensors": ...}   memory of the learner on this very GPU (CUDA IPC)
+    {"tensors": ...}               a broadcast of the learner's GPU (NCCL), after a rendezvous
+
+Everything that can be wrong is found before the model is touched, and the model is changed in one call, so between two
+calls of the learner the weights are always whole: the old ones or the new ones. A learner that dies leaves nothing
+behind in the engine, except a communicator that the next rendezvous replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from swarmq.engine import weights_ipc, weights_nccl
+from swarmq.engine.packing import Packed
+from swarmq.engine.weights_plugin import UNTOUCHED
+
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+
+Shape = tuple[int, ...]
+
+
+@dataclass
+class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the learner waits to found a communicator with all workers of this engine."""
+
+    address: str
+    port: int
+    world_size: int
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the weights are, in checkpoint format: Hugging Face's names and shapes, the whole model."""
+
+    path: str | None = None
+    handle: list[Any] | None = None
+    tensors: list[Any] | None = None
+    """Of `Packed`."""
+
+
+class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[misc]
+    """One worker's side of a push."""
+
+    init_info_cls = Rendezvous
+    update_info_cls = Update
+    _expected: dict[str, Shape] | None = None
+    _group: weights_nccl.Group | None = None
+
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
+        """Meet the learner; for NCCL only."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = weights_nccl.join(
+            init_info.address, init_info.port, rank=rank, world_size=init_info.world_size, device=self.device
+        )
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base class would synchronize an accelerator, which a CPU is not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Read all, check all, load all. Raises ValueError before the model is touched."""
+        with self._arrived(update_info) as tensors:
+            self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, update_info.path or "push")
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(self._with_head(tensors))
+            finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the learner's memory may be read no longer
+
+    @contextlib.contextmanager
+    def _arrived(self, update: Update) -> Iterator[dict[str, torch.Tensor]]:
+        if update.path is not None:
+            yield self._read(update.path)
+            return
+        packed = Packed(update.tensors or ())
+        try:
+            if update.handle is not None:
+                buffer = weights_ipc.opened(update.handle, packed.size_bytes, self.device)
+            elif self._group is not None:
+                buffer = torch.empty(packed.size_bytes, dtype=torch.uint8, device=self.device)
+                self._group.broadcast(buffer)
+            else:
+                raise RuntimeError("there was no rendezvous with the learner")
+        except Exception as error:
+            raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
+        yield packed.views(buffer)
+
+    def _read(self, path: str) -> dict[str, torch.Tensor]:
+        try:
+            with safe_open(path, framework="pt", device=str(self.device)) as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except Exception as error:
+            raise ValueError(f"{path} is not readable as safetensors, {UNTOUCHED}: {error}") from error
+
+    def _check(self, shapes: dict[str, Shape], source: str) -> None:
+        """Compare with the checkpoint being served, where that is a folder here (a hub name is not looked up)."""
+        if self._expected is None:
+            self._expected = _checkpoint_shapes(Path(self.model_config.model))
+            if self._tied:
+                self._expected.pop(HEAD, None)
+        missing = sorted(self._expected.keys() - shapes.keys())
+        changed = sorted(name for name, shape in self._expected.items() if shapes.get(name, shape) != shape)
+        if missing or changed:
+            what = f"lacks {missing[:3]}" if missing else f"has other shapes for {changed[:3]}"
+            raise ValueError(f"{source} is not of the served model, {UNTOUCHED}: it {what}")
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _with_head(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """On a CPU the head is a packed copy of the embedding: though tied, it must be loaded as well."""
+        yield from tensors.items()
+        if HEAD not in tensors and self._tied:
+            yield from ((HEAD, tensor) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
+
+
+def _checkpoint_shapes(folder: Path) -> dict[str, Shape]:
+    shapes: dict[str, Shape] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes

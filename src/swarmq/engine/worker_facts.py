@@ -1,0 +1,18 @@
+"""Mixed into vLLM's workers: what the learner asks before it decides how weights are to travel."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from swarmq.engine.weights_ipc import gpu_uuid
+
+
+class WorkerFacts:
+    def swarmq_facts(self: Any) -> dict[str, Any]:
+        """As in `swarmq.engine.control.Facts`."""
+        return {
+            "gpu": gpu_uuid(self.device) if self.device.type == "cuda" else "",
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "pid": os.getpid(),
+        }

@@ -1,0 +1,69 @@
+"""Weights reach a real vLLM by the learner's own memory or by a broadcast, and are what it samples from afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from swarmq.config import Engine, Policy
+from swarmq.engine.launch import EngineProcess
+from swarmq.engine.push import WeightPusher
+from swarmq.process import free_port
+from tests.support.tiny_model import tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # compilers warn about many things
+]
+
+PROMPT = [(7 * i) % 500 for i in range(64)]
+TOLERANCE = 0.05
+"""BF16 on both sides, by different kernels."""
+
+
+@pytest.mark.parametrize("way", ["ipc", "nccl"])
+async def test_the_engine_samples_from_what_was_pushed(way: str, tmp_path: Path) -> None:
+    if way == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    model = tiny_model()
+    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, dtype="bfloat16", arguments=("--enforce-eager",))
+    policy = Policy(model=str(model), engine=engine)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
+    log_path = tmp_path / "engine.log"
+    async with EngineProcess(policy, port=free_port(), log_path=log_path, gpus=[0 if way == "ipc" else 1]) as process:
+        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+        for version in range(1, 4):
+            with torch.no_grad():
+                for parameter in network.parameters():
+                    parameter.add_(torch.randn_like(parameter), alpha=0.02)
+            report = await asyncio.to_thread(pusher.push, network.state_dict().items(), version)
+            assert report.ways == {process.url: way}
+            told, ids = await _sampled(process.url, model)
+            assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
+
+
+async def _sampled(url: str, model: Path) -> tuple[list[float], list[int]]:
+    body = {
+        "model": str(model),
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 16, "logprobs": 0, "ignore_eos": True},
+    }
+    async with aiohttp.ClientSession() as http, http.post(f"{url}/inference/v1/generate", json=body) as response:
+        assert response.status == 200, await response.text()
+        (choice,) = (await response.json())["choices"]
+    return [token["logprob"] for token in choice["logprobs"]["content"]], choice["token_ids"]
+
+
+def _logprobs(network: torch.nn.Module, ids: list[int]) -> list[float]:
+    whole = torch.tensor([[*PROMPT, *ids]], device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        logits = network(input_ids=whole).logits[0, len(PROMPT) - 1 : -1].float()
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0].tolist()
