@@ -8,13 +8,13 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
+from tests.support.tiny_model import tiny_model
 from transformers import AutoModelForCausalLM
 
 from swarmq.config import Engine, Policy
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.push import WeightPusher
 from swarmq.process import free_port
-from tests.support.tiny_model import tiny_model
 
 pytestmark = [
     pytest.mark.gpu,

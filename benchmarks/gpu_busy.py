@@ -1,0 +1,55 @@
+"""How busy a GPU was: the driver's own figure, the share of the last moments in which a kernel ran, looked at often."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import Any, NamedTuple, Self
+
+LOOK_S = 0.1
+
+
+class Look(NamedTuple):
+    at: float
+    """Unix time."""
+    busy: float
+    """0 to 1."""
+    used_bytes: int
+
+
+class GpuWatch:
+    """`with GpuWatch() as watch:` looks at the first GPU until the end; without a GPU, or NVML, there are no looks."""
+
+    def __init__(self) -> None:
+        self.looks: list[Look] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu watch", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def busy(self, begin: float, end: float) -> float | None:
+        """Mean over the time between, in Unix time; None when nobody could look."""
+        looks = [look.busy for look in self.looks if begin <= look.at <= end]
+        return sum(looks) / len(looks) if looks else None
+
+    def most_used_gib(self) -> float:
+        return max((look.used_bytes for look in self.looks), default=0) / (1 << 30)
+
+    def _run(self) -> None:
+        with contextlib.suppress(ImportError):
+            import pynvml  # noqa: PLC0415 - there is none without a GPU
+
+            nvml: Any = pynvml
+            with contextlib.suppress(nvml.NVMLError):
+                nvml.nvmlInit()
+                gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+                while not self._stop.wait(LOOK_S):
+                    busy = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+                    self.looks.append(Look(time.time(), busy, nvml.nvmlDeviceGetMemoryInfo(gpu).used))

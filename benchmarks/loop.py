@@ -1,0 +1,296 @@
+"""The whole loop on one machine: RabbitMQ, vLLM, proxies, collector, learner and multi-turn agents, on one GPU.
+
+    python -m benchmarks.loop --model tiny --steps 4 --warm-up 1 --out /tmp/out     # anywhere
+    python -m benchmarks.loop --model 1.7b,4b --steps 24 --deadline 420              # one H200
+
+Weights are random, so that every answer is as long as it may be and no reward can be learned: only speed is measured.
+Agents go on while the learner steps; what they sample meanwhile is at most `max_staleness` steps old when it is trained.
+Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model; one that
+does not come to its last step before the deadline is measured by those it came to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import report
+from benchmarks.gpu_busy import GpuWatch
+from benchmarks.proxy_h200 import make_model
+from swarmq import SwarmTask
+from swarmq.broker import AmqpBroker
+from swarmq.client.feed import feed
+from swarmq.config import SwarmJob
+from swarmq.messages import Event
+from swarmq.observe.monitor import Follower, follow
+from swarmq.process import die_with_parent, stop_group, tail
+from swarmq.up import Deployment, deploy
+
+RUN = "loop"
+PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
+LEAST_STEPS = 2
+"""Without so many there is nothing to measure."""
+PROGRESS_S = 20.0
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the work for one model."""
+
+    turns: int
+    sampled: int
+    """Tokens of an answer."""
+    words: int
+    """Of an observation, about a token each."""
+    groups: int
+    """Of 8 episodes, in a batch."""
+    at_once: int
+    """Episodes."""
+    pass_tokens: int
+    gpu_share: float
+    """Of the GPU's memory, for vLLM."""
+    workers: int = 4
+
+
+SIZES = {
+    "tiny": Size(turns=3, sampled=16, words=8, groups=2, at_once=16, pass_tokens=2048, gpu_share=0.1, workers=1),
+    "1.7b": Size(turns=8, sampled=128, words=64, groups=8, at_once=192, pass_tokens=32768, gpu_share=0.45),
+    "4b": Size(turns=8, sampled=128, words=64, groups=4, at_once=96, pass_tokens=16384, gpu_share=0.28),
+}
+GROUP_SIZE = 8
+
+
+def main() -> None:
+    arguments = parse()
+    figures: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+    models = arguments.model.split(",")
+    for model in models:
+        with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as name:
+            try:
+                found, detail[model] = asyncio.run(measure(Path(name), model, arguments))
+            except Exception:  # the other model is measured all the same
+                traceback.print_exc()
+                show_logs(Path(name))
+                continue
+        figures |= {_named(figure, model): value for figure, value in found.items()}
+        print(
+            report.table(("figure", "value"), [[figure, float(value)] for figure, value in found.items()]), flush=True
+        )
+        whole = figures | overall(figures)
+        report.save(f"loop_{arguments.place}", whole, detail=detail, out=arguments.out, finished=model == models[-1])
+    sys.exit(len(detail) < len(models))
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--model", default="tiny", help=f"one or more of {', '.join(SIZES)}, separated by commas")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--place", default="cpu", help="in the name of the results")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
+    parser.add_argument("--deadline", type=float, default=420.0, help="seconds for one model, its start included")
+    parser.add_argument("--scratch", help="where model and run folder are written")
+    return parser.parse_args()
+
+
+async def measure(folder: Path, model: str, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+    """Figures and detail of one model."""
+    began, size = time.monotonic(), SIZES[model]
+    (folder / "model").mkdir()
+    make_model(folder / "model", model, arguments.device)
+    job = job_of(folder, size, cuda=arguments.device == "cuda")
+    async with contextlib.AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(deploy(job, report=_say))
+        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
+        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+        tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (arguments.steps + 8) * size.groups)]
+        fed = folder / "fed.json"
+        await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
+        await stack.enter_async_context(workers(deployment, size, folder))
+        watch = stack.enter_context(GpuWatch())
+        _say(f"up after {time.monotonic() - began:.0f} s")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(arguments.deadline - (time.monotonic() - began)):
+                await until_step(follower, arguments.steps)
+        stop_without_checkpoint(deployment)
+    events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
+    steps = [event for event in events if event.name == "step"][: arguments.steps]
+    if len(steps) < arguments.warm_up + LEAST_STEPS:
+        raise RuntimeError(f"{model}: {len(steps)} steps within {arguments.deadline:.0f} s are too few to measure")
+    return summary(steps, events, watch, warm_up=arguments.warm_up)
+
+
+def job_of(folder: Path, size: Size, *, cuda: bool) -> SwarmJob:
+    length = 256 + size.turns * 2 * (size.sampled + size.words)
+    policy = {
+        "model": str(folder / "model"),
+        "engine": {
+            "max_model_len": length,
+            "gpu_memory_utilization": size.gpu_share,
+            "arguments": ["--max-num-seqs", str(size.at_once)],
+        },
+        "sampling": {"max_tokens": size.sampled},
+        "train": {
+            "mixed_precision": "bf16" if cuda else "no",
+            "micro_batch_tokens": max(size.pass_tokens, length),
+            "checkpoint_every": 1_000_000,
+            "token_log": False,
+            "trackers": [],
+        },
+    }
+    return SwarmJob.build(
+        {
+            "run": RUN,
+            "folder": str(folder / "runs"),
+            "policies": {"main": policy},
+            "groups": {"group_size": GROUP_SIZE, "groups_per_batch": size.groups},
+            "proxy": {"count": 2 if cuda else 1},
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def workers(deployment: Deployment, size: Size, folder: Path) -> AsyncIterator[None]:
+    """Processes that share out the agents; killed at the end, in the middle of their episodes."""
+    arguments = [str(size.at_once // size.workers), str(size.turns), str(size.words)]
+    environment = {"OMP_NUM_THREADS": "1", "SWARMQ_SPOOL": str(folder / "spool")}
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(size.workers):
+            with (deployment.job.run_folder.logs / f"worker.{number}.log").open("ab") as sink:
+                process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", "benchmarks.loop_agent", *arguments),
+                    env=os.environ | environment | {"SWARMQ_INVITE": deployment.invite.encode()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=sink,
+                    preexec_fn=die_with_parent,
+                )
+            stack.push_async_callback(stop_group, process, grace_s=0.0)
+        yield
+
+
+async def until_step(follower: Follower, step: int) -> None:
+    told = 0.0
+
+    def reached(board: Any) -> bool:
+        nonlocal told
+        steps = board.steps.get("main")
+        version = int(steps[-1]["version"]) if steps else 0
+        if time.monotonic() > told + PROGRESS_S:
+            told = time.monotonic()
+            last = {phase: round(steps[-1].get(phase, 0.0), 3) for phase in PHASES} if steps else {}
+            _say(f"step {version}, {board.tokens_per_s():.0f} tokens/s sampled, {last}")
+            for _, source, text in board.warnings:
+                _say(f"warning of {source}: {text[:300]}")
+        return version >= step
+
+    await follower.until(reached)
+
+
+def stop_without_checkpoint(deployment: Deployment) -> None:
+    """A learner that is asked to stop would save optimizer and weights first, minutes for nothing here."""
+    process = deployment.daemons["learner.main"].process
+    if process is not None and process.returncode is None:
+        process.kill()
+
+
+def summary(
+    steps: Sequence[Event], events: Sequence[Event], watch: GpuWatch, *, warm_up: int
+) -> tuple[dict[str, float], dict[str, Any]]:
+    """Of the steps after the warm-up."""
+    begin, measured = steps[warm_up - 1].at, steps[warm_up:]
+    end = measured[-1].at
+    seconds = end - begin
+    trained = sum(event.fields["tokens_trained"] for event in measured)
+    phases = {phase: report.Spread.of(float(event.fields[phase]) for event in measured) for phase in PHASES}
+    figures = {
+        "steps": float(len(measured)),
+        "pause_s": phases["pause_s"].median,
+        "step_s": seconds / len(measured),
+        "wait_s": phases["wait_s"].median,
+        "train_s": phases["train_s"].median,
+        "push_s": phases["push_s"].median,
+        "sampled_tokens_per_s": sampled_between(events, begin, end) / seconds,
+        "trained_tokens_per_s": trained / seconds,
+    }
+    if (busy := watch.busy(begin, end)) is not None:
+        figures["gpu_idle_share"] = 1 - busy
+    pick = (
+        "layout",
+        "folding",
+        "tokens_computed",
+        "tokens_trained",
+        "mfu",
+        "staleness",
+        "episodes",
+        "drifted",
+        "dropped",
+    )
+    detail = {
+        "seconds": seconds,
+        "phases": {phase: spread._asdict() for phase, spread in phases.items()},
+        "steps": [{key: event.fields.get(key) for key in pick} for event in measured],
+        "gpu_most_used_gib": watch.most_used_gib(),
+        "warnings": [event.fields.get("text") for event in events if event.name == "warning"][:20],
+    }
+    return figures, detail
+
+
+def sampled_between(events: Sequence[Event], begin: float, end: float) -> float:
+    """Tokens that the proxies recorded, interpolated between what they said before and after."""
+    said: dict[str, list[tuple[float, float]]] = {}
+    for event in events:
+        if event.name == "state" and "sampled_tokens" in event.fields:
+            said.setdefault(event.source, []).append((event.at, float(event.fields["sampled_tokens"])))
+    return sum(_at(points, end) - _at(points, begin) for points in said.values())
+
+
+def _at(points: Sequence[tuple[float, float]], moment: float) -> float:
+    before = max((point for point in points if point[0] <= moment), default=points[0])
+    after = min((point for point in points if point[0] >= moment), default=points[-1])
+    share = (moment - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + share * (after[1] - before[1])
+
+
+def overall(figures: dict[str, float]) -> dict[str, float]:
+    """The idlest model's idle share, and the rates of the first."""
+    idle = [value for figure, value in figures.items() if figure.startswith("gpu_idle_share_")]
+    first = {
+        rate: next(value for figure, value in figures.items() if figure.startswith(f"{rate}_"))
+        for rate in ("sampled_tokens_per_s", "trained_tokens_per_s")
+    }
+    return first | ({"gpu_idle_share": max(idle)} if idle else {})
+
+
+def _named(figure: str, model: str) -> str:
+    """`pause_s` of 1.7b is `pause_1p7b_s`, rates and shares end in the model."""
+    short = model.replace(".", "p")
+    if figure.endswith("_s") and not figure.endswith("per_s"):
+        return f"{figure.removesuffix('_s')}_{short}_s"
+    return f"{figure}_{short}"
+
+
+def show_logs(folder: Path) -> None:
+    """The ends of all logs, for who was not there."""
+    for log in sorted(folder.glob("runs/*/logs/*.log")):
+        print(f"--- the end of {log.name}\n{tail(log)}", flush=True)
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
