@@ -5,8 +5,9 @@
 
 Weights are random, so that every answer is as long as it may be and no reward can be learned: only speed is measured.
 Agents go on while the learner steps; what they sample meanwhile is at most `max_staleness` steps old when it is trained.
-Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model; one that
-does not come to its last step before the deadline is measured by those it came to.
+Measured is the time from the end of the warm-up steps to the last step. Results are saved after every model, beside
+those of models measured earlier; one that does not come to its last step before the deadline is measured by those it
+came to.
 """
 
 from __future__ import annotations
@@ -73,24 +74,25 @@ GROUP_SIZE = 8
 
 def main() -> None:
     arguments = parse()
-    figures: dict[str, float] = {}
-    detail: dict[str, Any] = {}
-    models = arguments.model.split(",")
+    name = f"loop_{arguments.place}"
+    figures, detail = report.kept(name, out=arguments.out)
+    models, failed = arguments.model.split(","), 0
     for model in models:
-        with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as name:
+        with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
             try:
-                found, detail[model] = asyncio.run(measure(Path(name), model, arguments))
+                found, detail[model] = asyncio.run(measure(Path(folder), model, arguments))
             except Exception:  # the other model is measured all the same
+                failed += 1
                 traceback.print_exc()
-                show_logs(Path(name))
+                show_logs(Path(folder))
                 continue
         figures |= {_named(figure, model): value for figure, value in found.items()}
         print(
             report.table(("figure", "value"), [[figure, float(value)] for figure, value in found.items()]), flush=True
         )
-        whole = figures | overall(figures)
-        report.save(f"loop_{arguments.place}", whole, detail=detail, out=arguments.out, finished=model == models[-1])
-    sys.exit(len(detail) < len(models))
+        finished = model == models[-1]
+        report.save(name, figures | overall(figures), detail=detail, out=arguments.out, finished=finished)
+    sys.exit(failed)
 
 
 def parse() -> argparse.Namespace:

@@ -82,6 +82,15 @@ def save(
     return path
 
 
+def kept(name: str, *, out: Path | None = None) -> tuple[dict[str, float], dict[str, Any]]:
+    """The figures and details of the last time, for a benchmark whose parts can be run alone; empty before the first."""
+    path = (out or RESULTS) / f"{name}.json"
+    if not path.exists():
+        return {}, {}
+    last = json.loads(path.read_text())
+    return last["figures"], last["detail"]
+
+
 def seconds(function: Callable[[], object], *, after: Callable[[], object] = lambda: None) -> float:
     """Wall-clock of one call; `after` waits for devices."""
     after()

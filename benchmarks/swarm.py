@@ -7,7 +7,6 @@ Each part can be run alone; the figures of parts that were not run are kept from
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30, help="of the two-policy runs")
     parser.add_argument("--episodes", type=int, default=8000, help="for each number of workers")
     options = parser.parse_args()
-    figures, detail = kept(options.out)
+    figures, detail = report.kept("swarm", out=options.out)
     runs = {
         "collector": one_collector,
         "mix": mix,
@@ -103,15 +102,6 @@ def policies(seeds: list[int], steps: int) -> Found:
         "two_policy_trained_twice": sum(f.twice for f in found),
     }
     return figures, {"runs": msgspec.to_builtins(found)}
-
-
-def kept(out: Path | None) -> Found:
-    """The figures and details of the last time."""
-    path = (out or report.RESULTS) / "swarm.json"
-    if not path.exists():
-        return {}, {}
-    last = json.loads(path.read_text())
-    return last["figures"], last["detail"]
 
 
 if __name__ == "__main__":
