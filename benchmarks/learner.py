@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks import report
-from benchmarks.timelines import SHAPES, place, wait
+from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Index
@@ -68,7 +68,7 @@ def main() -> None:
     detail["matrix_rate"] = matrix_rate(device, dtype)
     detail["tokens_per_step"] = arguments.tokens
     print(report.table(["model", "row", "trainer", "s/step", "tokens/s", "MFU", "GiB"], rows))
-    print(report.save(f"learner_{place(device)}", figures, detail=detail, out=arguments.out))
+    print(report.save(f"learner_{report.place(device.type)}", figures, detail=detail, out=arguments.out))
 
 
 def parse() -> argparse.Namespace:

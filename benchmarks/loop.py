@@ -74,7 +74,7 @@ GROUP_SIZE = 8
 
 def main() -> None:
     arguments = parse()
-    name = f"loop_{arguments.place}"
+    name = f"loop_{report.place(arguments.device)}"
     figures, detail = report.kept(name, out=arguments.out)
     models, failed = arguments.model.split(","), 0
     for model in models:
@@ -99,7 +99,6 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--model", default="tiny", help=f"one or more of {', '.join(SIZES)}, separated by commas")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--place", default="cpu", help="in the name of the results")
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--deadline", type=float, default=420.0, help="seconds for one model, its start included")

@@ -28,7 +28,7 @@ class Agent:
         if self._http is None:
             limits = aiohttp.TCPConnector(limit=0)
             self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=CALL_S), connector=limits)
-        dice = random.Random(f"{ep.task.id} {ep.id}")
+        dice = random.Random()
         messages = [{"role": "user", "content": self._observation(random.Random(ep.task.id))}]
         for _ in range(self._turns):
             answer = await self._ask(ep, messages)

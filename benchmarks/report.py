@@ -138,6 +138,15 @@ def commit() -> str:
         return "unknown"
 
 
+def place(device: str) -> str:
+    """Where a benchmark runs, as its results are named: `cpu`, or the GPU's model, e.g. `h200`."""
+    if device == "cpu":
+        return device
+    import torch  # noqa: PLC0415 - slow, and most benchmarks do without
+
+    return str(torch.cuda.get_device_name()).split()[-1].lower()
+
+
 def hardware() -> str:
     """Processor, and accelerators if torch is loaded and sees any."""
     parts = [f"{_processor()}, {os.cpu_count()} cores"]

@@ -122,7 +122,10 @@ class Engine(Settings, frozen=True, kw_only=True):
     max_model_len: Count = 2048
     """Tokens of prompt and answer together; a model made for fewer is served with its own limit."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    gpu_memory_utilization: Share = 0.45
+    gpu_memory_utilization: Share | None = None
+    """Share of a GPU's memory that one engine takes; chosen by `placement` without it."""
+    sleep: bool | None = None
+    """Engines give their memory back while the learner computes; chosen by `placement` without it."""
     arguments: tuple[str, ...] = ()
     """Further arguments of the vLLM server, as on its command line."""
     start_timeout_s: Positive = 600.0
@@ -298,6 +301,8 @@ class Policy(Settings, frozen=True, kw_only=True):
     model: str
     """A Hugging Face model folder or name."""
     trained: bool = True
+    placement: Literal["auto", "shared", "split"] = "auto"
+    """Of learner and engines on this host's GPUs: on the same ones, or on some each; chosen from memory by `auto`."""
     engine: Engine = field(default_factory=Engine)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     train: Train = field(default_factory=Train)

@@ -1,7 +1,7 @@
 """One host, one command: start every part of a run, keep each running, stop them in order.
 
     broker (private node, or a url) ─┐
-    engines (vLLM, one per policy) ──┼─> resolved.toml ──> proxies, collector, learners
+    GPUs ─> engines (vLLM) ──────────┼─> resolved.toml ──> proxies, collector, learners
                                      └─> endpoints.json, invite
 
 A part that dies is started again on the same port, later each time; one that keeps dying ends the whole run with
@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,12 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url
-from swarmq.engine.launch import EngineProcess, check_model
+from swarmq.engine.gpus import visible_gpus
+from swarmq.engine.launch import EngineProcess, check_model, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.messages import Event
+from swarmq.placement import Placement, place_all
 from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
 
 log = structlog.get_logger()
@@ -75,6 +77,8 @@ class Daemon:
     name: str
     argv: list[str]
     log_path: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Beside ours."""
     process: asyncio.subprocess.Process | None = None
     deaths: list[float] = dataclasses.field(default_factory=list)
     finished: bool = False
@@ -84,6 +88,7 @@ class Daemon:
         with self.log_path.open("ab") as sink:
             self.process = await asyncio.create_subprocess_exec(
                 *self.argv,
+                env=os.environ | self.environment,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -124,6 +129,7 @@ class Deployment:
         self.invite = invite
         self.daemons: dict[str, Daemon] = {}
         self.engines: dict[str, EngineProcess] = {}
+        self.placements: dict[str, Placement] = {}
         self.warnings: list[str] = []
         self.learners_done = asyncio.Event()
         """Set when every learner has reached its last step."""
@@ -149,9 +155,10 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
 
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
-    for policy in job.policies.values():
-        if not policy.engine.urls:
-            check_model(policy.model)
+    models = {name: check_model(policy.model) for name, policy in job.policies.items() if not policy.engine.urls}
+    placements = place_all(job.policies, models, visible_gpus())
+    for name, placement in placements.items():
+        report(f"placement of {name}: {placement}")
     folder = job.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
     with _exclusive(folder.path / "up.lock", job.run):
@@ -159,12 +166,13 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             node, url = await _broker(job, stack, report)
             broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
             await refuse_twin(broker, job.run)
-            engines = await _engines(job, stack, report)
+            engines = await _engines(job, placements, stack, report)
             proxies = _proxies(job, engines)
-            resolved = _resolve(job, url, engines, proxies)
+            resolved = _resolve(job, url, engines, proxies, placements)
             Roster(resolved).forget()  # engines that were added to an earlier start
             deployment = Deployment(resolved, node, _invite(resolved, proxies))
             deployment.engines = engines
+            deployment.placements = placements
             folder.job.write_text(job.to_toml())
             _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
             await broker.declare(job.run, policies=_trained(job), kinds=job.task_kinds)
@@ -231,15 +239,18 @@ async def _broker(
 
 
 async def _engines(
-    job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
+    job: SwarmJob, placements: Mapping[str, Placement], stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> dict[str, EngineProcess]:
     """Start all engines side by side; name -> process."""
-    wanted: dict[str, Policy] = {}
+    wanted: dict[str, tuple[Policy, tuple[int, ...] | None]] = {}
     for name, policy in job.policies.items():
         if policy.engine.urls:
             report(f"engine {name}: the ones you named")
+        elif name in placements:
+            own, gpus = placements[name].applied(policy)
+            wanted |= {f"{name}.{index}": (own, group) for index, group in enumerate(gpus)}
         else:
-            wanted |= {f"{name}.{index}": policy for index in range(policy.engine.count)}
+            wanted |= {f"{name}.{index}": (policy, None) for index in range(policy.engine.count)}
     ports = _ports(job.run_folder.path / "ports.json", [*wanted, *_proxy_names(job)])
     engines = {
         name: EngineProcess(
@@ -247,12 +258,13 @@ async def _engines(
             port=ports[name],
             log_path=job.run_folder.logs / f"engine.{name}.log",
             progress=partial(_report_engine, report, name),
+            gpus=gpus,
         )
-        for name, policy in wanted.items()
+        for name, (policy, gpus) in wanted.items()
     }
     async with asyncio.TaskGroup() as tasks:
         for name, engine in engines.items():
-            report(f"engine {name}: loading {wanted[name].model}")
+            report(f"engine {name}: loading {wanted[name][0].model}")
             tasks.create_task(stack.enter_async_context(engine))
     for name in engines:
         report(f"engine {name}: serving")
@@ -298,7 +310,8 @@ async def _daemons(
     job, folder = deployment.job, deployment.job.run_folder
     resolved = str(folder.path / "resolved.toml")
     learners = [
-        (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector"]) for name in _trained(job)
+        (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector", *_ranks(deployment, name)])
+        for name in _trained(job)
     ]
     serving = [
         (name, ["proxy", resolved, "--port", str(port), "--number", str(number)])
@@ -307,13 +320,21 @@ async def _daemons(
     plans = [*serving, ("collector", ["collector", resolved]), *learners]
     for name, arguments in plans:
         report(f"{name}: starting")
-        daemon = Daemon(name, [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log")
+        argv, log_path = [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log"
+        placement = deployment.placements.get(name.removeprefix("learner.")) if name.startswith("learner.") else None
+        daemon = Daemon(name, argv, log_path, visible(placement.learner) if placement else {})
         await daemon.start()
         stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])
         deployment.daemons[name] = daemon
     for name, port in proxies.items():
         await _until_serving(deployment.daemons[name], job.proxy.host, port)
         report(f"{name}: serving")
+
+
+def _ranks(deployment: Deployment, policy: str) -> list[str]:
+    """Arguments of a learner that is placed on several GPUs."""
+    placement = deployment.placements.get(policy)
+    return ["--num-gpus", str(len(placement.learner))] if placement and len(placement.learner) > 1 else []
 
 
 async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
@@ -351,7 +372,13 @@ def _proxies(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
     return {name: ports[name] for name in names}
 
 
-def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess], proxies: dict[str, int]) -> SwarmJob:
+def _resolve(
+    job: SwarmJob,
+    url: str,
+    engines: dict[str, EngineProcess],
+    proxies: dict[str, int],
+    placements: Mapping[str, Placement],
+) -> SwarmJob:
     """The job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
     return msgspec.structs.replace(
@@ -361,7 +388,12 @@ def _resolve(job: SwarmJob, url: str, engines: dict[str, EngineProcess], proxies
         proxy=msgspec.structs.replace(job.proxy, port=proxies["proxy"]),
         policies={
             name: msgspec.structs.replace(
-                policy, engine=msgspec.structs.replace(policy.engine, urls=urls[name] or policy.engine.urls)
+                policy,
+                engine=msgspec.structs.replace(
+                    policy.engine,
+                    urls=urls[name] or policy.engine.urls,
+                    sleep=placements[name].sleep if name in placements else policy.engine.sleep,
+                ),
             )
             for name, policy in job.policies.items()
         },

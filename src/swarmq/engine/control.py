@@ -16,6 +16,9 @@ So it carries the label `updating-<version>` while its weights change, and whoev
 An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
 so there is nothing half done for it to make permanent. An engine that stays in doubt is condemned: its label then ends
 in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out meanwhile.
+
+An engine that shares its GPU with a learner may sleep while that one computes: its memory is given back, its requests
+are kept, and its label is `asleep-` and what it was. An update would crash it then, so it is woken first.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from swarmq.errors import EngineError, EngineRefusedError
 log = structlog.get_logger()
 
 UPDATING = "updating-"
+ASLEEP = "asleep-"
 CONDEMNED = "-restart"
 LOAD_S = 60.0
 SLOWEST_BYTES_PER_S = 100e6
@@ -64,6 +68,10 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def in_doubt(self) -> bool:
         return self.label.startswith(UPDATING)
+
+    @property
+    def asleep(self) -> bool:
+        return self.label.startswith(ASLEEP)
 
     @property
     def condemned(self) -> bool:
@@ -99,6 +107,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     update_s: float = 600.0
     finish_s: float = 60.0
     resume_s: float = 30.0
+    sleep_s: float = 120.0
 
     def for_size(self, size_bytes: int) -> Timeouts:
         """As short as weights of this size allow."""
@@ -163,10 +172,26 @@ class EngineControl:
         """Have all workers meet the learner there; returns when they have."""
         await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
 
+    async def sleep(self) -> None:
+        """Give the GPU's memory back, keep the requests. The weights go to host memory."""
+        status = await self.status()
+        if status.asleep:
+            return
+        if status.paused:
+            raise EngineError(f"engine {self.url} is paused ({status.label}), it cannot be put to sleep")
+        await self._label(f"{ASLEEP}{status.label}")
+        await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
+
+    async def wake(self) -> None:
+        """Go on where `sleep` came; nothing for an engine that is awake."""
+        status = await self.status()
+        if status.asleep:
+            await self._call("POST", "/wake_up", self.timeouts.sleep_s)
+            await self._label(status.label.removeprefix(ASLEEP))
+
     async def condemn(self, version: int) -> None:
         """Mark an engine in doubt as one that only a restart helps."""
-        label = f"{UPDATING}{version}{CONDEMNED}"
-        await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=label)
+        await self._label(f"{UPDATING}{version}{CONDEMNED}")
 
     async def update(self, parcel: Parcel, version: int) -> float:
         """Load these weights and serve them as `version`; returns the pause in seconds.
@@ -201,14 +226,14 @@ class EngineControl:
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
 
     async def _load(self, parcel: Parcel, version: int, before: Status) -> None:
-        await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=f"{UPDATING}{version}")
+        await self._label(f"{UPDATING}{version}")
         self.phase = Phase.UPDATING
         await self._start()
         try:
             await self._deliver(parcel)
         except EngineRefusedError as error:
             if UNTOUCHED in str(error) and not before.in_doubt:
-                await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=before.label)
+                await self._label(before.label)
                 self.phase = Phase.PAUSED
             raise
         await self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
@@ -232,6 +257,9 @@ class EngineControl:
             log.warning("closing an update that was left open", engine=self.url)
             await self._call("POST", "/finish_weight_update", self.timeouts.finish_s)
             await self._call("POST", "/start_weight_update", self.timeouts.finish_s)
+
+    async def _label(self, label: str) -> None:
+        await self._call("POST", "/update_weight_version", self.timeouts.ask_s, new_version=label)
 
     async def _resume(self) -> None:
         await self._call("POST", "/resume", self.timeouts.resume_s)

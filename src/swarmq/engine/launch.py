@@ -37,6 +37,8 @@ HOST = "127.0.0.1"
 SUPPORTED = ((0, 30), (0, 34))
 """vLLM from the first version, before the second."""
 
+GPU_SHARE = 0.45
+"""Of a GPU's memory, where nobody has chosen."""
 POLL_S = 0.2
 WATCH_S = 15.0
 STOP_GRACE_S = 10.0
@@ -197,7 +199,9 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool) -> list[st
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
     if cuda:
-        options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization)
+        options["--gpu-memory-utilization"] = str(engine.gpu_memory_utilization or GPU_SHARE)
+        if engine.sleep:
+            flags.append("--enable-sleep-mode")
     else:
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"

@@ -6,6 +6,7 @@ Nothing heavy is imported: a folder is read as JSON; for a hub name only the sma
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     is_folder: bool
     max_length: int | None = None
     """Tokens the model was made for; None where its config does not say."""
+    layers: int = 0
+    parameters: int = 0
+    """About; what a config does not say is taken as in a Llama."""
+    cached_values: int = 0
+    """Keys and values of one token, in all layers."""
     tool_call_parser: str | None
     """None where we do not know it: `engine.arguments` can name it."""
 
@@ -49,11 +55,45 @@ def check_model(name: str) -> Model:
     return Model(
         name=name,
         architecture=str(architectures[0]),
-        hidden_size=int(config.get("hidden_size") or 0),
+        hidden_size=_number(config, "hidden_size"),
+        layers=_number(config, "num_hidden_layers"),
+        parameters=count_parameters(config),
+        cached_values=2 * _number(config, "num_hidden_layers") * _key_heads(config) * _head_size(config),
         is_folder=is_folder,
         max_length=config.get("max_position_embeddings"),
         tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
     )
+
+
+def count_parameters(config: Mapping[str, Any]) -> int:
+    """Of a causal language model with such a config.json: attention, gated MLP or experts, embedding, head."""
+    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
+    attention = 2 * hidden * _head_size(config) * (_number(config, "num_attention_heads") + _key_heads(config))
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    inner = _number(config, "moe_intermediate_size", "intermediate_size") if experts else 0
+    mlp = 3 * hidden * (experts * inner or _number(config, "intermediate_size"))
+    ends = hidden * _number(config, "vocab_size") * (1 if _text(config).get("tie_word_embeddings") else 2)
+    return layers * (attention + mlp + 2 * hidden) + ends + hidden
+
+
+def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That of the language model, where there are others beside it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """The first that is there, else 0."""
+    return next((int(value) for name in names if (value := _text(config).get(name))), 0)
+
+
+def _key_heads(config: Mapping[str, Any]) -> int:
+    return _number(config, "num_key_value_heads", "num_attention_heads")
+
+
+def _head_size(config: Mapping[str, Any]) -> int:
+    heads = _number(config, "num_attention_heads")
+    return _number(config, "head_dim") or _number(config, "hidden_size") // max(heads, 1)
 
 
 def _chat_template(folder: Path, name: str) -> str:

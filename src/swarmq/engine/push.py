@@ -112,6 +112,24 @@ class WeightPusher:
         patience_s = self._patience_s if len(behind) == len(urls) else 0.0
         return asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
 
+    def sleep(self) -> None:
+        """Have all engines give their GPUs' memory back until `wake`; who cannot goes on as it is."""
+        asyncio.run(self._tell_all(EngineControl.sleep))
+
+    def wake(self) -> None:
+        """The learner needs the memory no longer."""
+        asyncio.run(self._tell_all(EngineControl.wake))
+
+    async def _tell_all(self, what: Callable[[EngineControl], Awaitable[None]]) -> None:
+        async def tell(url: str) -> None:
+            try:
+                async with EngineControl(url, timeouts=self._timeouts) as engine:
+                    await what(engine)
+            except EngineError as error:
+                log.warning("engine neither sleeps nor wakes", engine=url, reason=str(error))
+
+        await _each(self._current(), tell)
+
     async def _push(self, tensors: Tensors, version: int, urls: Sequence[str], patience_s: float) -> PushReport:
         began = time.perf_counter()
         shipment = Shipment(self._transfers, tensors, version)
@@ -155,6 +173,7 @@ class WeightPusher:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 if (await engine.status()).condemned:
                     return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
+                await engine.wake()  # one that a learner put to sleep which is no more
                 route = route_to(url, await engine.facts(), gpu_uuid())
                 route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
         except EngineError as error:

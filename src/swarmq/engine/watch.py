@@ -35,7 +35,7 @@ class PauseWatch:
         if status.condemned:
             log.warning("engine condemned by its learner", engine=self._engine.url, label=status.label)
             return True
-        if not status.paused:
+        if not status.paused or status.asleep:
             self._paused_since = None
             return False
         if self._paused_since is None:

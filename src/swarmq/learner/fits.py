@@ -1,7 +1,4 @@
-"""What a policy takes of a GPU's memory, and what follows: whole on every rank, sharded, or an error before it is loaded.
-
-Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2.
-"""
+"""Whether a policy fits the GPUs it is given: whole on every rank, sharded, or an error before it is loaded."""
 
 from __future__ import annotations
 
@@ -14,26 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.memory import GIB, HEADROOM, Shape, learner_bytes
 from swarmq.learner.model import load_config
-
-STATE_BYTES = 16
-FROZEN_BYTES = 4
-HALF_BYTES = 2
-KEPT_BYTES = 2
-"""Per token, hidden unit and layer: a layer's input in BF16, kept by gradient checkpointing."""
-LAYER_BYTES = 70
-"""Per token and hidden unit: everything inside one layer, in BF16."""
-HEADROOM = 0.92
-"""Of a GPU's memory may be planned with."""
-GIB = 1 << 30
-
-
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a model, without its weights."""
-
-    parameters: int
-    hidden: int
-    layers: int
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,16 +36,6 @@ def shape_of(source: str) -> Shape:
     return Shape(
         parameters=sum(p.numel() for p in lm.parameters()), hidden=text.hidden_size, layers=text.num_hidden_layers
     )
-
-
-def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1) -> int:
-    """Of one GPU: state of its share of the parameters, and the largest pass."""
-    per_parameter = FROZEN_BYTES if train.lora else STATE_BYTES
-    half = HALF_BYTES if train.mixed_precision == "bf16" else 0
-    held = shape.parameters * (per_parameter + half) // ranks
-    once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
-    wide = 1 if train.mixed_precision == "bf16" else 2
-    return held + wide * train.micro_batch_tokens * shape.hidden * once
 
 
 def shard(source: str, train: Train) -> Sharding:

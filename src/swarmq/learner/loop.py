@@ -51,10 +51,12 @@ class PushReport(Protocol):
 
 
 class Pusher(Protocol):
-    """Brings weights to the engines of a policy. Raises EngineError when none took them."""
+    """Brings weights to the engines of a policy. `push` and `ensure` raise EngineError when none took them."""
 
     def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
     def ensure(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
+    def sleep(self) -> None: ...
+    def wake(self) -> None: ...
 
 
 class Command(NamedTuple):
@@ -132,6 +134,8 @@ class Learner:
         link.tell(records.Phase(phase="waiting"))
         match link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
+                if self.settings.engine.sleep and self.pusher:
+                    self.pusher.sleep()
                 return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
                 return Command("save", asked=asked)
@@ -144,6 +148,7 @@ class Learner:
         record = records.decode_record(command.body)
         self._train = record.settings or self._train
         fields = self.trainer.step(record)
+        self._make_room()
         if link is None:
             return
         fields |= {"wait_s": wait_s, **self._push(link, replayed=command.replayed)}
@@ -161,6 +166,16 @@ class Learner:
                 for key in ("loss", "kl_k3", "grad_norm", "entropy", "wait_s", "train_s", "push_s")
             },
         )
+
+    def _make_room(self) -> None:
+        """Engines that slept get their memory back, once no rank needs it."""
+        if not self.settings.engine.sleep:
+            return
+        torch.cuda.empty_cache()
+        if self._control is not None:
+            torch.distributed.barrier(group=self._control)
+        if self.pusher:
+            self.pusher.wake()
 
     def _push(self, link: Link, *, replayed: bool) -> dict[str, Any]:
         """An engine that cannot be reached does not stop the training: it is brought up to date while waiting.

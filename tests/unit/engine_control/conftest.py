@@ -19,6 +19,7 @@ class ScriptedVllm:
     url: str = ""
     label: str = "default"
     paused: bool = False
+    asleep: bool = False
     active: bool = False
     weights: str = "on disk"
     workers: list[dict[str, object]] | None = None
@@ -60,6 +61,11 @@ class ScriptedVllm:
                 self.paused = True
             case "/resume":
                 self.paused = False
+            case "/sleep":
+                assert request.query == {"level": "1", "mode": "keep"}
+                self.paused = self.asleep = True
+            case "/wake_up":
+                self.paused = self.asleep = False
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/start_weight_update":
@@ -70,6 +76,7 @@ class ScriptedVllm:
                 if not self.active:
                     return self.refuse("start_weight_update must be called before update_weights.")
                 assert self.paused
+                assert not self.asleep, "vLLM crashes then"
                 if refusal := next(
                     (text for key, text in self.fail_updates_with.items() if key in body["update_info"]), ""
                 ):

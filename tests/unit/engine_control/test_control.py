@@ -113,3 +113,23 @@ async def test_an_engine_that_does_not_answer_ends_in_an_error_that_names_it(vll
         assert not await engine.healthy()
         with pytest.raises(EngineError, match="127.0.0.1:9 cannot be reached"):
             await engine.status()
+
+
+async def test_an_engine_sleeps_and_wakes_with_the_version_it_had(vllm):
+    async with EngineControl(vllm.url) as engine:
+        await engine.update(NEW, 3)
+        await engine.sleep()
+        assert vllm.asleep
+        assert (await engine.status()).version is None
+        await engine.wake()
+        assert await engine.status() == Status(label="3", paused=False)
+        await engine.wake()
+    assert not vllm.asleep
+
+
+async def test_an_engine_that_is_paused_is_not_put_to_sleep(vllm):
+    vllm.paused, vllm.label = True, "updating-3"
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="cannot be put to sleep"):
+            await engine.sleep()
+    assert not vllm.asleep

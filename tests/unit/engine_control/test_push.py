@@ -220,3 +220,19 @@ def test_an_update_may_take_as_long_as_its_size_needs_and_no_longer():
     assert limits.for_size(0).update_s == 60
     assert limits.for_size(10**10).update_s == 160
     assert limits.for_size(10**12).update_s == 600
+
+
+async def test_an_engine_that_a_learner_left_asleep_is_woken_before_it_is_updated(vllm, weights, tmp_path):
+    pusher = WeightPusher([vllm.url, GONE], tmp_path)
+    await asyncio.to_thread(pusher.sleep)
+    assert vllm.asleep
+    await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
+    assert (vllm.label, vllm.paused) == ("5", False)
+
+
+async def test_engines_wake_when_the_learner_says_so(vllm, weights, tmp_path):
+    pusher = WeightPusher([vllm.url], tmp_path)
+    await asyncio.to_thread(pusher.push, weights, 5)
+    await asyncio.to_thread(pusher.sleep)
+    await asyncio.to_thread(pusher.wake)
+    assert (vllm.label, vllm.paused, vllm.asleep) == ("5", False, False)

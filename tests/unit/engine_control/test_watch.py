@@ -70,3 +70,11 @@ async def test_an_answer_ends_the_silence(vllm, engine):
     await watch.look(SILENCE_S)
     vllm.drop.add("/weight_info")
     assert not await watch.look(2 * SILENCE_S)
+
+
+async def test_sleep_is_no_pause_without_owner(vllm, engine):
+    await engine.sleep()
+    watch = PauseWatch(engine)
+    await watch.look(0)
+    assert not await watch.look(engine.timeouts.total_s + 1)
+    assert vllm.asleep

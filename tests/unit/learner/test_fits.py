@@ -9,7 +9,8 @@ import pytest
 
 from swarmq.config import Lora, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.fits import GIB, Gpu, Shape, check, learner_bytes, shape_of, shard
+from swarmq.learner.fits import Gpu, check, shape_of, shard
+from swarmq.learner.memory import GIB, Shape, learner_bytes
 
 TRAIN = Train(mixed_precision="bf16")
 MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36)
