@@ -3,7 +3,8 @@
 One batch of episodes of one length is trained by swarmq's trainer, and the same rows by transformers with SDPA,
 gradient checkpointing, autocast and AdamW; both in this run, on this device, from FP32 master weights. Random weights of
 real architectures serve: speed does not depend on what they say. MFU is model FLOPs (recomputation not counted) over the
-rate of a large matrix product, measured here as well.
+rate of a large matrix product, measured here as well. Results are saved after every length of rows, beside those of models
+measured earlier.
 
     python -m benchmarks.learner --device cpu --model tiny --rows 128,512 --tokens 2048
     python -m benchmarks.learner --device cuda --model 1.7b,4b --rows 2048,16384 --tokens 65536 --out results
@@ -32,6 +33,7 @@ from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
+HEADS = ["model", "row", "trainer", "s/step", "tokens/s", "MFU", "GiB"]
 PROMPT_SHARE = 0.25
 """Of a row, not trained."""
 
@@ -39,13 +41,13 @@ PROMPT_SHARE = 0.25
 def main() -> None:
     arguments = parse()
     device = torch.device(arguments.device)
-    figures: dict[str, float] = {}
-    detail: dict[str, Any] = {}
+    saved_as = f"learner_{report.place(device.type)}"
+    figures, detail = report.kept(saved_as, out=arguments.out)
     rows: list[list[object]] = []
     for model in arguments.model.split(","):
         name = model.replace(".", "p")
         with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-            make_model(model, folder)
+            make_model(model, folder, device)
             ratios = []
             for length in map(int, arguments.rows.split(",")):
                 batch = episodes(length, max(arguments.tokens // length, 1), SHAPES[model]["vocab_size"])
@@ -63,12 +65,14 @@ def main() -> None:
                 for who, made in (("swarmq", ours), ("transformers", theirs)):
                     speed = length * len(batch) / made["seconds"].median
                     rows.append([model, short, who, made["seconds"].median, speed, made["mfu"], made["peak_gib"]])
-            figures[f"over_baseline_{name}"] = min(ratios)
+                    print(report.table(HEADS, rows[-1:]), flush=True)
+                figures[f"over_baseline_{name}"] = min(ratios)
+                report.save(saved_as, figures, detail=detail, out=arguments.out, finished=False)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     detail["matrix_rate"] = matrix_rate(device, dtype)
     detail["tokens_per_step"] = arguments.tokens
-    print(report.table(["model", "row", "trainer", "s/step", "tokens/s", "MFU", "GiB"], rows))
-    print(report.save(f"learner_{report.place(device.type)}", figures, detail=detail, out=arguments.out))
+    print(report.table(HEADS, rows))
+    print(report.save(saved_as, figures, detail=detail, out=arguments.out))
 
 
 def parse() -> argparse.Namespace:
@@ -83,10 +87,14 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_model(model: str, folder: str) -> None:
+def make_model(model: str, folder: str, device: torch.device) -> None:
     torch.manual_seed(0)
     config = Qwen3Config(**SHAPES[model], max_position_embeddings=40960, tie_word_embeddings=True)
-    Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)  # noqa: SLF001
+    with device:  # billions of random numbers take minutes on a processor
+        lm = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16)  # noqa: SLF001
+    lm.save_pretrained(folder)
+    del lm
+    free()
 
 
 def episodes(length: int, count: int, vocab: int) -> tuple[Episode, ...]:

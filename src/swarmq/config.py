@@ -196,7 +196,8 @@ class Train(Settings, frozen=True, kw_only=True):
     reference: str | None = None
     """Model folder or name that `loss.kl` holds the policy to; the policy's initial model without it."""
     teacher: str | None = None
-    """Model folder or name, of the policy's vocabulary, that the `distill` loss learns from."""
+    """Model folder or name, of the policy's vocabulary, that the `distill` loss learns from; or the url of a vLLM server
+    that has it, for policies sampled at temperature 1."""
     steps_per_batch: Count = 1
     """Optimizer steps of one batch: its groups are shared out among them, and from the second on the loss is corrected
     for what the ones before have moved."""

@@ -57,9 +57,9 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(policy, engine=engine), gpus
 
     def __str__(self) -> str:
-        where = {"learner": self.learner, "engines": self.engines}
-        told = ", ".join(f"{who} on GPU {_numbers(gpus)}" for who, gpus in where.items() if gpus)
-        return f"{self.kind}: {told}; {self.reason}"
+        engines = "engines on GPU " + " ".join("+".join(map(str, gpus)) for gpus in self.engines)
+        learner = f"learner on GPU {' '.join(map(str, self.learner))}, " if self.learner else ""
+        return f"{self.kind}: {learner}{engines}; {self.reason}"
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +202,3 @@ def _too_large(model: Model, how: str, needs: Needs, memory: int, wanted: int, n
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
-
-
-def _numbers(gpus: Sequence[int] | Sequence[tuple[int, ...]]) -> str:
-    return " ".join("+".join(map(str, gpu)) if isinstance(gpu, tuple) else str(gpu) for gpu in gpus)

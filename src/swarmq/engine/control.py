@@ -179,15 +179,21 @@ class EngineControl:
             return
         if status.paused:
             raise EngineError(f"engine {self.url} is paused ({status.label}), it cannot be put to sleep")
-        await self._label(f"{ASLEEP}{status.label}")
-        await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
+        await self._pause()
+        await self._label(f"{ASLEEP}{status.label}")  # now that no token gets it
+        try:
+            await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
+        except EngineRefusedError:
+            await self._label(status.label)
+            await self._resume()
+            raise
 
     async def wake(self) -> None:
         """Go on where `sleep` came; nothing for an engine that is awake."""
         status = await self.status()
         if status.asleep:
+            await self._label(status.label.removeprefix(ASLEEP))  # before a token gets the other one
             await self._call("POST", "/wake_up", self.timeouts.sleep_s)
-            await self._label(status.label.removeprefix(ASLEEP))
 
     async def condemn(self, version: int) -> None:
         """Mark an engine in doubt as one that only a restart helps."""

@@ -43,11 +43,20 @@ class FrozenModels:
         self._loaded: dict[tuple[str, str], Frozen] = {}
 
     def of(self, train: Train) -> dict[str, Frozen]:
-        """`reference`, by default the initial model, and `teacher`; each only where `train` has a use for it."""
-        wanted = {"reference": (train.reference or self._initial) if train.loss.kl else None, "teacher": train.teacher}
+        """`reference`, by default the initial model, and `teacher`; each only where `train` has a use for it.
+
+        A teacher that an engine serves is not among them (served_teacher.py).
+        """
+        teacher = None if is_served(train.teacher) else train.teacher
+        wanted = {"reference": (train.reference or self._initial) if train.loss.kl else None, "teacher": teacher}
         return {role: self._load(role, source) for role, source in wanted.items() if source is not None}
 
     def _load(self, role: str, source: str) -> Frozen:
         if (role, source) not in self._loaded:
             self._loaded[role, source] = Frozen(source, self._accelerator, role=role, vocab=self._vocab)
         return self._loaded[role, source]
+
+
+def is_served(teacher: str | None) -> bool:
+    """Whether `train.teacher` is the url of an engine."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))

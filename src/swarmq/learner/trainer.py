@@ -32,12 +32,13 @@ from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
-from swarmq.learner.frozen import FrozenModels
+from swarmq.learner.frozen import FrozenModels, is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
+from swarmq.learner.served_teacher import Scores, ServedTeacher
 from swarmq.learner.sharding import gathered, is_sharded, plugin, shard_on_cpu
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
@@ -93,6 +94,8 @@ class Trainer:
         self._whole: dict[str, Tensor] = {}
         """On rank 0 of a sharded policy: its weights, gathered after the newest step."""
         self._seen: Seen | None = None
+        self._taught: Scores | None = None
+        """By a teacher that an engine serves, of the episodes of the optimizer step."""
         self._proximal: list[Tensor] | None = None
         """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
         self.gather()
@@ -152,10 +155,12 @@ class Trainer:
         for number, (part, work) in enumerate(zip(parts, works, strict=True)):
             self._seen = Seen() if train.token_log else None
             self._proximal = proximal[number - 1] if number else None
+            if train.teacher and is_served(train.teacher):
+                self._taught = ServedTeacher(train.teacher).scores(part, work)
             total = totals(part).of(train.normalisation)
             fields.append(self.optimize(work, train, total=total, step=record.index.version))
             self.tokens += self._seen.by_episode(part) if self._seen else []
-        self._proximal = None
+        self._proximal = self._taught = None
         self.gather()
         self.version = record.index.version
         return self._timed(merged(fields), began)
@@ -227,6 +232,8 @@ class Trainer:
             proximal=self._proximal[index] if self._proximal else None,
             **{role: model.logprobs(laid, temperatures) for role, model in self.frozen.of(train).items()},
         )
+        if self._taught:
+            tokens = tokens._replace(teacher=self._taught.of(one, self.accelerator.device))
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         if (filtered := keep(tokens, train)) is not None:

@@ -133,3 +133,11 @@ async def test_an_engine_that_is_paused_is_not_put_to_sleep(vllm):
         with pytest.raises(EngineError, match="cannot be put to sleep"):
             await engine.sleep()
     assert not vllm.asleep
+
+
+async def test_an_engine_without_sleep_mode_goes_on_as_it_was(vllm):
+    vllm.fail["/sleep"] = "sleep mode is not enabled"
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineRefusedError):
+            await engine.sleep()
+    assert (vllm.label, vllm.paused) == ("default", False)

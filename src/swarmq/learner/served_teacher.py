@@ -1,0 +1,108 @@
+"""A teacher that an engine serves: its log-probability of every sampled token, asked for by whole timelines.
+
+The engine is any vLLM server that speaks OpenAI's completions. It says what its own distribution is at temperature 1; so
+what is to learn from it must have been sampled at that temperature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import aiohttp
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swarmq.errors import LearnerError
+from swarmq.learner.passes import Pass, Work
+from swarmq.messages import Episode
+from swarmq.timeline import Timeline, fold, resolve
+
+FloatArray = NDArray[np.float32]
+
+AT_ONCE = 32
+"""Timelines that the engine is asked about at a time."""
+ASK_S = 600.0
+
+
+class ServedTeacher:
+    """Of the server at `url`; an OpenAI base url ending in `/v1` will do as well."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+
+    def scores(self, episodes: Sequence[Episode], work: Work) -> Scores:
+        """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
+        wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
+        for index in wanted:
+            if any(turn.sampling.temperature != 1.0 for turn in episodes[index].turns):
+                raise LearnerError(
+                    "train.teacher: a served teacher judges what was sampled at temperature 1 only; set "
+                    "sampling.temperature to 1, or name the teacher's model folder, which the learner then loads"
+                )
+        return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
+
+    async def _scores(self, episodes: dict[int, Episode]) -> Scores:
+        limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
+        async with aiohttp.ClientSession(timeout=limits) as http:
+            model = (await self._call(http, "GET", "/v1/models", None))["data"][0]["id"]
+
+            async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:
+                async with gate:
+                    return index, row, await self._row(http, model, row)
+
+            rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
+            answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
+        return Scores(answers)
+
+    async def _row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
+        """[T] of the row's tokens; 0 for the first, which nothing predicts."""
+        ids = row.token_ids.tolist()
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
+        choice = (await self._call(http, "POST", "/v1/completions", body))["choices"][0]
+        told = choice.get("prompt_logprobs") or []
+        if len(told) != len(ids) or any(
+            str(token) not in entry for token, entry in zip(ids[1:], told[1:], strict=True)
+        ):
+            raise LearnerError(
+                f"train.teacher: {self._url} does not say how likely prompts are: serve it with a vLLM that has prompt_logprobs"
+            )
+        values = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], told[1:], strict=True)]
+        return np.array([0.0, *values], np.float32)
+
+    async def _call(self, http: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
+        try:
+            async with http.request(method, self._url + path, json=body) as response:
+                if response.status != 200:
+                    raise LearnerError(
+                        f"train.teacher: {self._url}{path} answered {response.status}: {(await response.text())[:300]}; "
+                        "it must know the policy's tokens and the longest episode"
+                    )
+                return await response.json()
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise LearnerError(
+                f"train.teacher: the engine at {self._url} does not answer ({error!r}): start it, then start the learner "
+                "again; nothing is lost"
+            ) from error
+
+
+class Scores:
+    """What a teacher said of some episodes."""
+
+    def __init__(self, rows: Sequence[tuple[int, Timeline, FloatArray]]) -> None:
+        self._turns: dict[tuple[int, int], FloatArray] = {}
+        for episode, row, values in rows:
+            for turn in np.unique(row.turns[row.trained]):
+                self._turns[episode, int(turn)] = values[row.turns == turn]
+
+    def of(self, one: Pass, device: torch.device) -> Tensor:
+        """[S] float32, natural log, of the layout's targets; 0 in a pass that trains nothing."""
+        if one.idle:
+            return torch.zeros(one.layout.num_trained, device=device)
+        layout = one.layout
+        where = zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True)
+        values = np.array([self._turns[episode, turn][offset] for episode, turn, offset in where], np.float32)
+        return torch.from_numpy(values).to(device)

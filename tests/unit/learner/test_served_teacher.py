@@ -1,0 +1,126 @@
+"""A teacher behind an engine teaches what the same model teaches in the learner's memory, or says why it cannot."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.episodes import make_group
+from swarmq.config import Loss, Train
+from swarmq.errors import LearnerError
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.trainer import Trainer
+from swarmq.messages import Episode, Sampling
+
+TRAIN = Train(
+    gradient_checkpointing=False,
+    learning_rate=1e-4,
+    warmup_steps=0,
+    loss=Loss(name="distill"),
+    teacher="the one in memory",
+    steps_per_batch=2,
+)
+BATCH = tuple(episode for name in "abc" for episode in make_group(name, (0.0, 1.0), turns=2))
+
+
+class Vllm(ThreadingHTTPServer):
+    """Answers as vLLM does when asked for the log-probabilities of a prompt."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self.lock = threading.Lock()
+        self.silent = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+    def prompt_logprobs(self, ids: list[int]) -> list[Any]:
+        with self.lock, torch.no_grad():
+            scored = self.model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        told = [{str(token): {"logprob": float(scored[at, token])}} for at, token in enumerate(ids[1:])]
+        return [None, *told]
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Vllm
+
+    def do_GET(self) -> None:
+        self._answer({"data": [{"id": "teacher"}]})
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        assert asked["prompt_logprobs"] == 0
+        assert asked["model"] == "teacher"
+        self._answer({"choices": [{} if self.server.silent else self._choice(asked["prompt"])]})
+
+    def _choice(self, ids: list[int]) -> dict[str, Any]:
+        return {"prompt_logprobs": self.server.prompt_logprobs(ids)}
+
+    def _answer(self, body: Any) -> None:
+        raw = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def teacher(other_qwen: Path) -> Iterator[Vllm]:
+    server = Vllm(other_qwen)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def stepped(model: Path, teacher: str, batch: tuple[Episode, ...] = BATCH) -> dict[str, Any]:
+    """The figures of a step."""
+    train = msgspec.structs.replace(TRAIN, teacher=teacher)
+    index = Index(record=1, version=1, trained=tuple(e.episode_id for e in batch))
+    return Trainer(str(model), train).step(BatchRecord(index=index, episodes=batch, settings=train))
+
+
+def test_a_served_teacher_teaches_what_a_loaded_one_does(tiny_qwen: Path, other_qwen: Path, teacher: Vllm) -> None:
+    loaded, served = stepped(tiny_qwen, str(other_qwen)), stepped(tiny_qwen, teacher.url)
+    itself = stepped(tiny_qwen, str(tiny_qwen))
+    for figure in ("loss", "grad_norm"):
+        assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
+        assert served[figure] != pytest.approx(itself[figure], rel=0.1), "this figure shows nothing"
+
+
+def test_an_engine_that_does_not_say_how_likely_prompts_are_is_no_teacher(tiny_qwen: Path, teacher: Vllm) -> None:
+    teacher.silent = True
+    with pytest.raises(LearnerError, match="prompt_logprobs"):
+        stepped(tiny_qwen, teacher.url)
+
+
+def test_a_teacher_that_is_not_there_is_named(tiny_qwen: Path) -> None:
+    with pytest.raises(LearnerError, match=r"http://127\.0\.0\.1:9 does not answer .* nothing is lost"):
+        stepped(tiny_qwen, "http://127.0.0.1:9/v1")
+
+
+def test_a_served_teacher_does_not_judge_other_temperatures(tiny_qwen: Path, teacher: Vllm) -> None:
+    warm = Sampling(temperature=0.7)
+    batch = tuple(
+        msgspec.structs.replace(e, turns=tuple(msgspec.structs.replace(t, sampling=warm) for t in e.turns))
+        for e in BATCH
+    )
+    with pytest.raises(LearnerError, match="at temperature 1 only"):
+        stepped(tiny_qwen, teacher.url, batch)
