@@ -63,7 +63,8 @@ class Setting(NamedTuple):
     unit: int
     budget: int
     oracle_tokens: int
-    tree_tokens: int
+    tree_tokens: tuple[int, int]
+    """Of workloads with a goal, and of all others."""
     goals: Repeats
     others: Repeats
     only: list[str]
@@ -95,7 +96,7 @@ def main() -> None:
         unit=arguments.unit or (128 if cuda else 16),
         budget=arguments.budget or (65536 if cuda else 4096),
         oracle_tokens=arguments.oracle_tokens or (0 if cuda else 8192),
-        tree_tokens=arguments.tree_tokens or (16000 if cuda else 0),
+        tree_tokens=tuple(arguments.tree_tokens or ((30000, 12000) if cuda else (0, 0))),
         goals=Repeats(*arguments.repeats),
         others=Repeats(*arguments.side_repeats),
         only=arguments.only.split(",") if arguments.only else [],
@@ -136,7 +137,7 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="tiny", choices=SHAPES)
-    for name, default, which in (("repeats", (5, 5), "workloads with a goal"), ("side-repeats", (3, 3), "all others")):
+    for name, default, which in (("repeats", (5, 5), "workloads with a goal"), ("side-repeats", (5, 5), "all others")):
         parser.add_argument(
             f"--{name}",
             type=int,
@@ -148,7 +149,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--unit", type=int, help="tokens a turn samples, and reads (default 128 on cuda, 16 on cpu)")
     parser.add_argument("--budget", type=int, help="tokens per pass (default 65536 on cuda, 4096 on cpu)")
     parser.add_argument("--oracle-tokens", type=int, help="least work per workload (default 0 on cuda, 8192 on cpu)")
-    parser.add_argument("--tree-tokens", type=int, help="least work of the tree (default 16000 on cuda, 0 on cpu)")
+    parser.add_argument(
+        "--tree-tokens",
+        type=int,
+        nargs=2,
+        metavar=("GOALS", "OTHERS"),
+        help="least work of the tree, of workloads with a goal and of all others (default 30000 12000 on cuda, 0 0 on cpu)",
+    )
     parser.add_argument("--only", help=f"workloads, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which nothing new is begun")
     parser.add_argument("--no-check", action="store_true", help="leave out the FP32 comparison with the oracle")
@@ -158,6 +165,7 @@ def parse() -> argparse.Namespace:
 def measure(setting: Setting, run: Run) -> Iterator[None]:
     """Every workload that fits the time, into `run`; a stop after each."""
     model = LayoutModel(build(setting.model, setting.device))
+    model.compile_layers()
     source = Source(setting.unit, model.model.config.vocab_size)
     warm: set[int] = set()
     for workload in WORKLOADS:
@@ -166,7 +174,7 @@ def measure(setting: Setting, run: Run) -> Iterator[None]:
         if time.monotonic() > setting.deadline:
             run.not_measured.append(workload.name)
             continue
-        episodes = batch(workload, source, setting.oracle_tokens, setting.tree_tokens)
+        episodes = batch(workload, source, setting.oracle_tokens, setting.tree_tokens[workload.goal is None])
         try:
             run.measured.append(time_ways(model, workload, episodes, setting, warm))
             print("  ".join(map(str, line(run.measured[-1]))), flush=True)
@@ -257,10 +265,14 @@ def kind_of(kernel: str) -> str:
 
 def name_of(setting: Setting) -> str:
     """Of the result: after the device, and the model if it is not the one usual there."""
-    cuda = setting.device.type == "cuda"
-    place = torch.cuda.get_device_name().split()[-1].lower() if cuda else "cpu"
-    usual = setting.model == ("1.7b" if cuda else "tiny")
-    return f"timelines_{place}" if usual else f"timelines_{place}_{setting.model.replace('.', 'p')}"
+    usual = setting.model == ("1.7b" if setting.device.type == "cuda" else "tiny")
+    name = f"timelines_{place(setting.device)}"
+    return name if usual else f"{name}_{setting.model.replace('.', 'p')}"
+
+
+def place(device: torch.device) -> str:
+    """What a device is called in the names of results."""
+    return torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
 
 
 def wait(device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""The compiled attention and head on a GPU against the untouched model, turn by turn."""
+"""The compiled layers, attention and head on a GPU against the untouched model, turn by turn."""
 
 import itertools
 
@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config
 
+from swarmq.learner import tree_head
 from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree_head import Form, Head, score
 from swarmq.timeline import PrefixTree, row_layouts, standalone
 
 pytestmark = [
@@ -95,6 +97,7 @@ def test_log_probabilities_and_gradient_are_the_oracles(name, way):
     layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else row_layouts(episodes, 2000)
     assert len(layouts) > 1
     model = LayoutModel(build(name))
+    model.compile_layers()
     model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     ours, our_gradient = computed(model, layouts)
     assert (ours - logprobs).abs().max() < 1e-5
@@ -108,3 +111,33 @@ def test_half_precision_differs_by_rounding_alone():
     logprobs, _ = computed(model, PrefixTree(episodes).layouts(4000))
     plain, _ = oracle(build("qwen3", torch.bfloat16), episodes)
     assert (logprobs - exact).abs().mean() < 1.5 * (plain - exact).abs().mean()
+
+
+@pytest.mark.parametrize("kept", [0.0, 1e-6, 1.0], ids=["nothing", "some", "everything"])
+@pytest.mark.parametrize("form", [Form(), Form(0.3, None), Form(1.0, 2.0)])
+def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kept, monkeypatch):
+    tokens, width, vocab = 301, 16, 5003
+    monkeypatch.setattr(tree_head, "GPU_SHARE", max(kept, 1e-9))
+    torch.manual_seed(0)
+    exact = [
+        torch.randn(size, device="cuda", dtype=torch.float64) / 2 for size in ((tokens, width), (vocab, width), vocab)
+    ]
+    targets, temperatures = torch.randint(vocab, (tokens,), device="cuda"), torch.rand(tokens, device="cuda") + 0.5
+    upstream = torch.randn(tokens, device="cuda")
+
+    hidden, weight, bias = (x.clone().requires_grad_() for x in exact)
+    logits = (hidden @ weight.t() + bias) * form.multiplier
+    if form.softcap is not None:
+        logits = form.softcap * torch.tanh(logits / form.softcap)
+    distribution = (logits / temperatures[:, None]).log_softmax(-1)
+    expected = distribution.gather(1, targets[:, None])[:, 0]
+    entropy = -(distribution.exp() * distribution).sum(-1)
+    gradient = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
+
+    hidden, weight, bias = (x.float().requires_grad_() for x in exact)
+    scored = score(hidden, Head(weight, bias, form), targets, temperatures)
+    ours = torch.autograd.grad((scored.logprobs * upstream).sum(), (hidden, weight, bias))
+    assert (scored.logprobs - expected).abs().max() < 1e-5
+    assert (scored.entropies - entropy).abs().max() < 1e-5
+    for a, b in zip(ours, gradient, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()

@@ -80,6 +80,8 @@ class Trainer:
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        if not is_sharded(self.model):  # whose layers gather their weights by hooks
+            policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self.frozen = FrozenModels(initial or source, self.accelerator, vocab_size(policy.model))
         limits = [policy.rows_only, *(judge.rows_only for judge in self.frozen.of(train).values())]

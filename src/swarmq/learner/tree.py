@@ -87,6 +87,16 @@ class LayoutModel(nn.Module):
         inner -= sum({id(end.weight): end.weight.numel() for end in ends}.values())
         return Cost(token=2.0 * inner, pair=4.0 * width * config.num_hidden_layers)
 
+    def compile_layers(self) -> None:
+        """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
+        lengths, in the first pass."""
+        if self.rows_only or self.model.device.type != "cuda":
+            return
+        layers = set(self.model._no_split_modules or ())  # noqa: SLF001 - where transformers names its layers
+        for module in self.model.modules():
+            if type(module).__name__ in layers:
+                module.compile(dynamic=True)
+
     def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
         """Log-probabilities of the layout's S targets at `temperatures`, one for all or [S]."""
         temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)

@@ -8,8 +8,6 @@ and soft-capping of logits are part of the head.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +16,11 @@ from transformers import PreTrainedModel
 
 CPU_CHUNK = 1 << 22
 """Most logits at once on a CPU: 16 MiB. And most of their gradients that are kept."""
-GPU_SHARE = 1 / 32
-"""Share of a GPU's memory that FP32 logits may take at once, and their gradients that are kept. Few large chunks,
+GPU_SHARE = 1 / 10
+"""Share of a GPU's memory that FP32 logits may take at once, and as much their gradients that are kept. Few large chunks,
 because each one costs a pass over the gradient of the head's weight."""
+FREE_SHARE = 1 / 4
+"""The same of what is free, where that is less."""
 
 
 class Form(NamedTuple):
@@ -79,44 +79,44 @@ class _Score(torch.autograd.Function):
         temperatures: Tensor,
         learning: bool,
     ) -> tuple[Tensor, Tensor]:
-        device = hidden.device.type
-        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+        device = hidden.device
+        ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
         ctx.form = form
-        reduce = _compiled(_reduce) if device == "cuda" else _reduce
-        slope = _compiled(_slope) if device == "cuda" else _slope
         factor = weight.to(ctx.dtype).t()
-        logprobs, entropies, norms = (torch.empty(len(targets), device=hidden.device) for _ in range(3))
-        kept: list[Tensor] = []
-        room = _most_kept(hidden.device, ctx.dtype) if learning else 0
-        for part in _chunks(hidden, weight):
+        logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
+        room = _most_kept(device, ctx.dtype) // len(weight) if learning else 0
+        kept = torch.empty(min(room, len(targets)), len(weight), dtype=ctx.dtype, device=device)
+        for part in _chunks(len(targets), weight):
             logits = _product(hidden[part].to(ctx.dtype), factor, bias)
-            logprobs[part], entropies[part], norms[part] = reduce(logits, targets[part], temperatures[part], form)
-            room -= logits.numel()
-            if room >= 0:
-                kept.append(slope(logits, Chosen(targets[part], temperatures[part], norms[part]), form, ctx.dtype))
-        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, *kept)
+            logprobs[part], entropies[part], norms[part] = _reduce(logits, targets[part], temperatures[part], form)
+            held = slice(part.start, min(part.stop, len(kept)))
+            if held.start < held.stop:
+                chosen = Chosen(targets[held], temperatures[held], norms[held])
+                _slope(logits[: held.stop - held.start], chosen, form, kept[held])
+            del logits  # before there are those of the next chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, kept)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperatures, norms, *kept = ctx.saved_tensors
-        slope = _compiled(_slope) if hidden.device.type == "cuda" else _slope
+        hidden, weight, bias, targets, temperatures, norms, kept = ctx.saved_tensors
         factor = weight.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
         weight_grad: Tensor | None = None
         bias_grad = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
         by_scaled = (gradients[0] / temperatures)[:, None]
-        for i, part in enumerate(_chunks(hidden, weight)):
+        for part in _kept_and_chunks(len(kept), len(targets), weight):
             inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
-            if i < len(kept):
-                by_product = kept[i]
+            if part.stop <= len(kept):
+                by_product = kept[part]
             else:
                 logits = _product(inputs, factor.t(), bias)
-                by_product = slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, ctx.dtype)
+                by_product = torch.empty_like(logits, dtype=ctx.dtype)
+                _slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
+                del logits
             hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
-            by_weight = _product(by_product.t(), (inputs * above).to(ctx.dtype))
-            weight_grad = by_weight if weight_grad is None else weight_grad.add_(by_weight)
+            weight_grad = _add_product(weight_grad, by_product.t(), (inputs * above).to(ctx.dtype))
             if bias_grad is not None:
                 bias_grad += by_product.float().t() @ above[:, 0]
         return (
@@ -138,6 +138,9 @@ class Chosen(NamedTuple):
 
 def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of each target, entropy, and log of the sum of exponentials."""
+    if logits.is_cuda and not torch.is_grad_enabled():
+        logprobs, entropies, norms = _kernels().reduce_rows(logits, targets, temperatures, *form)
+        return logprobs, entropies, norms
     scaled = _formed(logits, form) / temperatures[:, None]
     norms = torch.logsumexp(scaled, dim=-1)
     chosen = scaled.gather(1, targets[:, None])[:, 0]
@@ -145,17 +148,18 @@ def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -
     return chosen - norms, norms - expected, norms
 
 
-def _slope(logits: Tensor, chosen: Chosen, form: Form, dtype: torch.dtype) -> Tensor:
-    """The gradient of each log-probability times its temperature with respect to the product W h + b, in the dtype of
-    the matrix products."""
+def _slope(logits: Tensor, chosen: Chosen, form: Form, out: Tensor) -> None:
+    """Into `out`: the gradient of each log-probability times its temperature with respect to the product W h + b."""
+    if logits.is_cuda:
+        _kernels().slope_rows(logits, *chosen, *form, out)
+        return
     formed = _formed(logits, form)
-    is_target = torch.arange(logits.shape[1], device=logits.device)[None, :] == chosen.targets[:, None]
-    gap = is_target.to(logits.dtype) - torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
-    if form.multiplier != 1.0:
-        gap = gap * form.multiplier
+    gap = -torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
+    gap[torch.arange(len(gap)), chosen.targets] += 1
+    gap *= form.multiplier
     if form.softcap is not None:
-        gap = gap * (1 - (formed / form.softcap) ** 2)
-    return gap.to(dtype)
+        gap *= 1 - (formed / form.softcap) ** 2
+    out.copy_(gap)
 
 
 def _formed(logits: Tensor, form: Form) -> Tensor:
@@ -165,30 +169,47 @@ def _formed(logits: Tensor, form: Form) -> Tensor:
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """a @ b + bias in FP32, from factors of the compute dtype."""
-    mixed = a.is_cuda and a.dtype != torch.float32
-    product = torch.mm(a, b, out_dtype=torch.float32) if mixed else (a @ b).float()
+    product = torch.mm(a, b, out_dtype=torch.float32) if _mixed(a) else (a @ b).float()
     return product if bias is None else product + bias.float()
 
 
-def _chunks(hidden: Tensor, weight: Tensor) -> list[slice]:
-    size = max(1, _most_logits(hidden.device) // weight.shape[0])
-    return [slice(start, start + size) for start in range(0, len(hidden), size)]
+def _add_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """to + a @ b in FP32."""
+    if to is None:
+        return _product(a, b)
+    return torch.addmm(to, a, b, out_dtype=torch.float32) if _mixed(a) else to.add_(_product(a, b))
+
+
+def _mixed(factor: Tensor) -> bool:
+    return factor.is_cuda and factor.dtype != torch.float32
+
+
+def _chunks(num_tokens: int, weight: Tensor, start: int = 0) -> list[slice]:
+    size = max(1, _most_logits(weight.device) // len(weight))
+    return [slice(at, min(at + size, num_tokens)) for at in range(start, num_tokens, size)]
+
+
+def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor) -> list[slice]:
+    """Those kept are one chunk, however many."""
+    return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept)]
 
 
 def _most_logits(device: torch.device) -> int:
-    return _shared_out(device, 4) if device.type == "cuda" else CPU_CHUNK
+    return _room(device) // 4 if device.type == "cuda" else CPU_CHUNK
 
 
 def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
-    return _shared_out(device, dtype.itemsize) if device.type == "cuda" else CPU_CHUNK
+    return _room(device) // dtype.itemsize if device.type == "cuda" else CPU_CHUNK
 
 
-@functools.cache
-def _shared_out(device: torch.device, size: int) -> int:
-    """Numbers of `size` bytes in the share of a GPU's memory."""
-    return int(torch.cuda.get_device_properties(device).total_memory * GPU_SHARE) // size
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU: a share of all, or less where others left little."""
+    free, total = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(min(GPU_SHARE * total, FREE_SHARE * free))
 
 
-@functools.cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
+def _kernels() -> Any:
+    from swarmq.learner import head_kernel  # noqa: PLC0415 - needs Triton, which is where CUDA is
+
+    return head_kernel
