@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 import pytest
 import torch
-from tests.support.tiny_model import tiny_model
 from transformers import AutoModelForCausalLM
 
+from support.tiny_model import tiny_model
 from swarmq.config import Engine, Policy
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.push import WeightPusher

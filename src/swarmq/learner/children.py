@@ -70,13 +70,22 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
         for _ in ranks:
             number, status = ended.get()
             if status:
-                raise LearnerError(f"rank {number} of {num_ranks} ended with status {status}: see its log lines above")
+                raise LearnerError(
+                    f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start goes "
+                    "on from the newest checkpoint and the batch log"
+                )
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    return f"was killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
 
 
 def job_file(job: SwarmJob, policy: str) -> Path:

@@ -49,7 +49,10 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """The loop of one rank; lock and collector are held already."""
     from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415  (torch comes with the loop, only where it trains)
     from swarmq.learner.loop import Learner  # noqa: PLC0415
+    from swarmq.learner.tokenizers import check_tokenizers  # noqa: PLC0415
 
+    if is_main and not no_push:
+        check_tokenizers(job.policies[policy].model, job.policies[policy].engine.urls)
     stop = StopSignal()
     with stop.installed():
         learner = Learner(job, policy, pusher=_pusher(job, policy) if is_main and not no_push else None, stop=stop)

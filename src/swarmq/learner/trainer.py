@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -277,6 +277,7 @@ class Trainer:
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
     """For the policy in `source`, whose size decides whether it is sharded."""
+    _refuse_split_sequences(os.environ)
     shard = fits.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
     if torch.cuda.is_available() and not train.cpu_offload:
@@ -294,6 +295,17 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     if plan:
         shard_on_cpu(accelerator, plan)
     return accelerator
+
+
+def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
+    """What `accelerate launch` was asked for. Raises LearnerError for what cuts a row into parts on several ranks."""
+    for axis, name in (("CP", "context"), ("SP", "sequence"), ("TP", "tensor")):
+        if int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1) > 1:
+            raise LearnerError(
+                f"{name} parallelism is not available: accelerate's needs plain causal attention over one row, and the "
+                "learner's passes hold packed rows and trees; ranks share out a batch by whole passes instead. Leave "
+                f"--parallelism-config-{axis.lower()}-size out; for long rows take train.sharding = 'full' and more ranks"
+            )
 
 
 def _policy_lm(source: str, initial: str, train: Train) -> Any:

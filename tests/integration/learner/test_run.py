@@ -36,15 +36,28 @@ def make_job(folder: Path, run: str, model: Path, amqp_url: str) -> SwarmJob:
     )
 
 
-def start(job: SwarmJob, folder: Path, *, num_gpus: int = 1) -> subprocess.Popen[bytes]:
+RANKS = [
+    "-m",
+    "accelerate.commands.launch",
+    "--cpu",
+    "--num_processes",
+    "2",
+    "--num_machines",
+    "1",
+    "--dynamo_backend",
+    "no",
+]
+
+
+def start(job: SwarmJob, folder: Path, *, num_gpus: int = 1, accelerate: bool = False) -> subprocess.Popen[bytes]:
     (folder / "job.toml").write_text(job.to_toml())
-    code = (
-        "import sys; from swarmq.config import SwarmJob; from swarmq.learner.main import run;"
-        f"run(SwarmJob.load(sys.argv[1]), 'main', num_gpus={num_gpus}, with_collector=False, no_push=True)"
-    )
+    launch = [*RANKS, "--mixed_precision", "no"] if accelerate else []
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-c", code, str(folder / "job.toml")],
+            [
+                *(sys.executable, *launch, "-m", "swarmq", "learner", str(folder / "job.toml")),
+                *("--num-gpus", str(num_gpus), "--no-collector"),
+            ],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=log,
             stderr=log,
@@ -65,17 +78,17 @@ def _of(episode: object, run: str) -> object:
     return msgspec.structs.replace(episode, run=run, turns=turns)  # type: ignore[type-var]
 
 
-async def test_one_rank_and_two_learn_the_same_and_report_every_episode(
+async def test_one_rank_and_two_learn_the_same_however_they_are_launched_and_report_every_episode(
     tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:
     weights = []
     async with AmqpBroker.open(amqp_url, name="test") as broker:
-        for ranks in (1, 2):
-            folder = tmp_path / f"ranks-{ranks}"
+        for name, launch in (("one", {}), ("two", {"num_gpus": 2}), ("accelerate", {"accelerate": True})):
+            folder = tmp_path / name
             folder.mkdir()
-            job = make_job(folder, f"{run_name}-{ranks}", tiny_qwen, amqp_url)
+            job = make_job(folder, f"{run_name}-{name}", tiny_qwen, amqp_url)
             await fill(broker, job, range(2 * STEPS))
-            assert start(job, folder, num_gpus=ranks).wait(240) == 0, (folder / "log").read_text()
+            assert start(job, folder, **launch).wait(240) == 0, (folder / "log").read_text()
             told: set[str] = set()
             async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
                 while len(told) < 3 * 2 * STEPS:
@@ -86,9 +99,33 @@ async def test_one_rank_and_two_learn_the_same_and_report_every_episode(
             assert depth.ready == 0
             checkpoints = job.run_folder.checkpoints("main")
             weights.append(load_file(checkpoints / f"step-{STEPS:08d}" / "model.safetensors"))
-    one, two = weights
-    for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5)
+    one, *others = weights
+    for several in others:
+        for name, tensor in one.items():
+            torch.testing.assert_close(several[name], tensor, rtol=1e-3, atol=2e-5)
+
+
+async def test_a_lost_rank_ends_the_learner_with_its_number_and_the_next_start_goes_on(
+    tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
+) -> None:
+    job = make_job(tmp_path, run_name, tiny_qwen, amqp_url)
+    async with AmqpBroker.open(amqp_url, name="test") as broker:
+        await fill(broker, job, range(2))
+        process = start(job, tmp_path, num_gpus=2)
+        async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
+            assert isinstance((await anext(inbox)).message, Consumed)
+            os.kill(rank_of(process, 1), signal.SIGKILL)
+            assert process.wait(240) != 0
+            assert "rank 1 of 2 was killed by SIGKILL (out of memory?)" in (tmp_path / "log").read_text()
+            await fill(broker, job, range(2, 2 * STEPS))
+            assert start(job, tmp_path, num_gpus=2).wait(240) == 0, (tmp_path / "log").read_text()
+    assert (job.run_folder.checkpoints("main") / f"step-{STEPS:08d}" / "manifest.json").exists()
+
+
+def rank_of(process: subprocess.Popen[bytes], rank: int) -> int:
+    """The pid of that rank among the children."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(pid for pid in map(int, children) if f"\0RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
 
 
 async def test_a_signal_finishes_with_a_checkpoint_and_a_second_learner_is_refused(

@@ -11,6 +11,7 @@ from swarmq.config import Lora, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.fits import Gpu, check, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
+from swarmq.learner.trainer import make_accelerator
 
 TRAIN = Train(mixed_precision="bf16")
 MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36)
@@ -47,3 +48,12 @@ def test_ranks_share_the_model_where_asked_and_never_alone(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert shard(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
+
+
+@pytest.mark.parametrize("axis", ["CP", "SP", "TP"])
+def test_what_would_cut_rows_into_parts_is_refused_by_name(
+    axis: str, monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
+) -> None:
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis}_SIZE", "2")
+    with pytest.raises(LearnerError, match=f"--parallelism-config-{axis.lower()}-size out"):
+        make_accelerator(TRAIN, str(tiny_qwen))

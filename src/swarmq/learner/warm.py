@@ -1,0 +1,186 @@
+"""Supervised warm start: a model learns from demonstrations what to sound like before rewards say what pays.
+
+    demonstrations (JSON lines of chats) --template--> turns --fold, pack--> the trainer's own steps with the `sft` loss --> folder
+
+What the assistant says in a demonstration is trained as if the model had sampled it, in the context in which it would have:
+the prompt that the chat template makes of what came before. So everything that holds for training holds here: folding,
+sharding, accumulation, memory. Under `accelerate launch` every process is a rank.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq.config import Loss, Train
+from swarmq.errors import TaskError
+from swarmq.learner.children import own_rank
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.trainer import Trainer
+from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
+
+NOBODY = "warm"
+"""Run and policy of what no run has sampled."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A demonstration as it is written down."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What to make of which model."""
+
+    model: str
+    demonstrations: Path
+    """JSON lines, each with `messages` as chat completions have them, and `tools` if the assistant was given any."""
+    out: Path
+    """A new folder that every engine and learner loads."""
+    train: Train
+    """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says."""
+    epochs: int = 1
+    batch: int = 32
+    """Demonstrations of an optimizer step."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    steps: int
+    loss: float
+    """Mean negative log-probability of the assistant's tokens, in nats."""
+    left_out: int
+    """Demonstrations that are longer than a pass."""
+
+
+def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
+    """Train and write `out`. Raises TaskError for demonstrations that cannot be used, LearnerError for the model."""
+    if plan.out.exists():
+        raise TaskError(f"{plan.out} exists already: name a new folder")
+    tokenizer = _tokenizer(plan.model)
+    episodes = list(read(plan.demonstrations, tokenizer))
+    train = msgspec.structs.replace(plan.train, loss=Loss(name="sft"), teacher=None, reference=None, token_log=False)
+    trainer = Trainer(plan.model, train)
+    short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
+    if not short:
+        raise TaskError(f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens")
+    batches = list(_batches(short, plan, seed=train.seed))
+    for number, batch in enumerate(batches, start=1):
+        index = Index(record=number, version=number)
+        fields = trainer.step(BatchRecord(index=index, episodes=tuple(batch), settings=train))
+        left_out = len(episodes) - len(short)
+        report(Progress(step=number, steps=len(batches), loss=fields["loss"], left_out=left_out))
+    if own_rank() in (None, 0):
+        partial = plan.out.with_name(plan.out.name + ".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        trainer.save_weights(partial)
+        tokenizer.save_pretrained(partial)
+        partial.rename(plan.out)
+
+
+def read(path: Path, tokenizer: Any) -> Iterator[Episode]:
+    """An episode for every line. Raises TaskError naming file and line."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read ({error.strerror})") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield demonstration(line, tokenizer, where=f"{path}, line {number}")
+
+
+def demonstration(line: str, tokenizer: Any, *, where: str) -> Episode:
+    """A turn for everything that the assistant says. Raises TaskError."""
+    try:
+        chat = msgspec.json.decode(line, type=Chat)
+    except msgspec.MsgspecError as error:
+        raise TaskError(f'{where}: not a JSON object with "messages" ({error})') from error
+    messages = chat.messages
+
+    def spelled(count: int, *, prompt: bool) -> str:
+        options = {"tools": chat.tools, "add_generation_prompt": prompt, "tokenize": False}
+        try:
+            return str(tokenizer.apply_chat_template(messages[:count], **options))
+        except Exception as error:  # templates raise what they like
+            raise TaskError(f"{where}: the chat template cannot spell the first {count} messages: {error}") from error
+
+    turns = []
+    for at, message in enumerate(messages):
+        if message.get("role") != "assistant":
+            continue
+        prompt, whole = spelled(at, prompt=True), spelled(at + 1, prompt=False)
+        if not whole.startswith(prompt):
+            raise TaskError(
+                f"{where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
+            )
+        said = _up_to_end(whole[len(prompt) :], tokenizer.eos_token)
+        turns.append(_turn(where, len(turns), _ids(tokenizer, prompt), _ids(tokenizer, said)))
+    if not turns:
+        raise TaskError(f"{where}: the assistant says nothing")
+    return Episode(
+        run=NOBODY,
+        policy=NOBODY,
+        episode_id=where,
+        slot=Slot(task_id=where, repeat=0),
+        kind=NOBODY,
+        group_id=where,
+        group_members=1,
+        group_size=1,
+        reward=1.0,
+        turns=tuple(turns),
+    )
+
+
+def longest(episode: Episode) -> int:
+    """Tokens of its longest call."""
+    return max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in episode.turns) // 4
+
+
+def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
+    return Turn(
+        run=NOBODY,
+        episode_id=where,
+        policy=NOBODY,
+        call_id=str(number),
+        request_id=str(number),
+        prompt_ids=pack_ids(prompt),
+        sampled_ids=pack_ids(said),
+        logprobs=pack_floats([0.0] * len(said)),
+        versions=(VersionSpan(version=0, start=0, end=len(said)),),
+    )
+
+
+def _up_to_end(text: str, end: str | None) -> str:
+    """Without what the template writes after the end of the turn, which a model never samples."""
+    before, found, _ = text.partition(end) if end else (text, "", "")
+    return before + found
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise TaskError(f"model {model}: its tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise TaskError(f"model {model}: its tokenizer has no chat template, so demonstrations cannot be spelled")
+    return tokenizer
+
+
+def _batches(episodes: Sequence[Episode], plan: WarmStart, *, seed: int) -> Iterator[list[Episode]]:
+    dice = random.Random(seed)
+    for _ in range(plan.epochs):
+        order = dice.sample(list(episodes), len(episodes))
+        yield from (order[at : at + plan.batch] for at in range(0, len(order), plan.batch))

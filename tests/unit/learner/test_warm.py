@@ -1,0 +1,81 @@
+"""Demonstrations are learned as what they are: the assistant's words, in the prompts that the template makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from support.tiny_model import tiny_model
+from swarmq.config import Train
+from swarmq.errors import TaskError
+from swarmq.learner.warm import WarmStart, demonstration, longest, read, warm
+
+CHAT = [
+    {"role": "user", "content": "What is 17 + 25?"},
+    {"role": "assistant", "content": "The answer is 42."},
+    {"role": "user", "content": "Is it?"},
+    {"role": "assistant", "content": "Yes."},
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(tiny_model())
+
+
+def text(tokenizer: Any, packed: bytes) -> str:
+    return str(tokenizer.decode(np.frombuffer(packed, "<i4").tolist()))
+
+
+def test_everything_the_assistant_says_is_a_turn_up_to_its_end_of_turn(tokenizer: Any) -> None:
+    episode = demonstration(json.dumps({"messages": CHAT}), tokenizer, where="here")
+    assert [text(tokenizer, turn.sampled_ids) for turn in episode.turns] == [
+        "The answer is 42.<|im_end|>",
+        "Yes.<|im_end|>",
+    ]
+    asked = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, tokenize=False)
+    assert text(tokenizer, episode.turns[1].prompt_ids) == asked
+    assert (
+        longest(episode) == sum(len(part) for part in (episode.turns[1].prompt_ids, episode.turns[1].sampled_ids)) // 4
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "match"),
+    [
+        ("nonsense", 'line 2: not a JSON object with "messages"'),
+        ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: the assistant says nothing"),
+        ('{"chat": []}', 'line 2: not a JSON object with "messages"'),
+        ('{"messages": [7, {"role": "assistant", "content": "!"}]}', 'line 2: not a JSON object with "messages"'),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(line: str, match: str, tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
+    with pytest.raises(TaskError, match=match):
+        list(read(path, tokenizer))
+
+
+def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": CHAT})] * 4 + [json.dumps({"messages": LONG})]))
+    train = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False)
+    plan = WarmStart(
+        model=str(tiny_model()), demonstrations=path, out=tmp_path / "warm", train=train, epochs=4, batch=2
+    )
+    seen = []
+    warm(plan, seen.append)
+    assert [(one.step, one.steps, one.left_out) for one in seen] == [(n, 8, 1) for n in range(1, 9)]
+    assert seen[-1].loss < 0.5 * seen[0].loss
+    AutoModelForCausalLM.from_pretrained(plan.out)
+    assert AutoTokenizer.from_pretrained(plan.out).chat_template
+    with pytest.raises(TaskError, match="exists already"):
+        warm(plan, seen.append)
+
+
+LONG = [{"role": "user", "content": "one " * 400}, {"role": "assistant", "content": "Too long."}]
