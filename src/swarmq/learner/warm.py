@@ -111,7 +111,7 @@ def demonstration(line: str, tokenizer: Any, *, where: str) -> Episode:
         except Exception as error:  # templates raise what they like
             raise TaskError(f"{where}: the chat template cannot spell the first {count} messages: {error}") from error
 
-    turns = []
+    turns: list[Turn] = []
     for at, message in enumerate(messages):
         if message.get("role") != "assistant":
             continue
