@@ -87,3 +87,19 @@ async def stage() -> AsyncIterator[Stage]:
 def stages():
     """`async with stages(engines=2, confirm_timeout_s=0.1) as stage:` a stage with other settings."""
     return staged
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """OpenAI's library. Slow to import: only who uses it does."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture(scope="session")
+def anthropic():
+    """Anthropic's library, as `openai`."""
+    import anthropic
+
+    return anthropic

@@ -1,6 +1,5 @@
 """OpenAI's completions over HTTP, read by OpenAI's own client, against a scripted engine."""
 
-import openai
 import pytest
 
 from swarmq.messages import unpack_ids
@@ -8,7 +7,7 @@ from swarmq.testing.scripted_engine import encode
 
 
 @pytest.fixture
-async def agent(stage):
+async def agent(openai, stage):
     async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=stage.key(mode="eval"), max_retries=0) as client:
         yield client.completions
 
@@ -81,7 +80,7 @@ async def test_every_choice_is_a_turn(stage, agent):
         ({"logprobs": 100}, "logprobs"),
     ],
 )
-async def test_a_bad_request_names_its_field(agent, change, param):
+async def test_a_bad_request_names_its_field(openai, agent, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         await agent.create(**{"model": "main", "prompt": "x", **change})
     assert caught.value.param == param

@@ -2,7 +2,6 @@
 
 import json
 
-import anthropic
 import pytest
 
 from swarmq.messages import unpack_ids
@@ -15,7 +14,7 @@ ASKED = {"model": "main", "max_tokens": 100, "messages": [USER]}
 
 
 @pytest.fixture
-async def agent(stage):
+async def agent(anthropic, stage):
     key = stage.key(mode="eval")
     async with anthropic.AsyncAnthropic(base_url=stage.url, api_key=key, max_retries=0) as client:
         yield client.messages
@@ -33,7 +32,7 @@ async def test_text_in_and_text_out(stage, agent):
     assert decode(stage.engine.requests[0].token_ids) == text
 
 
-async def test_a_bearer_token_is_a_key_too(stage):
+async def test_a_bearer_token_is_a_key_too(anthropic, stage):
     stage.engine.say("x")
     async with anthropic.AsyncAnthropic(base_url=stage.url, auth_token=stage.key(), max_retries=0) as client:
         assert (await client.messages.create(**ASKED)).content
@@ -164,7 +163,7 @@ async def test_words_put_into_its_mouth_are_continued(stage, agent):
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
     ],
 )
-async def test_a_bad_request_is_told_in_anthropic_s_form(agent, change, words):
+async def test_a_bad_request_is_told_in_anthropic_s_form(anthropic, agent, change, words):
     with pytest.raises(anthropic.BadRequestError) as caught:
         await agent.create(**{**ASKED, **change})
     assert caught.value.body["type"] == "error"
@@ -179,7 +178,7 @@ async def test_max_tokens_is_required(stage):
         assert (await response.json())["error"]["message"] == "max_tokens is required"
 
 
-async def test_statuses_have_anthropic_s_names(stage, agent):
+async def test_statuses_have_anthropic_s_names(anthropic, stage, agent):
     with pytest.raises(anthropic.NotFoundError) as caught:
         await agent.create(**{**ASKED, "model": "claude"})
     assert caught.value.body["error"]["type"] == "not_found_error"
@@ -192,7 +191,7 @@ async def test_statuses_have_anthropic_s_names(stage, agent):
     assert caught.value.body["error"]["type"] == "overloaded_error"
 
 
-async def test_a_stream_that_fails_says_so(stage, agent):
+async def test_a_stream_that_fails_says_so(anthropic, stage, agent):
     stage.engine.say("abcd", error="it broke")
     with pytest.raises(anthropic.APIStatusError, match="not available"):
         async with agent.stream(**ASKED) as stream:

@@ -2,7 +2,6 @@
 
 import json
 
-import openai
 import pytest
 
 from swarmq.messages import unpack_ids
@@ -13,7 +12,7 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": %d}}</tool_call>'
 
 
 @pytest.fixture
-async def agent(stage):
+async def agent(openai, stage):
     async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=stage.key(mode="eval"), max_retries=0) as client:
         yield client.responses
 
@@ -73,7 +72,7 @@ async def test_a_conversation_is_continued_by_name(stage, agent, streamed):
 
 
 @pytest.mark.parametrize("other", ["another episode's", "never given", "not stored"])
-async def test_a_response_that_is_not_the_episode_s_is_refused(stage, agent, other):
+async def test_a_response_that_is_not_the_episode_s_is_refused(openai, stage, agent, other):
     name = "resp_1"
     if other != "never given":
         stage.engine.say("secret")
@@ -195,7 +194,7 @@ async def test_options_reach_the_engine_in_chat_s_words(stage, agent):
         ({"instructions": 3}, "instructions"),
     ],
 )
-async def test_a_bad_request_names_its_field(agent, change, param):
+async def test_a_bad_request_names_its_field(openai, agent, change, param):
     with pytest.raises(openai.BadRequestError) as caught:
         await agent.create(**{"model": "main", "input": "hi", **change})
     assert caught.value.param == param
