@@ -36,6 +36,7 @@ from swarmq import AsyncEpisode, AsyncSwarmClient, keys, logs
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
+from swarmq.engine.roster import Roster
 from swarmq.messages import Slot
 from swarmq.process import die_with_parent, free_port, stop_group
 
@@ -149,10 +150,11 @@ def trainer(job: SwarmJob) -> None:
 
 def _label(job: SwarmJob, version: int) -> None:
     """What is left of a weight push when there are no weights."""
-    url = f"{job.policies[POLICY].engine.urls[0]}/update_weight_version"
     body = json.dumps({"new_version": str(version)}).encode()
-    with urlopen(Request(url, body, {"content-type": "application/json"}), timeout=READ_S):
-        pass
+    for url in Roster(job).urls()[POLICY]:
+        asked = Request(f"{url}/update_weight_version", body, {"content-type": "application/json"})
+        with urlopen(asked, timeout=READ_S):
+            pass
 
 
 async def client(job: SwarmJob, number: int, episodes: int, concurrency: int) -> None:

@@ -2,17 +2,18 @@
 
     python -m benchmarks.swarm --part collector mix edit scale policies
 
-Each part can be run alone; the figures of parts that were not run are kept from the last time.
+Each part can be run alone, and needs no more than it uses; the figures of parts that were not run are kept from the last time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from benchmarks import collector, report, swarm_edit, swarm_mix, swarm_policies, swarm_scale
+from benchmarks import report
 from swarmq.messages import encode
 
 PARTS = ("collector", "mix", "edit", "scale", "policies")
@@ -30,24 +31,27 @@ def main() -> None:
     parser.add_argument("--episodes", type=int, default=8000, help="for each number of workers")
     options = parser.parse_args()
     figures, detail = report.kept("swarm", out=options.out)
-    runs = {
-        "collector": one_collector,
-        "mix": mix,
-        "scale": lambda: scale(options.episodes),
-        "edit": edit,
+    runs: dict[str, Callable[[], Iterable[Found]]] = {
+        "collector": lambda: [one_collector()],
+        "mix": lambda: [mix()],
+        "scale": lambda: [scale(options.episodes)],
+        "edit": lambda: [edit()],
         "policies": lambda: policies(options.seeds, options.steps),
     }
     for part in options.part:
         print(f"--- {part}", flush=True)
-        some, more = runs[part]()
-        figures |= some
-        detail[part] = more
+        for some, more in runs[part]():
+            figures |= some
+            detail[part] = more
+            report.save("swarm", figures, detail=detail, out=options.out, finished=False)
     print(report.table(("figure", "value"), list(figures.items())))
     report.save("swarm", figures, detail=detail, out=options.out)
 
 
 def one_collector() -> Found:
     """Episodes of ten turns, by one core (benchmarks/collector.py)."""
+    from benchmarks import collector  # noqa: PLC0415 - a part needs no more than it uses
+
     bodies = [encode(piece) for piece in collector.traffic(EPISODES, 10, 128)]
     passes = [collector.collect(bodies) for _ in range(collector.REPEATS)]
     spread = report.Spread.of(EPISODES / each.cpu_s for each in passes)
@@ -55,6 +59,8 @@ def one_collector() -> Found:
 
 
 def mix() -> Found:
+    from benchmarks import swarm_mix  # noqa: PLC0415 - a part needs no more than it uses
+
     found = swarm_mix.run()
     figures = {
         "mix_batches": len(found.rows),
@@ -67,6 +73,8 @@ def mix() -> Found:
 
 
 def scale(episodes: int) -> Found:
+    from benchmarks import swarm_scale  # noqa: PLC0415 - a part needs no more than it uses
+
     found = swarm_scale.run(episodes)
     one, many = found[0], found[-1]
     rows = [(f.workers, f.episodes_per_s, f.open_max, *(f.cpu_ms[part] for part in sorted(f.cpu_ms))) for f in found]
@@ -80,28 +88,35 @@ def scale(episodes: int) -> Found:
 
 
 def edit() -> Found:
+    from benchmarks import swarm_edit  # noqa: PLC0415 - a part needs no more than it uses
+
     found = swarm_edit.run(PICTURE)
     return {"edit_steps_lost": found.steps_lost, "edit_episodes_twice": found.episodes_twice}, msgspec.to_builtins(
         found
     )
 
 
-def policies(seeds: list[int], steps: int) -> Found:
-    found = [swarm_policies.run(seed, steps=steps) for seed in seeds]
-    rows = [
-        (f.seed, policy, f.before[policy], f.after[policy], f.steps[policy], f.trained[policy], f.twice)
-        for f in found
-        for policy in f.before
-    ]
-    print(report.table(("seed", "policy", "before", "after", "steps", "trained", "twice"), rows))
-    figures = {
-        "two_policy_seeds": len(found),
-        "two_policy_reward_before_max": max(max(f.before.values()) for f in found),
-        "two_policy_reward_after_min": min(min(f.after.values()) for f in found),
-        "two_policy_rise_min": min(f.after[p] - f.before[p] for f in found for p in f.before),
-        "two_policy_trained_twice": sum(f.twice for f in found),
-    }
-    return figures, {"runs": msgspec.to_builtins(found)}
+def policies(seeds: list[int], steps: int) -> Iterator[Found]:
+    """What is known after each seed."""
+    from benchmarks import swarm_policies  # noqa: PLC0415 - a part needs no more than it uses
+
+    found: list[swarm_policies.Result] = []
+    for seed in seeds:
+        found.append(swarm_policies.run(seed, steps=steps))
+        rows = [
+            (f.seed, policy, f.before[policy], f.after[policy], f.steps[policy], f.trained[policy], f.twice)
+            for f in found
+            for policy in f.before
+        ]
+        print(report.table(("seed", "policy", "before", "after", "steps", "trained", "twice"), rows), flush=True)
+        figures = {
+            "two_policy_seeds": len(found),
+            "two_policy_reward_before_max": max(max(f.before.values()) for f in found),
+            "two_policy_reward_after_min": min(min(f.after.values()) for f in found),
+            "two_policy_rise_min": min(f.after[p] - f.before[p] for f in found for p in f.before),
+            "two_policy_trained_twice": sum(f.twice for f in found),
+        }
+        yield figures, {"runs": msgspec.to_builtins(found)}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ import msgspec
 from benchmarks.swarm_world import POLICY, RUN, Pace, World
 from swarmq import SwarmTask
 from swarmq.client.feed import feed
-from swarmq.collector.ledger import fates
 from swarmq.learner.batch_log import records
 from swarmq.observe.curves import draw_reward, read_events
 
@@ -36,7 +35,7 @@ class Edited(msgspec.Struct, frozen=True, kw_only=True):
     old_after: int
     """Steps after that one that still hold an episode of the old code."""
     leftovers: dict[str, int]
-    """What became of the old client's episodes that were not trained."""
+    """What became of the old code's episodes that were open when its client was killed."""
 
 
 def run(picture: Path | None) -> Edited:
@@ -49,37 +48,25 @@ async def _run(folder: Path, picture: Path | None) -> Edited:
     async with World.open(folder, mix={"default": 1.0}, groups=groups) as world:
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * STEPS * GROUPS)]
         await feed(world.broker, RUN, tasks, "default", repeats=GROUP_SIZE, progress_file=folder / "fed.json")
-        await world.hire("old", "default", Pace(seconds=0.1, code_version=OLD), concurrency=16)
+        await world.hire("old", "default", Pace(seconds=0.1, code_version=OLD), client="alice", concurrency=16)
         await world.reach(EDIT_AT)
         await world.kill("old")
-        await world.hire("new", "default", Pace(seconds=0.1, bonus=0.5, code_version=NEW), concurrency=16)
+        new = Pace(seconds=0.1, bonus=0.5, code_version=NEW)
+        await world.hire("new", "default", new, client="alice", concurrency=16)
         await world.reach(STEPS)
-        await world.until(lambda _: not _open_of("old", world))
     log = [record for record in records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
     by_step = {r.index.version: Counter(e.code_version for e in r.episodes) for r in log}
     trained = Counter(episode for record in log for episode in record.index.trained)
     first = min(step for step, versions in by_step.items() if versions[NEW])
+    events = list(read_events(world.job.run_folder.events))
     if picture:
-        draw_reward(read_events(world.job.run_folder.events), {}, picture, title="the reward function is replaced")
-    ledger = fates(world.job.run_folder.inbox).values()
+        draw_reward(events, {}, picture, title="the reward function is replaced")
+    ended = [event.fields for event in events if event.name == "episode"]
     return Edited(
         steps=max(by_step),
         steps_lost=len(set(range(1, max(by_step) + 1)) ^ by_step.keys()) + len(log) - len(by_step),
         episodes_twice=sum(times > 1 for times in trained.values()),
         first_step_of_new=first,
         old_after=sum(versions[OLD] > 0 for step, versions in by_step.items() if step > first),
-        leftovers=dict(
-            Counter(
-                f"{fate.state} {fate.reason}".strip()
-                for fate in ledger
-                if fate.client_id.startswith("old-") and fate.state != "trained"
-            )
-        ),
-    )
-
-
-def _open_of(client: str, world: World) -> int:
-    """Episodes of a client that the collector has not done with."""
-    return sum(
-        f.state == "open" and f.client_id.startswith(f"{client}-") for f in fates(world.job.run_folder.inbox).values()
+        leftovers=dict(Counter(e["reason"] for e in ended if e["code_version"] == OLD and e["reason"])),
     )

@@ -77,13 +77,22 @@ def make(policy: str) -> None:
 
 
 def run(seed: int, *, steps: int) -> Result:
-    models = {}
-    for policy in RECIPES:
-        print(f"seed {seed}: model of the {policy} (made once)", flush=True)
-        made = subprocess.run([sys.executable, "-c", MAKE, policy], check=True, capture_output=True, text=True)
-        models[policy] = made.stdout.split()[-1]
+    models = made_models()
     with tempfile.TemporaryDirectory(prefix="swarmq-policies-") as folder:
         return asyncio.run(_run(job_of(models, folder=folder, seed=seed, steps=steps), seed, steps))
+
+
+def made_models() -> dict[str, str]:
+    """Policy -> folder; both are warmed up side by side, once."""
+    print("models: warmed up once, then found in the cache", flush=True)
+    making = {
+        policy: subprocess.Popen([sys.executable, "-c", MAKE, policy], stdout=subprocess.PIPE, text=True)
+        for policy in RECIPES
+    }
+    said = {policy: process.communicate()[0] for policy, process in making.items()}
+    if failed := [policy for policy, process in making.items() if process.returncode]:
+        raise RuntimeError(f"the models of {' and '.join(failed)} could not be made; what they said is above")
+    return {policy: text.split()[-1] for policy, text in said.items()}
 
 
 def job_of(models: dict[str, str], *, folder: str, seed: int, steps: int) -> SwarmJob:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import msgspec
@@ -22,13 +23,15 @@ from swarmq.client.feed import feed
 WORKERS = (1, 4, 16)
 AT_ONCE = 2000
 GROUP_SIZE, GROUPS, STALENESS = 8, 32, 8
+LANES = 4
+"""Proxies, and engines."""
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     episodes_per_s: float
     cpu_ms: dict[str, float]
-    """Part -> processor milliseconds an episode; `workers` are all of them together."""
+    """Part -> processor milliseconds an episode, of all its processes together."""
     open_max: int
     """Episodes at once that the collector saw."""
 
@@ -45,11 +48,11 @@ def run(episodes: int) -> list[Scaled]:
 async def _run(folder: Path, workers: int, episodes: int) -> Scaled:
     """From a tenth of the episodes to the last one."""
     groups = {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS, "max_staleness": STALENESS}
-    async with World.open(folder, mix={"default": 1.0}, groups=groups) as world:
+    async with World.open(folder, lanes=LANES, mix={"default": 1.0}, groups=groups) as world:
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range((episodes + AT_ONCE) // GROUP_SIZE + 1)]
         await feed(world.broker, RUN, tasks, "default", repeats=GROUP_SIZE, progress_file=folder / "fed.json")
         for number in range(workers):
-            await world.hire(f"worker{number}", "default", Pace(seconds=5.0), concurrency=AT_ONCE // workers)
+            await world.hire(f"worker.{number}", "default", Pace(seconds=1.0), concurrency=AT_ONCE // workers)
 
         def finished() -> int:
             return int(world.follower.board.part("collector").get("finished", 0))
@@ -66,7 +69,7 @@ async def _run(folder: Path, workers: int, episodes: int) -> Scaled:
             await world.until(lambda _, seen=seen: finished() > seen)
             most = max(most, int(world.follower.board.part("collector").get("open", 0)))
         seconds, count, after = time.monotonic() - began, finished() - first, spent()
-    cost = {name: 1e3 * (after[name] - before[name]) / count for name in after}
-    parts = {name: ms for name, ms in cost.items() if not name.startswith("worker")}
-    parts["workers"] = sum(ms for name, ms in cost.items() if name.startswith("worker"))
-    return Scaled(workers=workers, episodes_per_s=count / seconds, cpu_ms=parts, open_max=most)
+    cost: defaultdict[str, float] = defaultdict(float)
+    for name in after:
+        cost[name.partition(".")[0]] += 1e3 * (after[name] - before[name]) / count
+    return Scaled(workers=workers, episodes_per_s=count / seconds, cpu_ms=dict(cost), open_max=most)

@@ -30,6 +30,7 @@ from swarmq.config import SwarmJob
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
 from swarmq.process import die_with_parent, free_port, stop_group
+from swarmq.proxies import Proxies
 
 RUN, POLICY = "swarm", "main"
 CALL_S = 120.0
@@ -57,42 +58,57 @@ class World:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, folder: Path, **settings: Any) -> AsyncIterator[World]:
-        """`settings` are those of the job, besides its addresses."""
+    async def open(
+        cls, folder: Path, *, run: str = RUN, amqp_url: str | None = None, lanes: int = 1, **settings: Any
+    ) -> AsyncIterator[World]:
+        """`settings` are those of the job, besides its addresses; without `amqp_url` it has a RabbitMQ of its own.
+
+        It has as many proxies, and as many engines, as `lanes`.
+        """
         async with contextlib.AsyncExitStack() as stack:
-            node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-            engine_port = free_port()
+            node = None if amqp_url else await stack.enter_async_context(PrivateNode(folder / "broker"))
+            url = amqp_url or (node.amqp_url if node else "")
+            engines, ports = [[free_port() for _ in range(lanes)] for _ in range(2)]
             tree = {
-                "run": RUN,
+                "run": run,
                 "folder": str(folder / "runs"),
-                "broker": {"url": node.amqp_url},
-                "proxy": {"port": free_port()},
+                "broker": {"url": url},
+                "proxy": {"port": ports[0], "count": lanes},
                 "policies": {
                     POLICY: {
                         "model": "none",
                         "sampling": {"max_tokens": 8},
-                        "engine": {"urls": [f"http://127.0.0.1:{engine_port}"]},
+                        "engine": {"urls": [f"http://127.0.0.1:{port}" for port in engines]},
                     }
                 },
             }
             job = SwarmJob.build(tree | settings)
-            (folder / "job.toml").write_text(job.to_toml())
             job.run_folder.path.mkdir(parents=True, exist_ok=True)
-            broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="swarm"))
-            await broker.declare(RUN, policies=[POLICY], kinds=job.task_kinds)
+            resolved = job.run_folder.path / "resolved.toml"
+            resolved.write_text(job.to_toml())
+            Proxies(job.run_folder.proxies).write(map(job.proxy.url, ports))
+            broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm"))
+            await broker.declare(run, policies=[POLICY], kinds=job.task_kinds)
             follower = await stack.enter_async_context(follow(job, broker, record=job.run_folder.events))
             world = cls(folder, job, broker, follower)
             await stack.enter_async_context(world._stack)
-            path = str(folder / "job.toml")
-            await world.start("engine", ["benchmarks.faults_engine", str(engine_port), os.devnull, "--quick"])
-            for name in ("proxy", "collector"):
-                await world.start(name, ["swarmq", name, path])
+            path = str(resolved)
+            for number, (engine, port) in enumerate(zip(engines, ports, strict=True)):
+                await world.start_engine(f"engine.{number}", engine)
+                arguments = ["--port", str(port), "--number", str(number)]
+                await world.start(f"proxy.{number}", ["swarmq", "proxy", path, *arguments])
+            await world.start("collector", ["swarmq", "collector", path])
             await world.start("trainer", ["benchmarks.soak", "--part", "trainer", path])
-            world.node = node
-            await world.until(lambda board: any(source.startswith("proxy") for source in board.parts))
+            if node:
+                world.node = node
+            names = {f"proxy.{number}" for number in range(lanes)}
+            await world.until(lambda board: names <= board.parts.keys())
             yield world
 
     node: PrivateNode
+
+    async def start_engine(self, name: str, port: int) -> None:
+        await self.start(name, ["benchmarks.faults_engine", str(port), os.devnull, "--quick"])
 
     async def start(self, name: str, arguments: list[str], **environment: str) -> None:
         with (self.folder / f"{name}.log").open("ab") as sink:
@@ -107,12 +123,12 @@ class World:
         self.processes[name] = process
         self._stack.push_async_callback(stop_group, process, grace_s=5.0)
 
-    async def hire(self, name: str, kind: str, pace: Pace, *, concurrency: int) -> None:
-        """A worker, as a process of its own."""
+    async def hire(self, name: str, kind: str, pace: Pace, *, concurrency: int, client: str = "") -> None:
+        """A worker, as a process of its own; `client` is whose invite it has, its own by default."""
         body = msgspec.json.encode(pace).decode()
         arguments = ["benchmarks.swarm_world", kind, body, str(concurrency)]
         spool = str(self.folder / "spool")
-        await self.start(name, arguments, SWARMQ_INVITE=self.invite(name).encode(), SWARMQ_SPOOL=spool)
+        await self.start(name, arguments, SWARMQ_INVITE=self.invite(client or name).encode(), SWARMQ_SPOOL=spool)
 
     async def kill(self, name: str) -> None:
         process = self.processes.pop(name)
@@ -123,11 +139,12 @@ class World:
         root, job = keys.load_root(self.job.run_folder.root_secret), self.job
         assert job.broker.url
         return keys.Invite(
-            run=RUN,
+            run=job.run,
             client=name,
             secret=keys.client_secret(root, name),
             amqp_url=job.broker.url,
-            base_url=f"http://127.0.0.1:{job.proxy.port}/v1",
+            base_url=job.proxy.url(job.proxy.port),
+            base_urls=Proxies(job.run_folder.proxies).urls(),
             policies=(POLICY,),
             kinds=job.task_kinds,
             group_size=job.groups.group_size,

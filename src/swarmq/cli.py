@@ -489,6 +489,99 @@ def inspect(run: Path, episode: str | None, policy: str | None, *, as_json: bool
 
 
 @main.group()
+def engine() -> None:
+    """See, add and remove the engines of a run that is up (docs/proxy.md).
+
+    \b
+    swarmq engine list runs/demo
+    swarmq engine start runs/demo --policy main     one more vLLM, here, until Ctrl-C
+    swarmq engine add runs/demo http://127.0.0.1:8007 --policy main
+    """
+
+
+POLICY = click.option("--policy", help="Whose engine; needed when the run has several policies.")
+
+
+@engine.command("list")
+@RUN
+def engine_list(run: Path) -> None:
+    """List the engines of every policy, and how they are.
+
+    \b
+    swarmq engine list runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarmq.engine.join import look
+
+    table = Table("policy", "engine", "weights", "state", box=None)
+    for seen in asyncio.run(look(_resolved(run))):
+        table.add_row(seen.policy, seen.url, seen.weights, seen.state)
+    Console().print(table)
+
+
+@engine.command("add")
+@RUN
+@click.argument("url")
+@POLICY
+def engine_add(run: Path, url: str, policy: str | None) -> None:
+    """Let a vLLM that runs at URL serve a policy; proxies and learner find it within seconds.
+
+    \b
+    swarmq engine add runs/demo http://127.0.0.1:8007
+    """
+    from swarmq.engine.join import add
+
+    job = _resolved(run)
+    asyncio.run(add(job, chosen := _served_policy(job, policy), url))
+    click.echo(f"{url} serves {chosen}")
+
+
+@engine.command("remove")
+@RUN
+@click.argument("url")
+@POLICY
+def engine_remove(run: Path, url: str, policy: str | None) -> None:
+    """Give an engine nothing new; what is open there ends there.
+
+    \b
+    swarmq engine remove runs/demo http://127.0.0.1:8007
+    """
+    from swarmq.engine.join import remove
+
+    job = _resolved(run)
+    remove(job, chosen := _served_policy(job, policy), url)
+    click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
+
+
+@engine.command("start")
+@RUN
+@POLICY
+@click.option("--port", type=int, default=0, help="A free one by default.")
+@click.option("--gpu", "gpus", type=int, multiple=True, help="A GPU it may use; may be repeated. All by default.")
+def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
+    """Start one more vLLM of a policy on this host; it serves until Ctrl-C, which drains it first.
+
+    \b
+    swarmq engine start runs/demo --policy main
+    """
+    from swarmq.engine.join import serve
+
+    job = _resolved(run)
+    run_until_signalled(serve(job, _served_policy(job, policy), port=port, gpus=gpus or None, report=click.echo))
+
+
+def _served_policy(job: SwarmJob, policy: str | None) -> str:
+    """The policy that is meant, trained or frozen. Raises ConfigError when that is not clear."""
+    if policy is None and len(job.policies) == 1:
+        return next(iter(job.policies))
+    if policy not in job.policies:
+        raise ConfigError(f"--policy: say which of {', '.join(job.policies)}")
+    return policy
+
+
+@main.group()
 def client() -> None:
     """Invite clients to a run, list them, remove them (docs/access.md).
 
@@ -852,11 +945,19 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 )
 @click.option("--port", type=int, help="Override proxy.port, e.g. for a second proxy.")
 @click.option("--number", default=0, show_default=True, help="Its own among proxy.count proxies.")
-def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int) -> None:
+@click.option(
+    "--join", is_flag=True, help="Beside the proxies of a run that is up, until Ctrl-C; on a free port without --port."
+)
+def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
     need("proxy")
     from swarmq.proxy.main import run
 
-    run(SwarmJob.load(job, sets=[*sets, *([f"proxy.port={port}"] if port else [])]), number=number)
+    chosen = 0 if join and port is None else port
+    run(
+        SwarmJob.load(job, sets=[*sets, *([] if chosen is None else [f"proxy.port={chosen}"])]),
+        number=number,
+        join=join,
+    )
 
 
 @_daemon("learner", "Train one policy of a job from its ready queue, and push the weights to its engines.")

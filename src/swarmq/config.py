@@ -283,6 +283,8 @@ class Kind(Settings, frozen=True, kw_only=True):
     """In place of `policies.X.train.advantage`."""
     max_tokens: Count | None = None
     """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens`."""
+    episode_tokens: Count | None = None
+    """Most tokens that the calls of one episode may sample together: the last one is cut, later ones are refused."""
 
 
 class Eval(Settings, frozen=True, kw_only=True):
@@ -435,6 +437,11 @@ class RunFolder:
     def roster(self) -> Path:
         """JSON: engines of each policy, where they have changed since the start (engine/roster.py)."""
         return self.path / "engines.json"
+
+    @property
+    def proxies(self) -> Path:
+        """JSON: the proxies that serve now (proxies.py)."""
+        return self.path / "proxies.json"
 
     @property
     def broker(self) -> Path:

@@ -91,7 +91,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     group_size: int
     ticketed: bool = True
     base_urls: tuple[str, ...] = ()
-    """Of all proxies, where there are several."""
+    """Of all proxies when the invite was made, as the run's host reaches them; empty: `base_url` and no other is meant."""
     frozen: tuple[str, ...] = ()
     """Of the policies, those that are served and never trained: they need no reward."""
     group_sizes: dict[str, int] = {}
@@ -114,9 +114,12 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
         joint = "&" if "?" in self.amqp_url else "?"
         return f"{self.amqp_url}{joint}cadata={quote(base64.b64encode(self.ca), safe='')}"
 
-    def base_url_of(self, episode_id: str) -> str:
-        """The proxy that an episode is to use: always the same one, so that it finds its conversation there."""
-        urls = self.base_urls or (self.base_url,)
+    def base_url_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> str:
+        """The proxy that an episode is to use: always the same one, so that it finds its conversation there.
+
+        `now` are the run's proxies where they have changed since the invite was made.
+        """
+        urls = (now if self.base_urls else ()) or self.base_urls or (self.base_url,)
         return urls[home_of(episode_id, len(urls))]
 
     def encode(self) -> str:

@@ -27,6 +27,7 @@ LIVE = (
     "kinds.*.group_size",
     "kinds.*.advantage",
     "kinds.*.max_tokens",
+    "kinds.*.episode_tokens",
     "groups.group_size",
     "groups.min_group",
     "groups.deadline_s",

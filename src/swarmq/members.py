@@ -5,8 +5,6 @@ A name that was removed stays removed: its keys are derived from it, and what it
 
 from __future__ import annotations
 
-import fcntl
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +14,7 @@ import msgspec
 
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
+from swarmq.sheets import Sheet, changing, write_whole
 
 LOOK_EVERY_S = 0.5
 """How soon a proxy notices that a client was removed."""
@@ -41,8 +40,7 @@ class Members:
     @classmethod
     @contextmanager
     def open(cls, path: Path) -> Iterator[Members]:
-        with path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with changing(path):
             yield cls(path, read_members(path))
 
     def check_new(self, name: str) -> None:
@@ -55,36 +53,27 @@ class Members:
 
     def put(self, member: Member) -> None:
         self.known[member.name] = member
-        part = self._path.with_suffix(".part")
-        part.touch(mode=0o600)
-        part.write_bytes(msgspec.json.format(msgspec.json.encode(list(self.known.values()))))
-        part.rename(self._path)
+        write_whole(self._path, msgspec.json.format(msgspec.json.encode(list(self.known.values()))))
 
 
 class Removed:
     """`name in removed`, true soon after the file says so."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._sheet = Sheet(path, lambda: _removed(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
-        self._stamp: tuple[int, int] = (0, 0)
         self._looked_at = -LOOK_EVERY_S
 
     def __contains__(self, name: object) -> bool:
         now = time.monotonic()
         if now - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = now
-            self._look()
+            self._names = self._sheet.value()
         return name in self._names
 
-    def _look(self) -> None:
-        try:
-            found = os.stat(self._path)  # noqa: PTH116 - one call, on the way of every request
-        except OSError:
-            return
-        if (stamp := (found.st_mtime_ns, found.st_ino)) != self._stamp:
-            self._names = frozenset(one.name for one in read_members(self._path).values() if one.removed_at is not None)
-            self._stamp = stamp
+
+def _removed(path: Path) -> frozenset[str]:
+    return frozenset(one.name for one in read_members(path).values() if one.removed_at is not None)
 
 
 def read_members(path: Path) -> dict[str, Member]:

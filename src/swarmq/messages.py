@@ -216,6 +216,8 @@ class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
     kind: str
     group_size: int | None = None
     """Attempts that make a group of this kind now; None leaves it to the invite."""
+    proxies: tuple[str, ...] = ()
+    """Base urls of the run's proxies now; empty leaves them to the invite."""
 
 
 class Task(Record, frozen=True, kw_only=True, tag="task"):

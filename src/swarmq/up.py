@@ -39,6 +39,7 @@ from swarmq.errors import SwarmqError
 from swarmq.messages import Event
 from swarmq.placement import Placement, place_all
 from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
+from swarmq.proxies import Proxies
 
 log = structlog.get_logger()
 
@@ -171,6 +172,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             resolved = _resolve(job, url, engines, proxies, placements)
             Roster(resolved).forget()  # engines that were added to an earlier start
             deployment = Deployment(resolved, node, _invite(resolved, proxies))
+            Proxies(folder.proxies).write(deployment.invite.base_urls)
             deployment.engines = engines
             deployment.placements = placements
             folder.job.write_text(job.to_toml())

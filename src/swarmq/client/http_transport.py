@@ -99,6 +99,9 @@ class HttpTransport:
     def group_size_of(self, kind: str) -> int | None:  # noqa: ARG002 - the proxy takes the tickets
         return None
 
+    def proxies(self) -> tuple[str, ...]:
+        return ()
+
     async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> None:
         """Send the same until it is answered. An answer that was lost does no harm."""
         url = f"{self._invite.base_url_of(episode_id)}/control/episodes{path}"

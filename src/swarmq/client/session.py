@@ -39,6 +39,7 @@ from swarmq.outcome import Outcome, finished, unfinished
 DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
 REMEMBERED_ENDS = 1024
+ORPHANS_EVERY_S = 30.0
 KEY_LIFETIME_S = Proxy().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
@@ -91,6 +92,7 @@ class AsyncSwarmClient:
         self.loop = asyncio.get_running_loop()
         self._state = "open"
         self._orphans = self._tasks.create_task(self._deliver_orphans())
+        self._looking = self._tasks.create_task(self._look_for_orphans())
         return self
 
     async def __aexit__(
@@ -101,6 +103,7 @@ class AsyncSwarmClient:
             if record.end is None:
                 self._start_sending(record, unfinished(record.begin, "aborted", "the client was closed"))
         self._state = "closed"
+        self._looking.cancel()
         self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
         try:
             await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
@@ -175,7 +178,7 @@ class AsyncSwarmClient:
             silence_s=silence_s,
         )
         try:
-            async with asyncio.timeout(deadline_s):
+            async with self._noted(begin), asyncio.timeout(deadline_s):
                 await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
@@ -183,7 +186,8 @@ class AsyncSwarmClient:
                 "its collector or broker does not answer; see `swarmq status`"
             ) from error
         key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
-        record = EpisodeRecord(begin=begin, task=piece, base_url=self.invite.base_url_of(begin.episode_id), api_key=key)
+        base_url = self.invite.base_url_of(begin.episode_id, now=self._transport.proxies())
+        record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key)
         self._open[begin.episode_id] = record
         return AsyncEpisode(self, record)
 
@@ -287,6 +291,21 @@ class AsyncSwarmClient:
             raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
         return chosen
 
+    @contextlib.asynccontextmanager
+    async def _noted(self, begin: EpisodeBegin) -> AsyncIterator[None]:
+        """On this machine's disk before it begins, for who finds us dead; forgotten if it does not begin."""
+        try:
+            await self._on_disk(self._spool.begin, begin)
+        except ClientError as error:
+            log.warning(
+                "spool_unusable", error=str(error), meaning="if the process dies, this episode ends by its silence"
+            )
+        try:
+            yield
+        except BaseException:
+            self._spool.remove(begin.episode_id)
+            raise
+
     def _mint(self, begin: EpisodeBegin, *, lifetime_s: float, max_calls: int, max_tokens: int) -> str:
         claims = Claims(
             run=begin.run,
@@ -358,8 +377,14 @@ class AsyncSwarmClient:
         if len(self._ended) > REMEMBERED_ENDS:
             self._ended.popitem(last=False)
 
+    async def _look_for_orphans(self) -> None:
+        """Now and then: the processes of one machine end what a dead one has left."""
+        while True:
+            await asyncio.sleep(ORPHANS_EVERY_S)
+            await self._deliver_orphans()
+
     async def _deliver_orphans(self) -> None:
-        """Ends that earlier processes could not deliver."""
+        """What processes that have died could not deliver, and episodes that they left open."""
         for folder in self._spool.others():
             with Orphan.claim(folder) as orphan:
                 if orphan is None:
@@ -374,9 +399,9 @@ class AsyncSwarmClient:
 
     async def _deliver_orphan(self, orphan: Orphan) -> int:
         delivered = 0
-        for path, end in orphan.ends():
+        for end in orphan.ends():
             await self._transport.end(end)
-            path.unlink(missing_ok=True)
+            orphan.done(end)
             delivered += 1
         return delivered
 

@@ -1,11 +1,12 @@
-"""Ends of episodes on this machine's disk until the broker has confirmed them.
+"""Episodes on this machine's disk: that they have begun, and their ends until the broker has confirmed them.
 
+    <spool>/<run>-<digest>/<owner>/<episode_id>.begin      while it is open
     <spool>/<run>-<digest>/<owner>/<episode_id>.end        the owner holds a lock on <owner>/lock while it lives
 
 An end is written, fsynced and renamed into place before it is published, and removed after the confirm. Whoever
 finds the folder of an owner that has died takes its lock, delivers what is left and removes it; the kernel gives a
 lock to one process only and frees it whatever the process dies of. What is delivered twice all the same has the
-same key and is absorbed by the collector.
+same key and is absorbed by the collector. What had begun and has no end is ended for the dead one: aborted, in its name.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from typing import IO
 
 from swarmq.errors import ClientError, MessageError
 from swarmq.keys import Invite
-from swarmq.messages import EpisodeEnd, decode, encode
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, decode, encode
+from swarmq.outcome import unfinished
 
 VARIABLE = "SWARMQ_SPOOL"
+BEGIN, END = ".begin", ".end"
 
 
 def spool_root(invite: Invite) -> Path:
@@ -42,9 +45,17 @@ class Spool:
         self.folder = root / owner
         self._lock = self._create()
 
+    def begin(self, begin: EpisodeBegin) -> None:
+        """Found by the next process when this one dies. Not synced: when the machine dies, the episode's silence tells.
+        Raises ClientError when the disk refuses."""
+        try:
+            self._path(begin.episode_id, BEGIN).write_bytes(encode(begin))
+        except OSError as error:
+            raise ClientError(f"an episode cannot be noted in {self.folder}: {error}") from error
+
     def put(self, end: EpisodeEnd) -> None:
         """Durable when it returns. Raises ClientError when the disk refuses."""
-        final = self._path(end.episode_id)
+        final = self._path(end.episode_id, END)
         part = final.with_suffix(".part")
         try:
             with part.open("wb") as file:
@@ -57,7 +68,9 @@ class Spool:
             raise ClientError(f"the end of an episode cannot be kept in {self.folder}: {error}") from error
 
     def remove(self, episode_id: str) -> None:
-        self._path(episode_id).unlink(missing_ok=True)
+        """Nothing is left to be said of it."""
+        for suffix in (BEGIN, END):
+            self._path(episode_id, suffix).unlink(missing_ok=True)
 
     def close(self) -> int:
         """Give the folder up; returns how many ends it still holds for the next process."""
@@ -83,8 +96,8 @@ class Spool:
             raise ClientError(f"{self.root} cannot be used as spool: {error}; set ${VARIABLE}") from error
         return lock
 
-    def _path(self, episode_id: str) -> Path:
-        return self.folder / f"{episode_id}.end"
+    def _path(self, episode_id: str, suffix: str) -> Path:
+        return self.folder / f"{episode_id}{suffix}"
 
 
 class Orphan:
@@ -105,22 +118,39 @@ class Orphan:
         self.folder = folder
         self._lock = lock
 
-    def ends(self) -> Iterator[tuple[Path, EpisodeEnd]]:
-        """The readable ones; a damaged file is set aside as `.bad`."""
-        for path in sorted(self.folder.glob("*.end")):
-            try:
-                end = decode(path.read_bytes())
-            except MessageError:
-                end = None
+    def ends(self) -> Iterator[EpisodeEnd]:
+        """Those that were put, and an end for each episode that was still open. `done` when one is delivered.
+
+        A damaged end is set aside as `.bad`; a damaged begin was being written when its process died.
+        """
+        for path in sorted(self.folder.glob(f"*{END}")):
+            end = _read(path)
             if isinstance(end, EpisodeEnd):
-                yield path, end
+                yield end
             else:
                 path.rename(path.with_suffix(".bad"))
+        for path in sorted(self.folder.glob(f"*{BEGIN}")):
+            begin = _read(path)
+            if isinstance(begin, EpisodeBegin) and not path.with_suffix(".bad").exists():
+                yield unfinished(begin, "aborted", f"its client {begin.client_id} died while it was open")
+            else:
+                path.unlink(missing_ok=True)
+
+    def done(self, end: EpisodeEnd) -> None:
+        for suffix in (END, BEGIN):
+            (self.folder / f"{end.episode_id}{suffix}").unlink(missing_ok=True)
 
     def close(self) -> None:
-        if not [*self.folder.glob("*.end"), *self.folder.glob("*.bad")]:
+        if not [path for suffix in (END, BEGIN, ".bad") for path in self.folder.glob(f"*{suffix}")]:
             shutil.rmtree(self.folder, ignore_errors=True)
         self._lock.close()
+
+
+def _read(path: Path) -> Message | None:
+    try:
+        return decode(path.read_bytes())
+    except (MessageError, FileNotFoundError):
+        return None
 
 
 def _try_lock(folder: Path) -> IO[bytes] | None:

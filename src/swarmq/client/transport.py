@@ -37,6 +37,9 @@ class Transport(Protocol):
     def group_size_of(self, kind: str) -> int | None:
         """Attempts that make a group now, where tickets have said so."""
 
+    def proxies(self) -> tuple[str, ...]:
+        """Base urls of the run's proxies now; empty where nobody has said."""
+
 
 class BrokerTransport:
     """By AMQP."""
@@ -47,6 +50,7 @@ class BrokerTransport:
         self._tasks = tasks
         self._inbox = topology.inbox(invite.run)
         self._desks: dict[str, TicketDesk] = {}
+        self._proxies: tuple[str, ...] = ()
         self._serving: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -65,6 +69,7 @@ class BrokerTransport:
             await self._publish(begin)
             return
         async with self._desk(begin.kind).ticket() as ticket:
+            self._proxies = ticket.proxies
             await self._publish(msgspec.structs.replace(begin, ticket_id=ticket.ticket_id))
 
     async def end(self, end: EpisodeEnd) -> None:
@@ -77,6 +82,9 @@ class BrokerTransport:
     def group_size_of(self, kind: str) -> int | None:
         desk = self._desks.get(kind)
         return desk.group_size if desk else None
+
+    def proxies(self) -> tuple[str, ...]:
+        return self._proxies
 
     def _desk(self, kind: str) -> TicketDesk:
         desk = self._desks.get(kind)

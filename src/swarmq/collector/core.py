@@ -474,6 +474,7 @@ class Core:
             "status": end.status if end else "expired",
             "reward": sum(rewards.values()) / len(rewards) if rewards else None,
             "client_id": begin.client_id,
+            "code_version": begin.code_version,
             "reason": reason,
             "detail": end.reason if end else "",
         }

@@ -33,6 +33,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
 from swarmq.messages import Command, Episode, Event, EventName, Message, Slot, Task, Ticket
+from swarmq.proxies import Proxies
 
 PREFETCH = 1000
 BATCH = 500
@@ -56,6 +57,7 @@ class Collector:
     def __init__(self, job: SwarmJob, broker: Broker, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self.job = job
         self._rules = Rules.of(job)
+        self._proxies = Proxies(job.run_folder.proxies)
         self._broker = broker
         self._store = store
         self._clock = clock
@@ -225,7 +227,13 @@ class Collector:
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
             size = self._loaded().rules.size_of(item.kind)
-            message = Ticket(run=self.job.run, ticket_id=item.ticket_id, kind=item.kind, group_size=size)
+            message = Ticket(
+                run=self.job.run,
+                ticket_id=item.ticket_id,
+                kind=item.kind,
+                group_size=size,
+                proxies=self._proxies.urls(),
+            )
         elif isinstance(item, Tell):
             queue = topology.control(self.job.run, item.policy)
             message = self._store.control()

@@ -25,6 +25,8 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -45,6 +47,7 @@ CONDEMNED = "-restart"
 LOAD_S = 60.0
 SLOWEST_BYTES_PER_S = 100e6
 """An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
+OPEN_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
 class Phase(enum.Enum):
@@ -160,6 +163,11 @@ class EngineControl:
             ) from error
         return Status(label=str(info["weight_version"]), paused=bool(pause["is_paused"]))
 
+    async def open_requests(self) -> int:
+        """Requests that run or wait there. Raises EngineError."""
+        _, text = await self._exchange("GET", "/metrics", self.timeouts.ask_s)
+        return sum(int(float(count)) for count in OPEN_REQUESTS.findall(text.decode()))
+
     async def facts(self) -> list[Facts]:
         """Of every worker; none from an engine that was started without our extension."""
         try:
@@ -272,6 +280,11 @@ class EngineControl:
         self.phase = Phase.SERVING
 
     async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> dict[str, Any]:
+        content_type, raw = await self._exchange(method, path, timeout_s, **body)
+        return json.loads(raw) if content_type == "application/json" else {}
+
+    async def _exchange(self, method: str, path: str, timeout_s: float, /, **body: Any) -> tuple[str, bytes]:
+        """Content type and body of the answer."""
         assert self._session is not None
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -279,7 +292,7 @@ class EngineControl:
                 if response.status >= 400:
                     reason = f"{path} failed: {(await response.text())[:500]}"
                     raise EngineRefusedError(f"engine {self.url}: {reason}", status=response.status)
-                return await response.json() if response.content_type == "application/json" else {}
+                return response.content_type, await response.read()
         except TimeoutError as error:
             raise EngineError(f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it") from error
         except aiohttp.ClientError as error:

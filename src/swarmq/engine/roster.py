@@ -5,14 +5,13 @@ Whoever adds or removes an engine writes it; proxies and learners of the run loo
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.errors import EngineError
+from swarmq.sheets import changing, write_whole
 
 Urls = dict[str, tuple[str, ...]]
 
@@ -45,17 +44,8 @@ class Roster:
         self._path.unlink(missing_ok=True)
 
     def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:
-        with self._locked():
+        with changing(self._path):
             urls = self.urls()
             urls[policy] = change(urls[policy])
-            partial = self._path.with_suffix(".partial")
-            partial.write_bytes(msgspec.json.encode(urls))
-            partial.replace(self._path)
+            write_whole(self._path, msgspec.json.encode(urls))
         return urls
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.with_suffix(".lock").open("a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            yield

@@ -5,7 +5,6 @@ An episode that changes its proxy is counted anew there; one stays at its proxy 
 
 from __future__ import annotations
 
-from swarmq.keys import Claims
 from swarmq.proxy.refusals import RefusedError
 
 
@@ -18,15 +17,15 @@ class Budget:
         self.reserved_tokens = 0
         """That open calls may yet sample."""
 
-    def take_call(self, claims: Claims) -> None:
-        """Raises RefusedError when the episode has made all its calls, or sampled all its tokens."""
-        if claims.max_calls and self.calls >= claims.max_calls:
+    def take_call(self, *, max_calls: int, max_tokens: int) -> None:
+        """Raises RefusedError when the episode has made all its calls, or sampled all its tokens; 0: no limit."""
+        if max_calls and self.calls >= max_calls:
             raise RefusedError(
-                f"the episode has made its {claims.max_calls} calls", status=403, code="episode_calls_exhausted"
+                f"the episode has made its {max_calls} calls", status=403, code="episode_calls_exhausted"
             )
-        if claims.max_tokens and self.sampled_tokens >= claims.max_tokens:
+        if max_tokens and self.sampled_tokens >= max_tokens:
             raise RefusedError(
-                f"the episode has sampled its {claims.max_tokens} tokens", status=403, code="episode_tokens_exhausted"
+                f"the episode has sampled its {max_tokens} tokens", status=403, code="episode_tokens_exhausted"
             )
         self.calls += 1
 
@@ -34,21 +33,21 @@ class Budget:
         """It was not answered, by no fault of the agent's."""
         self.calls -= 1
 
-    def room(self, claims: Claims, choices: int) -> int | None:
+    def room(self, max_tokens: int, choices: int) -> int | None:
         """Tokens that each of so many choices may have; None: no limit. Raises RefusedError when there are none."""
-        if not claims.max_tokens:
+        if not max_tokens:
             return None
-        room = (claims.max_tokens - self.sampled_tokens - self.reserved_tokens) // choices
+        room = (max_tokens - self.sampled_tokens - self.reserved_tokens) // choices
         if room >= 1:
             return room
         if self.reserved_tokens:
             raise RefusedError(
-                f"open calls may sample what is left of the episode's {claims.max_tokens} tokens; wait for them",
+                f"open calls may sample what is left of the episode's {max_tokens} tokens; wait for them",
                 status=429, code="episode_tokens_reserved",
             )  # fmt: skip
-        left = claims.max_tokens - self.sampled_tokens
+        left = max_tokens - self.sampled_tokens
         raise RefusedError(
-            f"{left} of the episode's {claims.max_tokens} tokens are left, for {choices} choices",
+            f"{left} of the episode's {max_tokens} tokens are left, for {choices} choices",
             status=403, code="episode_tokens_exhausted",
         )  # fmt: skip
 

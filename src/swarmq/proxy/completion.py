@@ -97,7 +97,8 @@ class Completions:
         with ExitStack() as held:
             memory = self._episodes.open_call(call.claims.episode_id)
             held.callback(self._episodes.close_call, memory)
-            memory.budget.take_call(call.claims)
+            allowed = self._tuning.episode_tokens(call.claims)
+            memory.budget.take_call(max_calls=call.claims.max_calls, max_tokens=allowed)
             self._meter.calls += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
@@ -160,7 +161,7 @@ class Completions:
     async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
         chat = _for_engine(call.chat)
         choices = call.chat.get("n") or 1
-        limited = call.claims.max_tokens > 0
+        allowed = self._tuning.episode_tokens(call.claims)
         with lane.occupied():
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
@@ -178,9 +179,9 @@ class Completions:
                 setting=setting,
                 prompt_tokens=len(prompt_ids),
                 max_model_len=(await lane.engine.info()).max_model_len,
-                room_left=memory.budget.room(call.claims, choices),
+                room_left=memory.budget.room(allowed, choices),
             )
-            reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if limited else None
+            reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))

@@ -1,10 +1,16 @@
-"""The proxy as a process: broker and engines opened, one uvicorn serving, drained on the first signal."""
+"""The proxy as a process: broker and engines opened, one uvicorn serving, drained on the first signal.
+
+One that has joined a run that is up (`--join`) first lets clients know that it goes, and serves on for a while:
+
+    listening ──> in proxies.json ──signal──> out of it ──no call for LEAVE_S──> drained
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
 import socket
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, AsyncExitStack
 from functools import partial
@@ -20,27 +26,34 @@ from swarmq.config import SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
+from swarmq.proxies import Proxies
 from swarmq.proxy.app import create_app, follow
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.tuning import Tuning
 
 DRAIN_S = 10
+LEAVE_S = 30.0
+"""Episodes that have begun at a proxy stay with it: one that leaves serves until it has not been asked for so long."""
+LOOK_S = 0.5
 BACKLOG = 2048
 YOUNG_OBJECTS = 10_000
 """Between two looks of the garbage collector: a stream's events are gone by then, and not looked at at all."""
 log = structlog.get_logger()
 
 
-def run(job: SwarmJob, *, number: int = 0) -> None:
-    """Serve until SIGTERM or SIGINT. Raises SwarmqError when the job names no broker, no engine or a taken port."""
+def run(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
+    """Serve until SIGTERM or SIGINT; with `join`, beside the proxies of a run that is up.
+
+    Raises SwarmqError when the job names no broker, no engine or a taken port.
+    """
     logs.configure(role=f"proxy.{number}", run=job.run)
     gc.freeze()  # what is imported stays: not to be looked at again while agents wait
     gc.set_threshold(YOUNG_OBJECTS, 10, 10)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(job, number=number))
+        runner.run(serve(job, number=number, join=join))
 
 
-async def serve(job: SwarmJob, *, number: int = 0) -> None:
+async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
     url = amqp_url(job.broker)
     if url is None:
         raise ConfigError("broker.url: the proxy needs one; `swarmq up` fills it in, or set $SWARMQ_AMQP_URL")
@@ -49,6 +62,9 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             raise ConfigError(f"policies.{name}.engine.urls: the proxy needs at least one; `swarmq up` fills them in")
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(job.proxy.host, job.proxy.port))
+        port = listener.getsockname()[1]
+        number = port if join else number
+        own_url, visit = job.proxy.url(port), Visit()
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"swarmq proxy.{number} {job.run}"))
         trained = [name for name, policy in job.policies.items() if policy.trained]
         await broker.declare(job.run, policies=trained, kinds=job.task_kinds)
@@ -58,11 +74,11 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             for name, policy in job.policies.items()
         }
         root = keys.load_root(job.run_folder.root_secret)
-        tuning, episodes = Tuning(job), Episodes.of_job(job, number=number)
+        tuning, episodes = Tuning(job), Episodes.of_job(job, number=number, url=own_url)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         following = tasks.create_task(follow(job.run, broker, [tuning.hear, episodes.hear]))
         stack.callback(following.cancel)
-        watchers = [stack.enter_context(_exporting(job, number))] if job.proxy.traces else []
+        watchers = [visit.called, *([stack.enter_context(_exporting(job, number))] if job.proxy.traces else [])]
         app = create_app(
             job,
             root=root,
@@ -74,9 +90,7 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             opener=opener,
             watchers=watchers,
         )
-        host, port = listener.getsockname()[:2]
-        scheme = "https" if job.proxy.certificate else "http"
-        log.info("listening", url=f"{scheme}://{host}:{port}/v1")
+        log.info("listening", url=own_url)
         config = uvicorn.Config(
             app,
             http="httptools",
@@ -88,15 +102,55 @@ async def serve(job: SwarmJob, *, number: int = 0) -> None:
             timeout_graceful_shutdown=DRAIN_S,
             timeout_keep_alive=30,
         )
-        await Server(config).serve(sockets=[listener])
+        server = Server(config)
+        if join:
+            server.visit = visit
+            staying = tasks.create_task(_stay(server, visit, Proxies(job.run_folder.proxies), own_url))
+            stack.callback(staying.cancel)
+        await server.serve(sockets=[listener])
+
+
+class Visit:
+    """The time of a proxy at a run that it has joined."""
+
+    def __init__(self) -> None:
+        self.over = asyncio.Event()
+        self._called_at = time.monotonic()
+
+    def called(self, _turn: Turn, _seconds: float) -> None:
+        self._called_at = time.monotonic()
+
+    @property
+    def idle_s(self) -> float:
+        return time.monotonic() - self._called_at
 
 
 class Server(uvicorn.Server):
-    """The first signal drains, the second does not wait; neither is raised again afterwards, so we end with status 0."""
+    """The first signal drains, the second does not wait; neither is raised again afterwards, so we end with status 0.
+    With a visit, the first signal ends that, and drains when it is over."""
+
+    visit: Visit | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.visit and not self.visit.over.is_set():
+            self.visit.over.set()
+            return
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+async def _stay(server: Server, visit: Visit, proxies: Proxies, url: str) -> None:
+    """Be one of the run's proxies until the visit is over, then serve those who have begun here."""
+    proxies.add(url)
+    log.info("joined", url=url)
+    try:
+        await visit.over.wait()
+    finally:
+        proxies.remove(url)
+    log.info("leaving", url=url, idle_s=LEAVE_S)
+    while server.server_state.tasks or visit.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
+        await asyncio.sleep(LOOK_S)
+    server.should_exit = True
 
 
 def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[Turn, float], None]]:

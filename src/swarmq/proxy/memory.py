@@ -20,6 +20,7 @@ import msgspec
 from swarmq import keys
 from swarmq.config import SwarmJob
 from swarmq.messages import Event, made_at
+from swarmq.proxies import Proxies
 from swarmq.proxy.budget import Budget
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.graph import Graph
@@ -102,13 +103,14 @@ class Episodes:
         self._told = 0
 
     @classmethod
-    def of_job(cls, job: SwarmJob, *, number: int, now: Callable[[], float] = time.time) -> Episodes:
-        """Those of the proxy of this number, from now on."""
-        started_at = now()
+    def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> Episodes:
+        """Those of the proxy that clients find at `url`, or of this number where they were told of no other, from now on."""
+        started_at, proxies = now(), Proxies(job.run_folder.proxies)
 
         def is_home(episode_id: str) -> bool:
-            made = made_at(episode_id)
-            return keys.home_of(episode_id, job.proxy.count) == number and (made is None or made >= started_at)
+            made, urls = made_at(episode_id), proxies.urls()
+            place, count = (urls.index(url), len(urls)) if url in urls else (number, job.proxy.count)
+            return keys.home_of(episode_id, count) == place and (made is None or made >= started_at)
 
         return cls(idle_s=job.proxy.key_lifetime_s, limit_bytes=job.proxy.max_memory_bytes, is_home=is_home)
 

@@ -11,6 +11,7 @@ import structlog
 
 from swarmq import live
 from swarmq.config import SamplingDefaults, SwarmJob
+from swarmq.keys import Claims
 from swarmq.messages import Change, Event
 
 log = structlog.get_logger()
@@ -28,6 +29,12 @@ class Tuning:
         setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
         limit = min(setting.max_tokens, own.max_tokens) if own and own.max_tokens else setting.max_tokens
         return msgspec.structs.replace(setting, max_tokens=limit)
+
+    def episode_tokens(self, claims: Claims) -> int:
+        """Tokens that the episode may sample: the least of what its key and its kind allow; 0: no limit."""
+        own = self.job.kinds.get(claims.kind)
+        limits = [limit for limit in (claims.max_tokens, own.episode_tokens if own else None) if limit]
+        return min(limits, default=0)
 
     def hear(self, event: Event) -> None:
         """An event of the run, to learn what was changed."""

@@ -114,18 +114,33 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
         async def read(channel, name):
             await (await channel.get_queue(name, ensure=False)).get(fail=False)
 
+        async def purge(channel, name):
+            await (await channel.get_queue(name, ensure=False)).purge()
+
         user = topology.user_of(w.run, "alice")
         assert not await refused(alice, lambda c: publish(c, topology.CLIENTS, f"{user}.in"))
         for exchange, key in [
             (topology.CLIENTS, f"{topology.user_of(w.run, 'bob')}.in"),
             (topology.CLIENTS, "another-run.alice.in"),
-            ("", topology.inbox(w.run)),
+            (topology.CLIENTS, f"{user}.control"),
+            (topology.CLIENTS, f"{user}.main.control"),
+            (topology.CLIENTS, f"{user}.tickets.math"),
+            *[("", name) for name in (topology.inbox(w.run), topology.control(w.run), topology.evals(w.run, "math"))],
             (topology.EVENTS, f"{w.run}.up.warning"),
             (topology.DEAD, ""),
         ]:
             assert await refused(alice, lambda c, e=exchange, k=key: publish(c, e, k)), (exchange, key)
-        for name in (topology.inbox(w.run), topology.ready(w.run, "main"), topology.DEAD, "swarmq.other.tasks.math"):
+        others = [
+            *(topology.inbox(w.run), topology.ready(w.run, "main"), topology.DEAD),
+            *(topology.control(w.run), topology.control(w.run, "main")),
+            *(f"swarmq.other.{what}.math" for what in ("tasks", "tickets", "eval")),
+        ]
+        shared = [name(w.run, "math") for name in (topology.tasks, topology.tickets, topology.evals)]
+        for name in others:
             assert await refused(alice, lambda c, n=name: read(c, n)), name
+            assert await refused(alice, lambda c, n=name: purge(c, n)), name
+        for name in [*others, *shared]:
+            assert await refused(alice, lambda c, n=name: c.queue_delete(n)), name
         assert await refused(alice, lambda c: c.declare_queue("mine", exclusive=True))
         assert await refused(alice, lambda c: c.declare_exchange("mine"))
         assert isinstance(await w.arrived(), EpisodeBegin)

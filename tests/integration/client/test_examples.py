@@ -26,12 +26,14 @@ KEYS = set()
 
 
 class Model(http.server.BaseHTTPRequestHandler):
-    """Answers every chat completion with the number 42."""
+    """Answers every chat completion with the number 42, or what a test wants."""
+
+    says = "42"
 
     def do_POST(self):
         KEYS.add(self.headers["Authorization"])
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        message = {"role": "assistant", "content": "42"}
+        message = {"role": "assistant", "content": self.says}
         body = json.dumps(
             {
                 "id": "c",
@@ -132,6 +134,25 @@ def test_two_policies_are_rewarded_apart(run, monkeypatch):
     monkeypatch.setattr(example, "TASKS", example.TASKS[:2])
     example.main()
     assert {frozenset(end.rewards) for end in run()} == {frozenset({"planner", "executor"})}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize(
+    ("says", "stones", "wanted"),
+    [
+        ("1", 5, {"first": 1.0, "second": 0.0}),
+        ("1", 6, {"first": 0.0, "second": 1.0}),
+        ("3", 4, {"first": 1.0, "second": 0.0}),
+        ("42", 6, {"first": 0.0}),
+    ],
+    ids=["the first takes the last one", "the second does", "no move is left for the second", "no move at all"],
+)
+def test_self_play_rewards_each_side_for_itself(run, monkeypatch, says, stones, wanted):
+    example = load("self_play")
+    monkeypatch.setattr(Model, "says", says)
+    monkeypatch.setattr(example, "TASKS", [{"id": "nim", "stones": stones}])
+    example.main()
+    assert [end.agent_rewards for end in run()] == [{"planner": wanted}] * 2
 
 
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

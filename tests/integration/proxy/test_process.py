@@ -4,17 +4,20 @@ import asyncio
 import json
 import signal
 import socket
+import ssl
 import sys
 from contextlib import asynccontextmanager
 
 import pytest
-from aiohttp import ClientSession
+from aiohttp import ClientConnectorCertificateError, ClientSession, TCPConnector
 
 from support.proxy import Agent
+from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Turn
+from swarmq.proxies import Proxies
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
@@ -70,6 +73,41 @@ async def test_its_turns_are_in_the_inbox(job_file, amqp_url):
     assert delivery.message.call_id == answer["id"]
 
 
+async def test_it_speaks_https_with_its_own_certificate(job_file, tmp_path):
+    tls = self_signed(tmp_path)
+    files = [f"proxy.{name}={tls / file}" for name, file in (("certificate", "cert.pem"), ("key", "key.pem"))]
+    async with started(job_file, *(word for one in files for word in ("--set", one))) as process:
+        url = await _listening(process)
+        assert url.startswith("https://")
+        job, trusted = SwarmJob.load(job_file), ssl.create_default_context(cafile=tls / "cert.pem")
+        async with ClientSession(connector=TCPConnector(ssl=trusted)) as http:
+            agent = Agent(url.removesuffix("/v1"), job.run, http)
+            answer = await agent.ask(
+                {"role": "user", "content": "hello"}, key=agent.key(root=keys.load_root(job.run_folder.root_secret))
+            )
+            assert answer["usage"]["completion_tokens"] >= 1
+        async with ClientSession() as http:
+            with pytest.raises(ClientConnectorCertificateError):
+                await http.get(url)
+
+
+async def test_a_proxy_that_joins_a_run_is_in_its_list_until_it_is_told_to_leave(job_file):
+    job = SwarmJob.load(job_file)
+    proxies = Proxies(job.run_folder.proxies)
+    proxies.write(["http://127.0.0.1:1/v1"])
+    async with started(job_file, "--join") as process:
+        url = await _until(process, "joined")
+        assert proxies.urls() == ("http://127.0.0.1:1/v1", url)
+        process.send_signal(signal.SIGTERM)
+        assert await _until(process, "leaving") == url
+        assert proxies.urls() == ("http://127.0.0.1:1/v1",)
+        async with ClientSession() as http:
+            assert (await http.get(f"{url.removesuffix('/v1')}/health")).status == 200, "who has begun here is served"
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(120):
+            assert await process.wait() == 0
+
+
 async def test_a_taken_port_is_one_clear_line(job_file):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -83,9 +121,13 @@ async def test_a_taken_port_is_one_clear_line(job_file):
 
 
 async def _listening(process) -> str:
-    """The url it logs once it listens."""
+    return await _until(process, "listening")
+
+
+async def _until(process, event) -> str:
+    """The url it logs with this event."""
     async with asyncio.timeout(240):
         async for line in process.stderr:
-            if b'"listening"' in line:
+            if f'"{event}"'.encode() in line:
                 return json.loads(line)["url"]
-    raise AssertionError("it ended before it listened")
+    raise AssertionError(f"it ended before it was {event}")

@@ -45,10 +45,10 @@ class Swarm:
     async def declare(self) -> None:
         await self.broker.declare(RUN, policies=self.invite.policies, kinds=self.invite.kinds)
 
-    async def issue(self, count: int, kind: str = "math") -> None:
+    async def issue(self, count: int, kind: str = "math", **facts: Any) -> None:
         for _ in range(count):
             self._issued += 1
-            ticket = Ticket(run=RUN, ticket_id=f"ticket-{self._issued}", kind=kind)
+            ticket = Ticket(run=RUN, ticket_id=f"ticket-{self._issued}", kind=kind, **facts)
             await self.broker.publish(topology.tickets(RUN, kind), ticket)
 
     def open_broker(self, _invite: Invite, _name: str) -> contextlib.AbstractAsyncContextManager[MemoryBroker]:

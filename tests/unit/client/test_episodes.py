@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import shutil
 import time
 
 import pytest
@@ -289,10 +290,39 @@ async def test_an_end_the_broker_has_no_queue_for_is_kept_and_may_be_sent_again(
     assert swarm.spooled == []
 
 
+async def test_a_client_that_stays_finds_the_proxies_that_tickets_name(swarm_of):
+    first, second = (f"http://127.0.0.1:{port}/v1" for port in (2, 3))
+    for given, wanted in (((first,), {first, second}), ((), {first})):
+        swarm = await swarm_of(base_urls=given, base_url=first)
+        await swarm.issue(1)
+        await swarm.issue(32, proxies=(first, second))
+        async with swarm.client() as client:
+            assert (await client.begin_episode("before")).base_url == first
+            used = {(await client.begin_episode("t")).base_url for _ in range(32)}
+        assert used == wanted, "an invite to one proxy is to that one"
+
+
+async def test_what_a_killed_client_left_open_is_aborted_in_its_name_by_the_next(swarm):
+    async with swarm.client() as dead:
+        ep = await dead.begin_episode("t")
+        left = dead._spool.folder / f"{ep.episode_id}.begin"
+        copy = left.read_bytes()
+    ghost = swarm.spool / "ghost"
+    ghost.mkdir()
+    (ghost / "lock").touch()
+    (ghost / left.name).write_bytes(copy)
+    before = len(swarm.ends)
+    async with swarm.client() as heir:
+        await heir._orphans
+    [end] = swarm.ends[before:]
+    assert (end.episode_id, end.status, end.client_id) == (ep.episode_id, "aborted", dead.client_id)
+    assert "died" in end.reason
+    assert not ghost.exists()
+
+
 async def test_a_full_disk_does_not_keep_an_end_from_the_broker(swarm, client, capsys):
     ep = await client.begin_episode("t")
-    client._spool.folder.joinpath("lock").unlink()
-    client._spool.folder.rmdir()
+    shutil.rmtree(client._spool.folder)
     await ep.end(1.0)
     assert len(swarm.ends) == 1
     assert "spool_unusable" in capsys.readouterr().out

@@ -5,7 +5,7 @@ import pytest
 from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.errors import ClientError
 from swarmq.keys import Invite
-from swarmq.messages import EpisodeEnd
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot
 
 
 def end(name="e1"):
@@ -22,9 +22,9 @@ def test_what_was_put_is_found_by_the_next_owner_and_only_once(tmp_path):
     assert dead.folder in heir.others()
     with Orphan.claim(dead.folder) as mine, Orphan.claim(dead.folder) as theirs:
         assert theirs is None
-        assert [found.episode_id for _, found in mine.ends()] == ["e1"]
-        for path, _ in mine.ends():
-            path.unlink()
+        [found] = mine.ends()
+        assert found == end("e1")
+        mine.done(found)
     assert not dead.folder.exists()
     heir.close()
     rival.close()
@@ -48,6 +48,37 @@ def test_an_empty_spool_leaves_nothing_behind(tmp_path):
     assert list((tmp_path / "deep" / "er").iterdir()) == []
 
 
+def begin(name="e1"):
+    slot = Slot(task_id="t")
+    return EpisodeBegin(
+        run="r",
+        episode_id=name,
+        slot=slot,
+        kind="k",
+        group_size=1,
+        policies=("main",),
+        client_id="alice@dead",
+        attempt=0,
+    )
+
+
+def test_what_a_dead_process_left_open_is_aborted_in_its_name(tmp_path):
+    spool = Spool(tmp_path, "dead")
+    for name in ("ended", "open", "done"):
+        spool.begin(begin(name))
+    spool.put(end("ended"))
+    spool.remove("done")
+    (spool.folder / "torn.begin").write_bytes(b"half")
+    assert spool.close() == 1
+    with Orphan.claim(spool.folder) as orphan:
+        left = {}
+        for one in orphan.ends():
+            left[one.episode_id] = (one.status, one.client_id)
+            orphan.done(one)
+    assert left == {"ended": ("finished", ""), "open": ("aborted", "alice@dead")}
+    assert not spool.folder.exists()
+
+
 def test_a_damaged_file_is_set_aside_and_the_others_are_delivered(tmp_path):
     spool = Spool(tmp_path, "dead")
     spool.put(end("e1"))
@@ -55,7 +86,7 @@ def test_a_damaged_file_is_set_aside_and_the_others_are_delivered(tmp_path):
     (spool.folder / "e9.part").write_bytes(b"half")
     spool.close()
     with Orphan.claim(spool.folder) as orphan:
-        assert [found.episode_id for _, found in orphan.ends()] == ["e1"]
+        assert [found.episode_id for found in orphan.ends()] == ["e1"]
     assert (spool.folder / "e0.bad").exists()
 
 

@@ -21,6 +21,7 @@ def test_begin_turns_and_end_make_one_episode(bench, say):
         "reward": 0.5,
         "rewards": {"main": 0.5},
         "client_id": "c",
+        "code_version": "",
         "seconds": 0.0,
         "reason": "",
         "detail": "",

@@ -24,6 +24,7 @@ class ScriptedVllm:
     weights: str = "on disk"
     workers: list[dict[str, object]] | None = None
     """What they say of themselves; None without our extension."""
+    metrics: str = ""
     fail: dict[str, str] = field(default_factory=dict)
     fail_updates_with: dict[str, str] = field(default_factory=dict)
     """A key of the update's info -> the refusal."""
@@ -52,6 +53,8 @@ class ScriptedVllm:
         match path:
             case "/health":
                 return web.Response()
+            case "/metrics":
+                return web.Response(text=self.metrics)
             case "/weight_info":
                 return web.json_response({"weight_version": self.label})
             case "/is_paused":

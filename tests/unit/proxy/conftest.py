@@ -39,7 +39,14 @@ class Stage(Agent):
 
 @asynccontextmanager
 async def staged(
-    *, engines: int = 1, folder: str = "runs", sampling: Any = None, number: int = 0, watchers: Any = (), **settings
+    *,
+    engines: int = 1,
+    folder: str = "runs",
+    sampling: Any = None,
+    kinds: Any = None,
+    number: int = 0,
+    watchers: Any = (),
+    **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
     policy = {
@@ -47,7 +54,7 @@ async def staged(
         "engine": {"urls": urls},
         "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
     }
-    tree = {"run": RUN, "folder": folder, "policies": {"main": policy, "other": policy}}
+    tree = {"run": RUN, "folder": folder, "policies": {"main": policy, "other": policy}, "kinds": kinds or {}}
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
     broker = MemoryBroker()
     await broker.declare(RUN, policies=job.policies, kinds=job.mix)

@@ -126,6 +126,20 @@ async def test_calls_side_by_side_cannot_sample_more_than_the_episode_s_budget(s
     assert (status, error["code"]) == (403, "episode_tokens_exhausted")
 
 
+async def test_a_kind_limits_all_that_its_episodes_sample_and_not_one_answer_only(stages):
+    async with stages(kinds={"long": {"episode_tokens": 10}}) as stage:
+        for number, sampled in enumerate([6, 4]):
+            stage.engine.say("a" * 100)
+            answer = await stage.ask(HI, key=stage.key("e1", kind="long"), max_tokens=6)
+            assert answer["usage"]["completion_tokens"] == sampled, f"call {number}"
+            assert answer["choices"][0]["finish_reason"] == "length"
+        status, error = await stage.refused(BODY, key=stage.key("e1", kind="long"))
+        assert (status, error["code"]) == (403, "episode_tokens_exhausted")
+        for other in (stage.key("e2", kind="long"), stage.key("e3", kind="short")):
+            stage.engine.say("abc")
+            await stage.ask(HI, key=other)
+
+
 def test_what_a_call_did_not_sample_comes_back():
     budget = Budget()
     reserved = Reservation(budget, 2, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from swarmq.config import SwarmJob
+from swarmq.keys import Claims
 from swarmq.messages import Change, Event
 from swarmq.proxy.tuning import Tuning
 
@@ -12,7 +13,7 @@ JOB = SwarmJob.build(
     {
         "run": "r",
         "mix": {"math": 0.5, "code": 0.5},
-        "kinds": {"code": {"max_tokens": 32}},
+        "kinds": {"code": {"max_tokens": 32, "episode_tokens": 100}},
         "policies": {"main": {"model": "m", "sampling": {"max_tokens": 64}}},
     }
 )
@@ -28,6 +29,17 @@ def test_a_kind_may_have_shorter_answers_than_its_policy():
     assert tuning.sampling("main", "math").max_tokens == 64
     assert tuning.sampling("main", "code").max_tokens == 32
     assert tuning.sampling("main", "").max_tokens == 64
+
+
+def test_an_episode_may_sample_the_least_of_what_its_key_and_its_kind_allow():
+    def allowed(kind: str, max_tokens: int) -> int:
+        claims = Claims(
+            run="r", client="c", episode_id="e", policies=("main",), expires_at=0.0, kind=kind, max_tokens=max_tokens
+        )
+        return Tuning(JOB).episode_tokens(claims)
+
+    assert [allowed("code", limit) for limit in (0, 50, 200)] == [100, 50, 100]
+    assert [allowed("math", limit) for limit in (0, 50)] == [0, 50]
 
 
 def test_what_the_collector_repeats_is_in_effect_and_what_others_say_is_not():

@@ -1,0 +1,51 @@
+"""Engines of a run that is up, added and removed by hand."""
+
+import pytest
+
+from swarmq.config import SwarmJob
+from swarmq.engine.control import EngineControl
+from swarmq.engine.join import add, look, remove
+from swarmq.engine.roster import Roster
+from swarmq.errors import ConfigError, EngineError
+from swarmq.process import free_port
+
+
+@pytest.fixture
+def job(tmp_path, vllm):
+    engine = {"urls": [vllm.url]}
+    return SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m", "engine": engine}}})
+
+
+async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_changes_nothing(job, vllm):
+    dead = f"http://127.0.0.1:{free_port()}"
+    with pytest.raises(EngineError, match="cannot be reached"):
+        await add(job, "main", dead)
+    assert Roster(job).urls() == {"main": (vllm.url,)}
+    vllm.label = "7"
+    [seen] = await look(job)
+    assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves")
+    Roster(job).add("main", dead)
+    assert "cannot be reached" in (await look(job))[1].state
+
+
+async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
+    with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
+        remove(job, "main", vllm.url)
+    with pytest.raises(ConfigError, match=f"serves no main: its engines are {vllm.url}"):
+        remove(job, "main", "http://127.0.0.1:1")
+    await add(job, "main", vllm.url + "/")
+    assert Roster(job).urls() == {"main": (vllm.url,)}, "it was there already"
+    Roster(job).add("main", "http://127.0.0.1:1")
+    remove(job, "main", f"{vllm.url}/")
+    assert Roster(job).urls() == {"main": ("http://127.0.0.1:1",)}
+
+
+async def test_an_engine_is_asked_how_much_is_open_there(vllm):
+    vllm.metrics = (
+        "# TYPE vllm:num_requests_running gauge\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\n'
+        'vllm:num_requests_waiting{engine="0",model_name="m"} 1.0\n'
+        'vllm:num_requests_waiting_by_reason{engine="0",reason="capacity"} 1.0\n'
+    )
+    async with EngineControl(vllm.url) as engine:
+        assert await engine.open_requests() == 4
