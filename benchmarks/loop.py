@@ -31,7 +31,7 @@ from benchmarks import report
 from benchmarks.gpu_busy import GpuWatch
 from benchmarks.proxy_h200 import make_model
 from swarmq import SwarmTask
-from swarmq.broker import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.feed import feed
 from swarmq.config import SwarmJob
 from swarmq.messages import Event

@@ -1,0 +1,260 @@
+"""It learns: a model made from nothing, warmed up by demonstrations, then trained by rewards on two kinds of tasks.
+
+    python -m benchmarks.learns --size demo --warm-steps 60 20 --steps 6 --seeds 0 --losses tis_mask --out /tmp/out
+    python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask ppo_clip cispo       # a GPU
+
+The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
+(swarmq.learner.warm) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
+rewards. Every seed makes its own model, which all losses start from. Held-out problems are asked before, in between
+and after. Results and curves are saved after every run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from benchmarks import report
+from swarmq import AsyncSwarmClient
+from swarmq.broker.amqp import AmqpBroker
+from swarmq.config import SwarmJob, Train
+from swarmq.demo import agent, task, tokenizer
+from swarmq.demo.model import Architecture, build_model, save
+from swarmq.demo.play import Play
+from swarmq.demo.settings import DemoSize, demo_job
+from swarmq.demo.warmup import Recipe, demonstrate, reductions
+from swarmq.learner.warm import WarmStart, warm
+from swarmq.observe.curves import read_events
+from swarmq.observe.monitor import follow
+from swarmq.up import deploy
+
+DIALOGUES = 2000
+"""The tokenizer is made from."""
+BATCH = 32
+
+
+class Size(msgspec.Struct, frozen=True, kw_only=True):
+    architecture: Architecture
+    warm_rate: float
+    rate: float
+
+
+SIZES = {
+    "demo": Size(architecture=Architecture(), warm_rate=4e-3, rate=3e-4),
+    "85m": Size(
+        architecture=Architecture(hidden=768, layers=12, heads=12, head_dim=64, feed_forward=2048, spread=0.036),
+        warm_rate=5e-4,
+        rate=2e-5,
+    ),
+    "200m": Size(
+        architecture=Architecture(hidden=1024, layers=16, heads=16, head_dim=64, feed_forward=2816, spread=0.031),
+        warm_rate=4e-4,
+        rate=1e-5,
+    ),
+}
+
+
+class Course(Play):
+    """A run without incidents: measure, train, measure every so often."""
+
+    measure_every = 20
+
+    async def run(self) -> None:
+        await self._feed()
+        await self._measure()
+        began = time.monotonic()
+        try:
+            for name in ("a", "b"):
+                await self._hire(name, "honest")
+            for step in range(self.measure_every, self._size.steps, self.measure_every):
+                await self._reach(step)
+                await self._measure()
+            await self._reach(self._size.steps)
+            await self._deployment.learners_done.wait()
+        finally:
+            self.train_seconds = time.monotonic() - began
+            for client in self.clients:
+                await client.stop()
+        await self._measure()
+
+
+def main() -> None:
+    arguments = parse()
+    size, cuda = SIZES[arguments.size], arguments.device == "cuda"
+    name = f"learns_{report.place(arguments.device)}"
+    runs: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="swarmq-learns-") as folder:
+        for seed in arguments.seeds:
+            model = made_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps, cuda=cuda)
+            for loss in arguments.losses:
+                print(f"--- seed {seed}, {loss}", flush=True)
+                job = job_of(Path(folder), model, size, seed, loss, arguments.steps, cuda=cuda)
+                runs.append({"seed": seed, "loss": loss} | asyncio.run(trained(job, arguments.steps)))
+                finished = len(runs) == len(arguments.seeds) * len(arguments.losses)
+                figures, out = figures_of(runs), arguments.out
+                report.save(name, figures, detail={"runs": runs}, out=out, finished=finished)
+                draw(runs, (out or report.RESULTS) / f"{name}.png")
+    rows = [[one["loss"], one["seed"], *ends(one), one["seconds"]] for one in runs]
+    print(report.table(("loss", "seed", "held-out before", "after", "seconds"), rows))
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--size", default="demo", choices=SIZES)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--losses", nargs="+", default=["tis_mask", "ppo_clip", "cispo"])
+    parser.add_argument("--steps", type=int, default=60, help="of each run")
+    parser.add_argument("--warm-steps", type=int, nargs=2, default=(600, 100), metavar=("COPYING", "SETTLING"))
+    return parser.parse_args()
+
+
+def made_model(folder: Path, size: Size, seed: int, steps: tuple[int, int], *, cuda: bool) -> Path:
+    """Fresh weights, then copying, which takes longest to learn, then the final mix."""
+    folder.mkdir()
+    dice, recipe = random.Random(seed), Recipe()
+    questions = itertools.cycle(problems(seed))
+    words = tokenizer.build_tokenizer(
+        "".join(demonstrate(p.question, *task.solution(p), calls=2).stretches)
+        for p in itertools.islice(questions, DIALOGUES)
+    )
+    model = folder / "fresh"
+    save(build_model(words, size.architecture, seed=seed), words, model)
+    for number, (count, share) in enumerate(zip(steps, (recipe.copying_share, recipe.tool_share), strict=True)):
+        chats = folder / f"chats-{number}.jsonl"
+        chosen = itertools.islice(questions, count * BATCH)
+        chats.write_text("\n".join(json.dumps(chat(problem, dice, share)) for problem in chosen))
+        train = Train(
+            learning_rate=size.warm_rate / (1 + number),
+            warmup_steps=30,
+            weight_decay=0.01,
+            betas=(0.9, 0.98),
+            gradient_checkpointing=False,
+            micro_batch_tokens=16384,
+            mixed_precision="bf16" if cuda else "no",
+            seed=seed,
+        )
+        after = folder / f"warm-{number}"
+        plan = WarmStart(model=str(model), demonstrations=chats, out=after, train=train, batch=BATCH)
+        warm(plan, functools.partial(_tell, every=max(count // 5, 1)))
+        model = after
+    return model
+
+
+def problems(seed: int) -> Iterator[task.Problem]:
+    """Of both kinds in turn, never one that is trained or held out."""
+    start = random.Random(seed).randrange(task.SPLIT_SIZE // 2)
+    kinds = [task.problems(kind, "warmup", task.SPLIT_SIZE // 2, start=start) for kind in task.KINDS]
+    return itertools.chain.from_iterable(zip(*kinds, strict=True))
+
+
+def chat(problem: task.Problem, dice: random.Random, tool_share: float) -> dict[str, Any]:
+    """A dialogue that calls the tool before each next step with this chance, and ends in the true answer."""
+    expression, answer = task.solution(problem)
+    messages = agent.opening(problem.question)
+    for given, result in reductions(expression):
+        if dice.random() >= tool_share:
+            break
+        function = {"name": "simplify", "arguments": json.dumps({"expression": given})}
+        messages.append({"role": "assistant", "tool_calls": [{"type": "function", "function": function}]})
+        messages.append({"role": "tool", "content": result})
+    messages.append({"role": "assistant", "content": f"<answer>{answer}</answer>"})
+    return {"messages": messages, "tools": agent.TOOLS}
+
+
+def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: int, *, cuda: bool) -> SwarmJob:
+    run = f"{loss.replace('_', '-')}-{seed}"
+    tree = msgspec.to_builtins(demo_job(str(model), run=run, seed=seed, size=DemoSize(steps=steps)))
+    sets = [
+        f"policies.main.train.learning_rate={size.rate}",
+        f"policies.main.train.loss.name={loss}",
+        "policies.main.train.checkpoint_every=1000000",
+        "policies.main.train.token_log=false",
+    ]
+    if cuda:
+        sets += ["policies.main.train.mixed_precision=bf16", "policies.main.engine.dtype=bfloat16"]
+        sets += ["policies.main.engine.gpu_memory_utilization=0.2"]
+    return SwarmJob.build(tree | {"folder": str(folder / "runs")}, sets=sets, origin="learns")
+
+
+async def trained(job: SwarmJob, steps: int) -> dict[str, Any]:
+    """Held-out reward by version, and the curve of the training reward."""
+    size = DemoSize(steps=steps, held_out=256, concurrency=64)
+    async with contextlib.AsyncExitStack() as stack:
+        deployment = await stack.enter_async_context(deploy(job, report=functools.partial(print, flush=True)))
+        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="learns"))
+        follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
+        client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
+        course = Course(deployment, follower, client, broker, size, functools.partial(print, flush=True))
+        await course.run()
+    made = [event.fields for event in read_events(job.run_folder.events) if event.name == "step"]
+    return {
+        "held_out": {str(version): found.mean_reward or 0.0 for version, found in course.held_out.items()},
+        "rewards": [fields["reward"] for fields in made],
+        "rewards_by_kind": [fields["reward_by_kind"] for fields in made],
+        "entropy": [fields["entropy"] for fields in made],
+        "k3": [fields["kl_k3"] for fields in made],
+        "seconds": course.train_seconds,
+    }
+
+
+def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
+    """The best before and the worst after, of each loss over its seeds."""
+    figures: dict[str, float] = {"runs": len(runs)}
+    for loss in dict.fromkeys(one["loss"] for one in runs):
+        pairs = [ends(one) for one in runs if one["loss"] == loss]
+        figures[f"reward_before_max_{loss}"] = max(before for before, _ in pairs)
+        figures[f"reward_after_min_{loss}"] = min(after for _, after in pairs)
+    return figures
+
+
+def ends(one: dict[str, Any]) -> tuple[float, float]:
+    """Held-out reward before and after."""
+    measured = {int(version): reward for version, reward in one["held_out"].items()}
+    return measured[min(measured)], measured[max(measured)]
+
+
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
+    """A panel for each loss: training reward of every seed, held-out reward as dots."""
+    import matplotlib as mpl  # noqa: PLC0415 - slow to import
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    losses = list(dict.fromkeys(one["loss"] for one in runs))
+    figure, panels = plt.subplots(
+        1, len(losses), figsize=(4.2 * len(losses), 3.6), sharey=True, squeeze=False, layout="constrained"
+    )
+    for loss, axes in zip(losses, panels[0], strict=True):
+        for color, one in enumerate(run for run in runs if run["loss"] == loss):
+            axes.plot(range(1, len(one["rewards"]) + 1), one["rewards"], color=f"C{color}", linewidth=0.8, alpha=0.6)
+            held_out = {int(version): reward for version, reward in one["held_out"].items()}
+            axes.plot(list(held_out), list(held_out.values()), "o-", color=f"C{color}", label=f"seed {one['seed']}")
+        axes.set(title=loss, xlabel="optimizer step", ylim=(-0.02, 1.05))
+        axes.grid(alpha=0.25)
+    panels[0][0].set_ylabel("reward (dots: held out)")
+    panels[0][0].legend(loc="lower right", fontsize=8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def _tell(now: Any, *, every: int) -> None:
+    if now.step % every == 0:
+        print(f"warm start: step {now.step} of {now.steps}, loss {now.loss:.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
