@@ -65,6 +65,9 @@ class Core:
         self._stored_counts = dict(self.counts)
         self.evals = snapshot.evals or Evals()
         self._drained = False
+        self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
+        self._wanted: dict[str, dict[str, float]] = {}
+        """Policy -> kind -> groups of the next batch, under what they were computed for."""
         self._restore(snapshot, now)
 
     # ------------------------------------------------------------------------------------------- events
@@ -120,9 +123,10 @@ class Core:
 
     def settle(self) -> list[do.Effect]:
         """Close a batch: tickets for the credit it freed, and the counters that changed."""
-        short = self.short_of()
-        lacking = {kind: slots for kind, slots in self.groups.lacking().items() if kind in short}
-        effects = self.credit.settle(self.groups.usage(), starved=bool(short), lacking=lacking)
+        usage = self.groups.usage()
+        short = self.short_of() if self.credit.is_quiet(usage) else set()
+        lacking = {kind: slots for kind, slots in self.groups.lacking().items() if kind in short} if short else {}
+        effects = self.credit.settle(usage, starved=bool(short), lacking=lacking)
         self.counts[TICKETS_ISSUED] = self.credit.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:
@@ -132,13 +136,15 @@ class Core:
 
     def short_of(self) -> set[str]:
         """Kinds without which no learner can fill its next batch."""
-        size, lent = self.rules.groups_per_batch, self.credit.lent
-        return self.groups.short_of(
-            {
-                policy: {k: share * size for k, share in self.rules.shares(self.versions[policy] + 1, lent).items()}
-                for policy in self.rules.trained
+        rules, lent = self.rules, self.credit.lent
+        steps = {policy: self.versions[policy] + 1 for policy in rules.trained}
+        if self._wanted_for != (rules, lent, steps):
+            self._wanted_for = (rules, lent, steps)
+            self._wanted = {
+                policy: {kind: share * rules.groups_per_batch for kind, share in rules.shares(step, lent).items()}
+                for policy, step in steps.items()
             }
-        )
+        return self.groups.short_of(self._wanted)
 
     # ------------------------------------------------------------------------------------------- pieces
 

@@ -51,7 +51,8 @@ class Credit:
     def adopt(self, rules: Rules) -> None:
         """Go on under other rules; what is out stays out."""
         self.rules = rules
-        for kind in rules.kinds:
+        self._kinds = rules.kinds
+        for kind in self._kinds:
             self.of(kind)
             self.out.setdefault(kind, set())
 
@@ -70,6 +71,12 @@ class Credit:
         """Slots that may be under way."""
         credit = self.of(kind)
         return (credit.allocated - credit.trained) * self.rules.size_of(kind)
+
+    def is_quiet(self, usage: Mapping[str, Usage]) -> bool:
+        """Whether some kind has nobody at work for it, so that learners may starve; else it need not be asked."""
+        return any(
+            kind in self.lent or not (self.out[kind] or (kind in usage and usage[kind].running)) for kind in self._kinds
+        )
 
     @property
     def next_batch(self) -> int:
@@ -92,7 +99,7 @@ class Credit:
     def _issue(self, usage: Mapping[str, Usage], lacking: Mapping[str, int]) -> list[Effect]:
         """Tickets for what is left of each kind's window, or for what its nearest group lacks."""
         effects: list[Effect] = []
-        for kind in self.rules.kinds:
+        for kind in self._kinds:
             used = usage.get(kind, Usage())
             num = self.window(kind) - len(self.out[kind]) - used.running - used.waiting - used.published
             if num <= 0 and not self.out[kind] and not used.running:
@@ -106,11 +113,11 @@ class Credit:
 
     def _granted(self) -> int:
         """Groups that kinds were granted and have not trained; what a dry kind holds is nobody's."""
-        held = [self.of(kind) for kind in self.rules.kinds if kind not in self.lent]
+        held = [self.of(kind) for kind in self._kinds if kind not in self.lent]
         return sum(credit.allocated - credit.trained for credit in held)
 
     def _ever(self) -> int:
-        return sum(self.of(kind).allocated for kind in self.rules.kinds)
+        return sum(self.of(kind).allocated for kind in self._kinds)
 
     def _grant(self, groups: int) -> None:
         """Grant groups in the order of batches."""
@@ -135,7 +142,7 @@ class Credit:
 
     def _reclaim(self) -> None:
         """A kind that is in no mix gives back what it was granted and did not train."""
-        for kind in self.kinds.keys() - set(self.rules.kinds):
+        for kind in self.kinds.keys() - set(self._kinds):
             self.kinds[kind].allocated = self.kinds[kind].trained
             self.kinds[kind].debt, self.kinds[kind].due = 0.0, 0
 

@@ -11,8 +11,8 @@ from swarmq.collector import effects as do
 from swarmq.collector.core import Core
 from swarmq.collector.records import Rules
 from swarmq.collector.service import episode_of
-from swarmq.collector.store import Store
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, encode
+from unit.collector.twin_store import TwinStore
 
 RUN = "r"
 
@@ -55,7 +55,7 @@ class Bench:
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.now = 1000.0
-        self.store = Store(None, run=RUN)
+        self.store = TwinStore(run=RUN)
         self.core = Core(rules, self.store, self.store.snapshot(), now=self.now)
         self.effects: list[do.Effect] = []
         self.settle()

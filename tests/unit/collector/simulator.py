@@ -5,7 +5,7 @@
 
 Everything that may go wrong does, as often as `Chaos` says: pieces sent twice and late, answers lost on the way to the
 agent, agents that fail, vanish or come back from the dead, second attempts at a slot, a collector that dies between
-delivery, commit, acknowledgement, publish and mark. `World.run` then lets the world come to rest and checks what
+delivery, commit, acknowledgement, publish and mark: at random, or at the steps that are asked for. `World.run` then lets the world come to rest and checks what
 must hold for every schedule. Negative controls subclass `Shell` and break one rule each.
 """
 
@@ -14,8 +14,9 @@ from __future__ import annotations
 import random
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,7 @@ from swarmq.collector.report import figures
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode, encode, unpack_ids
+from unit.collector.memory_store import MemoryStore
 
 RUN = "sim"
 PAUSE_S = 25.0
@@ -34,6 +36,11 @@ PATIENCE_S = 5000.0
 """How long nothing may move before the world is called stuck."""
 EXPECTED_DROPS = {"superseded", "late_sibling", "group_too_small", "failed", "aborted", "silent", "no_turns", "equal"}
 """What may become of an episode when the pieces of each client arrive in the order they were sent."""
+
+
+OUTGOING = (do.Forward, do.IssueTicket)
+STRIDE = 5
+"""Steps of a client at a time when the world comes to rest."""
 
 
 class BrokenError(AssertionError):
@@ -64,6 +71,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     rules: Rules
     num_tasks: int = 4
     num_clients: int = 3
+    max_calls: int = 3
+    """Of a conversation."""
     order: str = "siblings"
     """`siblings`: repeats of a task one after another; `breadth`: all tasks once, then again; `shuffled`."""
     chaos: Chaos = Chaos()
@@ -77,25 +86,35 @@ class Shell:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.store = Store(None, run=RUN)
+        self.store = world.make_store(None, run=RUN) if world.make_store else MemoryStore(world.decoded)
+        self.num_steps = 0
         self.restart()
+
+    def step(self) -> str:
+        """Go on to the next place to die at, and maybe do."""
+        where = next(self.steps)
+        self.num_steps += 1
+        if self.num_steps in self.world.crash_at:
+            self.world.crashes += 1
+            self.crash()
+        return where
 
     def restart(self) -> None:
         self.core = self.make_core()
         self.outgoing: deque[do.Effect] = deque(self.store.outbox())
         self.confirmed: list[do.Effect] = []
         self.steps = self.work()
+        self.deciding, self.decided_at = False, 0.0
 
     def make_core(self) -> Core:
         return Core(self.world.scene.rules, self.store, self.store.snapshot(), now=self.world.now)
 
     def crash(self) -> None:
-        before = self.memory()
-        decided = not self.store._db.in_transaction
+        before, deciding = self.memory(), self.deciding
         self.steps.close()
         self.world.redeliver()
         self.restart()
-        if decided and self.memory() != before:
+        if not deciding and self.memory() != before:
             raise BrokenError(f"a restart changed the memory: {before} became {self.memory()}")
 
     def memory(self) -> tuple[object, ...]:
@@ -111,33 +130,37 @@ class Shell:
     def work(self) -> Iterator[str]:
         """One thing after another, for ever; each yield is a place to die."""
         while True:
-            batch = self.world.deliver()
-            yield "delivered"
-            yield from self.decide(batch)
-            yield "committed"
-            self.world.acknowledge(len(batch))
+            if batch := self.world.deliver():
+                yield "delivered"
+            if batch or self.confirmed or self.decided_at != self.world.now:
+                yield from self.decide(batch)
+                yield "committed"
+                self.world.acknowledge(len(batch))
             yield "acknowledged"
             yield from self.publish()
 
     def catch_up(self) -> None:
         """Work until there is nothing left to do but to wait."""
-        while next(self.steps) != "acknowledged" or self.world.inbox:
+        while self.step() != "acknowledged" or self.world.inbox:
             pass
         while self.outgoing:
-            next(self.steps)
+            self.step()
 
     def decide(self, batch: list[bytes]) -> Iterator[str]:
         effects: list[do.Effect] = []
         confirmed = len(self.confirmed)
+        self.deciding = True
         with self.store.transaction():
             for effect in self.decisions(batch):
                 self.store.write(effect)
                 effects.append(effect)
             yield "written"
+        self.deciding = False
         del self.confirmed[:confirmed]
-        self.outgoing += [effect for effect in effects if isinstance(effect, do.Forward | do.IssueTicket)]
-        issued = Counter(effect.kind for effect in effects if isinstance(effect, do.IssueTicket))
-        self.world.check_credit(self.core, issued)
+        outgoing = [effect for effect in effects if isinstance(effect, OUTGOING)]
+        self.outgoing += outgoing
+        if issued := Counter(effect.kind for effect in outgoing if isinstance(effect, do.IssueTicket)):
+            self.world.check_credit(self.core, issued)
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
         for item in self.confirmed:
@@ -146,9 +169,11 @@ class Shell:
             else:
                 yield from self.core.forwarded(item.episode_id, item.policy)
         for body in batch:
-            yield from self.core.take(decode(body), body, self.world.now)
-        yield from self.core.tick(self.world.now)
+            yield from self.core.take(self.world.decoded(body), body, self.world.now)
+        if self.decided_at != self.world.now:
+            yield from self.core.tick(self.world.now)
         yield from self.core.settle()
+        self.decided_at = self.world.now
 
     def publish(self) -> Iterator[str]:
         while self.outgoing:
@@ -156,7 +181,7 @@ class Shell:
             if isinstance(item, do.IssueTicket):
                 self.world.tickets[item.kind].append(item.ticket_id)
             elif message := episode_of(self.store, item):
-                self.world.ready[item.policy].append(encode(message))
+                self.world.ready[item.policy].append(message)
             yield "published"
             self.confirmed.append(item)
 
@@ -245,7 +270,7 @@ class Client:
         serial = 0
         for policy in self.world.scene.rules.trained:
             last: tuple[str, tuple[int, ...]] | None = None
-            num = rng.randrange(1, 4) if rng.random() >= chaos.mute else 0
+            num = rng.randrange(1, self.world.scene.max_calls + 1) if rng.random() >= chaos.mute else 0
             for number in range(num):
                 parent, known = last or (None, ())
                 # without a retry number a lost answer shows only if a later call continues its twin
@@ -284,7 +309,7 @@ class Learner:
 
     def __init__(self, world: World, policy: str) -> None:
         self.world, self.policy = world, policy
-        self.seen: dict[str, bytes] = {}
+        self.seen: dict[str, Episode] = {}
         self.groups: dict[str, list[Episode]] = defaultdict(list)
         self.whole: list[list[Episode]] = []
         self.trained: list[str] = []
@@ -299,10 +324,8 @@ class Learner:
             self.version += 1
             self.report([episode.episode_id for group in batch for episode in group], {})
 
-    def take(self, body: bytes) -> None:
-        episode = decode(body)
-        assert isinstance(episode, Episode)
-        if self.seen.setdefault(episode.episode_id, body) != body:
+    def take(self, episode: Episode) -> None:
+        if self.seen.setdefault(episode.episode_id, episode) != episode:
             raise BrokenError(f"{episode.episode_id} was forwarded twice, and differently")
         members = self.groups[episode.group_id]
         if all(member.episode_id != episode.episode_id for member in members):
@@ -332,20 +355,44 @@ class Learner:
 # -------------------------------------------------------------------------------------------------- world
 
 
+class Chance(random.Random):
+    """Small choices at a third of the cost; their bias is of no account here."""
+
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
+        low, high = (0, start) if stop is None else (start, stop)
+        return low + int(self.random() * (high - low))
+
+    def choice(self, seq: Any) -> Any:
+        return seq[int(self.random() * len(seq))]
+
+
 class World:
-    def __init__(self, seed: int, scene: Scene, shell: type[Shell] = Shell) -> None:
-        self.rng = random.Random(seed)
+    def __init__(
+        self,
+        seed: int,
+        scene: Scene,
+        shell: type[Shell] = Shell,
+        *,
+        store: type[Store] | None = None,
+        crash_at: Collection[int] = (),
+    ) -> None:
+        """`store`: the real one, and messages that are decoded whenever they are read. `crash_at`: steps of the shell,
+        from 1 on, besides those that chance chooses."""
+        self.rng = Chance(seed)
+        self.known: dict[bytes, Message] | None = None if store else {}
+        self.make_store = store
+        self.crash_at = crash_at
         self.scene, self.chaos = scene, scene.chaos
         self.now = 1000.0
         self.inbox: deque[bytes] = deque()
         self.held: list[bytes] = []
         self.later: list[bytes] = []
-        self.ready: dict[str, deque[bytes]] = {policy: deque() for policy in scene.rules.trained}
+        self.ready: dict[str, deque[Episode]] = {policy: deque() for policy in scene.rules.trained}
         self.tickets: dict[str, deque[str]] = defaultdict(deque)
         self.truths: dict[str, Truth] = {}
         self.busy = 0
         self.overdrafts = 0
-        self.moved = True
+        self.moved, self.resting = True, False
         self.crashes = 0
         self.slots = self._slots()
         self.clients = [Client(self) for _ in range(scene.num_clients)]
@@ -372,7 +419,7 @@ class World:
         if choice < 5:
             next(self.rng.choice(self.clients).steps)
         elif choice < 8:
-            next(self.shell.steps)
+            self.shell.step()
         elif choice < 9:
             self.rng.choice(self.learners).step()
             if self.later and self.rng.random() < 0.5:
@@ -382,13 +429,15 @@ class World:
 
     def rest(self) -> None:
         """Everybody works until all slots were attempted and nothing moves. Raises BrokenError if it never ends."""
+        self.resting = True
         self.inbox += self.later
         self.later.clear()
         waited_s = 0.0
         while waited_s < PATIENCE_S:
             self.moved = False
             for client in self.clients:
-                next(client.steps)
+                for _ in range(STRIDE):
+                    next(client.steps)
             self.shell.catch_up()
             for learner in self.learners:
                 learner.step()
@@ -406,12 +455,18 @@ class World:
 
     def send(self, message: Message) -> None:
         body = encode(message)
+        if self.known is not None:
+            self.known[body] = message
         self.inbox.append(body)
         if self.rng.random() < self.chaos.twice:
             self.later.append(body)
 
+    def decoded(self, body: bytes) -> Message:
+        return (self.known or {}).get(body) or decode(body)
+
     def deliver(self) -> list[bytes]:
-        batch = [self.inbox.popleft() for _ in range(min(len(self.inbox), self.rng.randrange(1, 8)))]
+        most = len(self.inbox) if self.resting else min(len(self.inbox), self.rng.randrange(1, 8))
+        batch = [self.inbox.popleft() for _ in range(most)]
         self.held += batch
         return batch
 
@@ -467,7 +522,7 @@ class World:
 
     def reckon(self) -> None:
         core, store = self.shell.core, self.shell.store
-        ledger = {row[0]: (row[1], row[2]) for row in store._all("SELECT id, state, reason FROM episodes")}
+        ledger = told_by(store)
         self._each_episode_has_one_fate(ledger)
         self._each_slot_is_trained_once()
         self._trained_turns_are_the_answered_ones()
@@ -497,9 +552,7 @@ class World:
 
     def _trained_turns_are_the_answered_ones(self) -> None:
         for learner in self.learners:
-            for body in learner.seen.values():
-                episode = decode(body)
-                assert isinstance(episode, Episode)
+            for episode in learner.seen.values():
                 answered = self.truths[episode.episode_id].answered
                 wanted = {call: prompt for call, (policy, prompt) in answered.items() if policy == learner.policy}
                 with suppress(KeyError):
@@ -550,6 +603,13 @@ class World:
             raise BrokenError(f"the window is {num_groups} groups")
 
 
+def told_by(store: Store | MemoryStore) -> dict[str, tuple[str, str]]:
+    """Episode -> its state and reason, of all that ever began."""
+    if isinstance(store, MemoryStore):
+        return dict(store.states)
+    return {name: (state, reason) for name, state, reason in store._all("SELECT id, state, reason FROM episodes")}
+
+
 def resolve(turns: tuple[Turn, ...]) -> dict[str, tuple[int, ...]]:
     """Full prompts, by following parents within what was sent. Raises KeyError where a parent is missing."""
     prompts: dict[str, tuple[int, ...]] = {}
@@ -560,12 +620,28 @@ def resolve(turns: tuple[Turn, ...]) -> dict[str, tuple[int, ...]]:
     return prompts
 
 
-def worlds(first_seed: int, num: int, scene: Scene, shell: type[Shell] = Shell) -> int:
+def worlds(
+    first_seed: int,
+    num: int,
+    scene: Scene,
+    shell: type[Shell] = Shell,
+    *,
+    num_steps: int = 150,
+    store: type[Store] | None = None,
+) -> int:
     """Run that many worlds; the number of crashes they survived. Raises BrokenError naming the seed."""
     crashes = 0
     for seed in range(first_seed, first_seed + num):
         try:
-            crashes += World(seed, scene, shell).run().crashes
+            crashes += World(seed, scene, shell, store=store).run(num_steps).crashes
         except BrokenError as broken:
             raise BrokenError(f"seed {seed}: {broken}") from broken
     return crashes
+
+
+def every_crash(seed: int, scene: Scene, shell: type[Shell] = Shell, *, num_steps: int) -> int:
+    """One schedule over and over, with a crash after its first effect, its second, and so on to its last; how many."""
+    at = 1
+    while World(seed, scene, shell, crash_at={at}).run(num_steps).crashes:
+        at += 1
+    return at - 1

@@ -10,9 +10,10 @@ import pytest
 from swarmq.collector import effects as do
 from swarmq.collector.core import Core
 from swarmq.collector.records import EndedEpisode, Rules
+from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
 from swarmq.messages import EpisodeEnd, Turn, decode, encode
-from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, worlds
+from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
 def scene(order="siblings", num_tasks=4, num_clients=3, chaos=Chaos(), **fields) -> Scene:  # noqa: B008
@@ -43,10 +44,52 @@ SCENES = {
 }
 
 
+SMALL_STEPS = 20
+
+
+def small(num_tasks=1, chaos=Chaos(crash=0.08), **fields) -> Scene:  # noqa: B008
+    """A group or two, so that a schedule costs a millisecond and nearly every order of things comes up."""
+    given = {"groups_per_batch": 1, "silence_s": 20.0, "deadline_s": 20.0, **fields}
+    return msgspec.structs.replace(scene(num_tasks=num_tasks, num_clients=2, chaos=chaos, **given), max_calls=2)
+
+
+SMALL = {
+    "one group": small(),
+    "two groups": small(num_tasks=2),
+    "two policies": small(trained=("a", "b"), known=("a", "b")),
+    "two kinds": small(mix={"x": 0.5, "y": 0.5}, groups_per_batch=2),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_thousands_of_small_schedules_keep_every_promise(name):
+    assert worlds(0, 500, SMALL[name], num_steps=SMALL_STEPS) > 200
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_crash_after_any_effect_of_a_schedule_changes_nothing(name):
+    calm = msgspec.structs.replace(SMALL[name], chaos=Chaos(crash=0.0))
+    assert sum(every_crash(seed, calm, num_steps=SMALL_STEPS) for seed in range(3)) > 40
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCENES)
-def test_every_schedule_keeps_every_promise(name):
-    assert worlds(0, 40, SCENES[name]) > 0
+def test_long_schedules_keep_every_promise(name):
+    assert worlds(0, 30, SCENES[name]) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENES)
+def test_long_schedules_keep_every_promise_on_the_real_store(name):
+    assert worlds(100, 10, SCENES[name], store=Store) > 0
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_world_is_the_same_on_both_stores(name):
+    for seed in range(3):
+        ours, real = (World(seed, SMALL[name], store=store).run(SMALL_STEPS) for store in (None, Store))
+        assert ours.shell.memory() == real.shell.memory()
+        assert told_by(ours.shell.store) == told_by(real.shell.store)
 
 
 def test_a_world_is_the_same_for_the_same_seed():
@@ -152,6 +195,16 @@ class _WithoutEnds(_WithoutSlots):
 @pytest.mark.parametrize(
     "rule", [AcknowledgesFirst, MarksBeforePublishing, KnowsNoSlots, TakesTurnsTwice, KeepsOrphans, ForgetsEnds]
 )
-def test_a_broken_rule_is_found_out(rule):
+@pytest.mark.parametrize("size", ["long", "small"])
+def test_a_broken_rule_is_found_out(rule, size):
+    chaos = Chaos(crash=0.2, vanishes=0.3, undead=0.8)
+    found = scene(num_clients=6, chaos=chaos) if size == "long" else small(num_tasks=2, chaos=chaos)
+    num, steps = (100, 150) if size == "long" else (2000, SMALL_STEPS)
     with pytest.raises((BrokenError, CollectorError)):  # a table's primary key finds some first
-        worlds(0, 100, scene(num_clients=6, chaos=Chaos(crash=0.2, vanishes=0.3, undead=0.8)), rule)
+        worlds(0, num, found, rule, num_steps=steps)
+
+
+def test_an_acknowledgement_before_the_commit_loses_something_in_every_schedule_that_dies_between_them():
+    calm = small(chaos=Chaos(crash=0.0))
+    with pytest.raises(BrokenError):
+        every_crash(0, calm, AcknowledgesFirst, num_steps=SMALL_STEPS)
