@@ -9,6 +9,7 @@ from swarmq.collector.core import Core
 from swarmq.collector.records import Rules
 from swarmq.config import SwarmJob
 from swarmq.messages import Command, Control
+from unit.collector.twin_store import TwinStore
 
 RATE = "policies.main.train.learning_rate"
 
@@ -34,9 +35,7 @@ def steered(make_bench):
         file = job(**groups)
         bench.make_core = lambda: Core(Rules.of(file), bench.store, bench.store.snapshot(), now=bench.now, job=file)
         bench.effects.clear()
-        with bench.store.transaction():
-            for table in ("tickets", "credit", "counts"):
-                bench.store._db.execute(f"DELETE FROM {table}")
+        bench.store = TwinStore(run="r")
         bench.restart = lambda: setattr(bench, "core", bench.make_core())
         bench.restart()
         bench.settle()

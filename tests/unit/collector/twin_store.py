@@ -16,8 +16,8 @@ class TwinStore(Store):
     """A `Store` whose answers, and all that is in it after every transaction, are those of its twin."""
 
     def __init__(self, *, run: str) -> None:
-        super().__init__(None, run=run)
         self.twin = MemoryStore()
+        super().__init__(None, run=run)
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
