@@ -29,7 +29,7 @@ import msgspec
 
 from benchmarks import report
 from benchmarks.gpu_busy import GpuWatch
-from benchmarks.proxy_h200 import make_model
+from benchmarks.loop_model import make_model
 from swarmq import SwarmTask
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.feed import feed
@@ -134,7 +134,7 @@ async def measure(folder: Path, model: str, arguments: argparse.Namespace) -> tu
 
 
 def job_of(folder: Path, size: Size, *, cuda: bool) -> SwarmJob:
-    length = 256 + size.turns * 2 * (size.sampled + size.words)
+    length = 512 + size.turns * 3 * (size.sampled + size.words)
     policy = {
         "model": str(folder / "model"),
         "engine": {

@@ -152,3 +152,10 @@ async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine
     choice = await vllm.generate(PROMPT, 8)
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+async def test_the_engine_says_where_its_workers_are(engine_url):
+    async with EngineControl(engine_url) as engine:
+        (worker,) = await engine.facts()
+    assert (worker.gpu, worker.dtype) == ("", "float32")
+    assert worker.pid > 0
