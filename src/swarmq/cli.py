@@ -201,7 +201,11 @@ def watch(run: Path, once: bool) -> None:
 @main.command()
 @RUN
 def status(run: Path) -> None:
-    """Say in one picture what a run is doing right now (the same as `swarmq watch --once`)."""
+    """Say in one picture what a run is doing right now (the same as `swarmq watch --once`).
+
+    \b
+    swarmq status runs/demo
+    """
     run_until_signalled(_watch(run, once=True))
 
 
@@ -236,28 +240,44 @@ def set_command(run: Path, settings: tuple[str, ...]) -> None:
 @main.command()
 @RUN
 def pause(run: Path) -> None:
-    """Hold learners at their next step border and issue no tickets; what has begun goes on and waits."""
+    """Hold learners at their next step border and issue no tickets; what has begun goes on and waits.
+
+    \b
+    swarmq pause runs/demo     # change something, then: swarmq resume runs/demo
+    """
     run_until_signalled(_ask(run, "pause"))
 
 
 @main.command()
 @RUN
 def drain(run: Path) -> None:
-    """Issue no tickets, and train what is under way; `swarmq watch` says when it is done."""
+    """Issue no tickets, and train what is under way; `swarmq watch` says when it is done.
+
+    \b
+    swarmq drain runs/demo     # before the workers are taken away, say
+    """
     run_until_signalled(_ask(run, "drain"))
 
 
 @main.command()
 @RUN
 def resume(run: Path) -> None:
-    """Go on after `swarmq pause` or `swarmq drain`."""
+    """Go on after `swarmq pause` or `swarmq drain`.
+
+    \b
+    swarmq resume runs/demo
+    """
     run_until_signalled(_ask(run, "resume"))
 
 
 @main.command()
 @RUN
 def checkpoint(run: Path) -> None:
-    """Write a checkpoint of every trained policy at its next step border."""
+    """Write a checkpoint of every trained policy at its next step border.
+
+    \b
+    swarmq checkpoint runs/demo
+    """
     run_until_signalled(_ask(run, "checkpoint"))
 
 
@@ -266,7 +286,12 @@ def checkpoint(run: Path) -> None:
 @click.option("--after", type=int, required=True, metavar="STEP", help="The last step.")
 @click.option("--policy", help="Only this one; all trained ones by default.")
 def stop(run: Path, after: int, policy: str | None) -> None:
-    """Let learners end after a step, with a checkpoint."""
+    """Let learners end after a step, with a checkpoint.
+
+    \b
+    swarmq stop runs/demo --after 200
+    swarmq stop runs/team --after 200 --policy planner
+    """
     job = _resolved(run)
     chosen = [_one_policy(job, policy)] if policy else [name for name, one in job.policies.items() if one.trained]
     run_until_signalled(_ask(run, "set", {f"policies.{name}.train.max_steps": after for name in chosen}))
@@ -833,6 +858,10 @@ def doctor(run: Path, policy: str | None, batches: int) -> None:
     Holds stored batches against the rules that come before any formula, replays them through the learner from a
     checkpoint, says where and why engine and learner disagree, and names signs of collapse. Changes nothing; status 1
     when something is wrong.
+
+    \b
+    swarmq doctor runs/demo
+    swarmq doctor runs/team --policy planner --batches 4
     """
     need("learner")
     from swarmq.learner.doctor.examine import examine
@@ -907,6 +936,9 @@ def warm_command(
 
     DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
     becomes a model folder for policies.X.model. Learning rate, precision and the rest are those of policies.X.train.
+
+    \b
+    swarmq warm job.toml chats.jsonl models/warm --epochs 2
     """
     need("learner")
     from swarmq.learner.warm import Progress, WarmStart, warm
@@ -941,7 +973,10 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 @_daemon(
     "proxy",
     "Serve agents: an OpenAI-compatible proxy in front of the job's engines that records every sampled token.\n\n"
-    "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.",
+    "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.\n\n"
+    "\b\n"
+    "swarmq-proxy runs/math/resolved.toml\n"
+    "swarmq-proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
 )
 @click.option("--port", type=int, help="Override proxy.port, e.g. for a second proxy.")
 @click.option("--number", default=0, show_default=True, help="Its own among proxy.count proxies.")
@@ -960,7 +995,13 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
     )
 
 
-@_daemon("learner", "Train one policy of a job from its ready queue, and push the weights to its engines.")
+@_daemon(
+    "learner",
+    "Train one policy of a job from its ready queue, and push the weights to its engines.\n\n"
+    "\b\n"
+    "swarmq-learner runs/math/resolved.toml\n"
+    "swarmq-learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
+)
 @click.option("--policy", help="Which policy; needed when the job trains several.")
 @click.option("--num-gpus", default=1, show_default=True, help="Ranks to start.")
 @click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
@@ -972,7 +1013,12 @@ def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gp
     run(settings, _one_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
 
 
-@_daemon("collector", "Join turns and outcomes into episodes and groups, and issue tickets.")
+@_daemon(
+    "collector",
+    "Join turns and outcomes into episodes and groups, and issue tickets.\n\n"
+    "\b\n"
+    "swarmq-collector runs/math/resolved.toml",
+)
 def collector_command(job: Path, sets: tuple[str, ...]) -> None:
     from swarmq.collector.main import run
 
