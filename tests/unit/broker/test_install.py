@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,34 @@ def executable(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("#!/bin/sh\n")
     path.chmod(0o755)
+
+
+APT_GET = """\
+import pathlib, sys
+if "download" in sys.argv:
+    if not any("Dir::State::lists" in word for word in sys.argv):
+        sys.exit("E: Unable to locate package")  # the system's lists were never fetched
+    for package in sys.argv[sys.argv.index("download") + 1:]:
+        pathlib.Path(package + ".deb").touch()
+"""
+DPKG = """\
+import pathlib, sys
+_, option, package, root = sys.argv
+assert option == "-x"
+if "rabbitmq-server" in package:
+    for name in ("rabbitmq/lib/rabbitmq_server-4.0.5/sbin/rabbitmq-server", "erlang/bin/erl", "erlang/bin/epmd"):
+        path = pathlib.Path(root, "usr/lib", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("#!/bin/sh\\nROOTDIR=/usr/lib/erlang\\nexit %d\\n")
+        path.chmod(0o755)
+"""
+
+
+def plant_apt(machine: Path, *, erlang_exits: int) -> None:
+    """An apt-get without package lists, and a dpkg whose packages hold a server."""
+    for name, code in (("apt-get", APT_GET), ("dpkg", DPKG.replace("%d", str(erlang_exits)))):
+        executable(machine / "bin" / name)
+        (machine / "bin" / name).write_text(f"#!{sys.executable}\n{code}")
 
 
 @pytest.fixture
@@ -98,3 +128,28 @@ def test_an_installed_server_is_reported_and_not_installed_again(machine: Path) 
     said: list[str] = []
     assert install.install(said.append).home == home
     assert said == [f"RabbitMQ is at {home}"]
+
+
+def test_without_root_the_packages_are_unpacked_into_the_users_folder_once(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    plant_apt(machine, erlang_exits=0)
+    said: list[str] = []
+    server = install.install(said.append)
+    folder = machine / "data/swarmq/rabbitmq"
+    assert server.home == folder / "usr/lib/rabbitmq/lib/rabbitmq_server-4.0.5"
+    assert f"ROOTDIR={folder}/usr/lib/erlang" in (server.erlang_bin / "erl").read_text()
+    assert any("without root" in line for line in said)
+    said.clear()
+    assert install.install(said.append) == server
+    assert said == [f"RabbitMQ is at {server.home}"]
+
+
+def test_an_erlang_that_does_not_start_is_not_kept(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    plant_apt(machine, erlang_exits=1)
+    with pytest.raises(BrokerError, match="Erlang does not start here"):
+        install.install(lambda _: None)
+    assert find_server() is None
+    assert not (machine / "data/swarmq/rabbitmq").exists()

