@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import os
 import resource
+import secrets
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,7 @@ ARRIVALS_PER_S = 100
 SATURATED = 256
 """Calls at a time where requests are counted."""
 SHORT = 16
+LITELLM_KEY = f"sk-{secrets.token_hex(24)}"
 OPEN_FILES = 16_384
 CORES = sorted(os.sched_getaffinity(0))
 MEASURED = ["taskset", "-c", str(CORES[-1])]
@@ -76,7 +78,7 @@ class Client:
         self._secret = secret
 
     async def stream(self, target: Target, opened: asyncio.Event | None = None) -> Call:
-        headers = {"authorization": f"Bearer {self._key() if target.name == 'swarmq' else 'sk-none'}"}
+        headers = {"authorization": f"Bearer {self._key() if target.name == 'swarmq' else LITELLM_KEY}"}
         body = {"model": target.model, "messages": [{"role": "user", "content": "hello"}], "stream": True}
         began, first, tail = time.perf_counter(), 0.0, b""
         async with self._http.post(f"{target.url}/chat/completions", json=body, headers=headers) as response:
@@ -256,6 +258,9 @@ async def running(folder: Path, name: str, argv: Sequence[str]) -> AsyncIterator
         process = await asyncio.create_subprocess_exec(*argv, stdout=sink, stderr=sink, preexec_fn=die_with_parent)
     try:
         yield process
+    except Exception:
+        print(f"{name}:", *(folder / f"{name}.log").read_text().splitlines()[-20:], sep="\n", flush=True)
+        raise
     finally:
         await stop_group(process, grace_s=10)
 
@@ -290,7 +295,8 @@ def _litellm_config(folder: Path, engine: str) -> str:
     path = folder / "litellm.yaml"
     path.write_text(
         "model_list:\n- model_name: main\n  litellm_params:\n    model: openai/scripted\n"
-        f"    api_base: {engine}/v1\n    api_key: none\nlitellm_settings:\n  telemetry: false\n"
+        f"    api_base: {engine}/v1\n    api_key: none\n"
+        f"litellm_settings:\n  telemetry: false\ngeneral_settings:\n  master_key: {LITELLM_KEY}\n"
     )
     return str(path)
 
