@@ -33,7 +33,7 @@ from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url
 from swarmq.engine.gpus import visible_gpus
-from swarmq.engine.launch import EngineProcess, check_model, visible
+from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.messages import Event
@@ -157,7 +157,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
     models = {name: check_model(policy.model) for name, policy in job.policies.items() if not policy.engine.urls}
-    placements = place_all(job.policies, models, visible_gpus())
+    placements = place_all(job.policies, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
     folder = job.run_folder
