@@ -237,6 +237,7 @@ def peak(device: torch.device) -> float:
 
 
 def free() -> None:
+    torch.compiler.reset()  # what is compiled holds on to the model it was compiled for
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
