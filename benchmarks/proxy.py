@@ -41,8 +41,8 @@ RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
 REPEATS = 5
 TOKEN_S, MAX_TOKENS_PER_S = 0.025, 4000
-WINDOW_S, HOLD_S = 4.0, 20.0
-"""How long a stream of the latency part lasts, and how long all of many are open."""
+WINDOW_S, HOLD_S = 5.0, 20.0
+"""How long a stream of the latency part lasts, or requests are counted, and how long all of many are open."""
 MANY = 512
 ARRIVALS_PER_S = 100
 """At which pace streams begin: an avalanche of connections would be measured otherwise."""
@@ -169,10 +169,10 @@ async def play(
             other = await stack.enter_async_context(
                 running(folder, "litellm", [*argv, "--host", "127.0.0.1", "--port", str(litellm_port)])
             )
-            await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness")
+            await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness", within_s=600)
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
-        rates = await saturated(client, http, engine, targets)
-        detail["requests_per_s"] = rates
+        rates, cpu_ms = await saturated(client, http, engine, targets)
+        detail["requests_per_s"], detail["cpu_ms_per_request"] = rates, cpu_ms
         figures["requests_per_s"] = statistics.median(rates["swarmq"])
         figures["tokens_per_s"] = figures["requests_per_s"] * SHORT
         if litellm:
@@ -217,20 +217,25 @@ async def latency(
 
 async def saturated(
     client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target]
-) -> dict[str, list[float]]:
-    """Requests a second of short streamed answers, the targets in turns."""
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Of short streamed answers, the targets in turns: requests a second, and milliseconds of processor for each."""
     await set_pace(http, engine, tokens=SHORT, interval_s=TOKEN_S)
     rates: dict[str, list[float]] = {target.name: [] for target in targets}
+    cpu_ms: dict[str, list[float]] = {target.name: [] for target in targets}
     for target in targets:
         await client.together(target, SATURATED)  # warm
     for _ in range(REPEATS):
         for target in targets:
-            rates[target.name].append(await _rate(client, target, seconds=6.0))
-    return rates
+            used_s, began = processor_s(target.pid), time.perf_counter()
+            done = await _calls(client, target, until=began + WINDOW_S)
+            rates[target.name].append(done / (time.perf_counter() - began))
+            cpu_ms[target.name].append(1000 * (processor_s(target.pid) - used_s) / done)
+    return rates, cpu_ms
 
 
-async def _rate(client: Client, target: Target, *, seconds: float) -> float:
-    done, until, began = 0, time.perf_counter() + seconds, time.perf_counter()
+async def _calls(client: Client, target: Target, *, until: float) -> int:
+    """How many were made, the last of them begun before that time."""
+    done = 0
 
     async def caller() -> None:
         nonlocal done
@@ -241,7 +246,7 @@ async def _rate(client: Client, target: Target, *, seconds: float) -> float:
     async with asyncio.TaskGroup() as tasks:
         for _ in range(SATURATED):
             tasks.create_task(caller())
-    return done / (time.perf_counter() - began)
+    return done
 
 
 async def _memory(pid: int, opened_s: float, lasts_s: float) -> float:
@@ -289,6 +294,12 @@ def resident(pid: int) -> float:
     """MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of processor that a process has used."""
+    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _litellm_config(folder: Path, engine: str) -> str:
