@@ -37,7 +37,7 @@ def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
                 ),
                 sampling=SamplingDefaults(temperature=1.0, max_tokens=MAX_TOKENS),
                 train=Train(
-                    learning_rate=3e-4,
+                    learning_rate=2e-4,
                     warmup_steps=3,
                     loss=Loss(name="tis_mask"),
                     max_steps=size.steps,

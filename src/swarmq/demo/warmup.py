@@ -9,15 +9,18 @@ The recipe is fixed: it never looks at training or held-out problems, and stops 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import torch
+from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from swarmq.demo import agent, task, tokenizer
@@ -33,12 +36,14 @@ class Recipe(msgspec.Struct, frozen=True, kw_only=True):
 
     seed: int = 0
     architecture: Architecture = Architecture()
-    steps: int = 600
+    steps: int = 280
     """Steps on demonstrations that mostly call the tool, because copying takes longest to learn, ..."""
-    settling_steps: int = 100
+    settling_steps: int = 60
     """... then steps on the final mix."""
     batch: int = 32
-    learning_rate: float = 4e-3
+    similar: int = 8
+    """Demonstrations of similar length that are padded together."""
+    learning_rate: float = 3e-3
     rise: int = 30
     copying_share: float = 0.9
     """Chance that a demonstration calls the tool before its next step, at first ..."""
@@ -51,6 +56,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     loss: float
     """Mean negative log-probability of the demonstrated assistant tokens."""
+
+
+class Part(NamedTuple):
+    """Of a batch: one demonstration [T], or several, padded [B, T]."""
+
+    ids: torch.Tensor
+    labels: torch.Tensor
+    """IGNORED where nothing is learned."""
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,13 +109,11 @@ def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreT
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _pace(step, steps, recipe.rise)
-        ids, labels = _tensors(words, [next(stream) for _ in range(recipe.batch)])
-        loss = model(input_ids=ids, labels=labels).loss
-        loss.backward()
+        loss = _backward(model, _padded(words, [next(stream) for _ in range(recipe.batch)], recipe.similar))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        report(Progress(step=step + 1, steps=steps, loss=loss.item()))
+        report(Progress(step=step + 1, steps=steps, loss=loss))
     model.eval()
     return words, model
 
@@ -156,16 +167,33 @@ def _pace(step: int, steps: int, rise: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
 
 
-def _tensors(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels [B, T], padded on the right; only the assistant's tokens have labels."""
+def _backward(model: Qwen3ForCausalLM, parts: Sequence[Part]) -> float:
+    """Adds the gradient of the mean loss over all labelled tokens; returns that mean."""
+    count = sum(int((labels != IGNORED).sum()) for _, labels in parts)
+    total = 0.0
+    for ids, labels in parts:
+        said = labels[:, 1:] != IGNORED
+        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
+        loss = functional.cross_entropy(model.lm_head(hidden[said]), labels[:, 1:][said], reduction="sum") / count
+        torch.autograd.backward(loss)
+        total += loss.item()
+    return total
+
+
+def _padded(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[Part]:
+    """The batch by length, so many demonstrations in each part, padded on the right; only what the assistant says has
+    labels."""
     rows = []
-    labels = []
     for demonstration in batch:
         pieces = words(list(demonstration.stretches), add_special_tokens=False).input_ids
-        rows.append(torch.tensor([i for piece in pieces for i in piece]))
-        labels.append(torch.tensor([i if n % 2 else IGNORED for n, piece in enumerate(pieces) for i in piece]))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return (
-        pad(rows, batch_first=True, padding_value=words.pad_token_id),
-        pad(labels, batch_first=True, padding_value=IGNORED),
-    )
+        ids = torch.tensor([i for piece in pieces for i in piece])
+        rows.append(Part(ids, torch.tensor([i if n % 2 else IGNORED for n, piece in enumerate(pieces) for i in piece])))
+    rows.sort(key=lambda row: len(row.ids))
+    pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    return [
+        Part(
+            pad([row.ids for row in alike], padding_value=words.pad_token_id),
+            pad([row.labels for row in alike], padding_value=IGNORED),
+        )
+        for alike in (rows[first : first + similar] for first in range(0, len(rows), similar))
+    ]

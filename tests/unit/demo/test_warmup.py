@@ -31,6 +31,12 @@ def test_the_same_recipe_gives_the_same_model():
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
 
 
+def test_the_size_of_the_parts_of_a_batch_does_not_change_what_is_learned():
+    whole, parts = (warm_up(msgspec.structs.replace(MICRO, similar=n, steps=2), report=ignore)[1] for n in (8, 3))
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-3, rtol=0)
+
+
 def test_another_seed_gives_another_model():
     other = msgspec.structs.replace(MICRO, seed=1)
     assert not torch.equal(*(warm_up(recipe, report=ignore)[1].lm_head.weight for recipe in (MICRO, other)))
