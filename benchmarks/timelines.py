@@ -70,6 +70,7 @@ class Setting(NamedTuple):
     only: list[str]
     deadline: float
     """Of time.monotonic()."""
+    compiled: bool
 
 
 class Repeats(NamedTuple):
@@ -101,6 +102,7 @@ def main() -> None:
         others=Repeats(*arguments.side_repeats),
         only=arguments.only.split(",") if arguments.only else [],
         deadline=began + arguments.deadline,
+        compiled=arguments.compiled,
     )
     check = {} if arguments.no_check else compare(device)
     run = Run([], [], {})
@@ -158,6 +160,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", help=f"workloads, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which nothing new is begun")
+    parser.add_argument(
+        "--compiled", action="store_true", help="compile the layers, as the learner does on a GPU; a result of its own"
+    )
     parser.add_argument("--no-check", action="store_true", help="leave out the FP32 comparison with the oracle")
     return parser.parse_args()
 
@@ -165,7 +170,8 @@ def parse() -> argparse.Namespace:
 def measure(setting: Setting, run: Run) -> Iterator[None]:
     """Every workload that fits the time, into `run`; a stop after each."""
     model = LayoutModel(build(setting.model, setting.device))
-    model.compile_layers()
+    if setting.compiled:
+        model.compile_layers()
     source = Source(setting.unit, model.model.config.vocab_size)
     warm: set[int] = set()
     for workload in WORKLOADS:
@@ -266,13 +272,8 @@ def kind_of(kernel: str) -> str:
 def name_of(setting: Setting) -> str:
     """Of the result: after the device, and the model if it is not the one usual there."""
     usual = setting.model == ("1.7b" if setting.device.type == "cuda" else "tiny")
-    name = f"timelines_{place(setting.device)}"
-    return name if usual else f"{name}_{setting.model.replace('.', 'p')}"
-
-
-def place(device: torch.device) -> str:
-    """What a device is called in the names of results."""
-    return torch.cuda.get_device_name(device).split()[-1].lower() if device.type == "cuda" else "cpu"
+    name = f"timelines_{report.place(setting.device.type)}" + ("" if usual else f"_{setting.model.replace('.', 'p')}")
+    return f"{name}_compiled" if setting.compiled else name
 
 
 def wait(device: torch.device) -> None:
