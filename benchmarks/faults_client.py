@@ -8,6 +8,7 @@ answers that the agent received. The proof compares that with what was trained.
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import sys
 import threading
@@ -50,6 +51,8 @@ class Appender(Generic[T]):
     def __init__(self, path: Path) -> None:
         self._path = path
         path.touch()
+        whole = path.read_bytes().rfind(b"\n") + 1
+        os.truncate(path, whole)  # a line that a kill has cut would spoil the next one
         self._lock = threading.Lock()
 
     def add(self, line: T) -> None:

@@ -33,7 +33,8 @@ RECORD_MAGIC = b"SQRC"
 SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
-"""A segment that has grown beyond this is followed by a new one."""
+SEGMENT_RECORDS = 256
+"""A segment that has grown beyond either is followed by a new one, so that old ones can go."""
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +80,7 @@ class BatchLog:
         assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
         data = _pack(record)
         with mapped(self.folder):
-            if self._descriptor is None or self._size >= self._segment_bytes:
+            if self._descriptor is None or self._is_full(record.index.record):
                 self._start_segment(record.index.record)
             assert self._descriptor is not None
             try:
@@ -115,17 +116,18 @@ class BatchLog:
         before = (place.index for place in reversed(self.places[:at]))
         return read(self.places[at]), list(takewhile(lambda index: not index.trained, before))
 
-    def prune(self, version: int) -> int:
-        """Remove whole segments that only hold records up to `version`; how many. The last one always stays."""
-        segments = _segments(self.folder)
-        newest = dict.fromkeys(segments, 0)
-        for place in self.places:
-            newest[place.segment] = place.index.version
-        gone = []
-        for path in segments[:-1]:
-            if newest[path] > version:
-                break
-            gone.append(path)
+    def prune(self, version: int, *, reported: int, spare: int) -> int:
+        """Remove whole segments of which nobody needs anything any more; how many.
+
+        Needed are the batches after the weights of `version`, the records after `reported`, and the ids of the newest
+        `spare` episodes: these may yet be delivered again. The last segment always stays.
+        """
+        needed = {self._path} if self._descriptor is not None else set()
+        for place in reversed(self.places):
+            if spare > 0 or place.index.version > version or place.index.record > reported:
+                needed.add(place.segment)
+            spare -= len(place.index.trained) + len(place.index.dropped)
+        gone = list(takewhile(lambda path: path not in needed, _segments(self.folder)[:-1]))
         with mapped(self.folder):
             for path in gone:
                 path.unlink()
@@ -133,6 +135,9 @@ class BatchLog:
                 fsync_folder(self.folder)
         self.places = [place for place in self.places if place.segment not in gone]
         return len(gone)
+
+    def _is_full(self, record: int) -> bool:
+        return self._size >= self._segment_bytes or record - int(self._path.stem) >= SEGMENT_RECORDS
 
     def _makes(self, position: int, version: int) -> bool:
         index = self.places[position].index

@@ -9,7 +9,7 @@ A batch holds whole groups in the shares of the task mix, exactly: what rounding
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 
 import msgspec
@@ -26,6 +26,12 @@ from swarmq.timeline import resolve
 SMALLEST_GROUP = 2
 """Fewer have no baseline."""
 
+MIN_KNOWN = 20_000
+"""Ids of logged episodes that are kept at least."""
+WINDOWS_KNOWN = 4
+"""And for so many windows of the collector. What comes again was sent before its report was processed, and until the
+collector processes reports it lets no more than a window of further episodes be finished."""
+
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch is made of."""
@@ -33,6 +39,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     groups_per_batch: int
     mix: dict[str, float]
     max_staleness: int
+    group_size: int = 8
+    """The largest of all kinds."""
     vocab_size: int | None = None
     max_length: int | None = None
     train: Train = Train()
@@ -45,6 +53,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def shares(self, step: int) -> dict[str, float]:
         return shares(self._stretches, step, self.lent)
+
+    @property
+    def num_known(self) -> int:
+        """Of the newest logged episodes, those that may come again and must be known then."""
+        window = (self.max_staleness + 1) * self.groups_per_batch * self.group_size
+        return max(MIN_KNOWN, WINDOWS_KNOWN * window)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -70,7 +84,7 @@ class Intake:
         self._queues: dict[str, deque[Group]] = {}
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
-        self.known: set[str] = set()
+        self.known: OrderedDict[str, None] = OrderedDict()
         for index in logged:
             self.note(index)
         self._incomplete: dict[str, dict[str, Episode]] = {}
@@ -88,8 +102,10 @@ class Intake:
     def note(self, index: Index) -> None:
         """A record is in the log."""
         self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
-        self.known.update(index.trained)
-        self.known.update(index.dropped)
+        for episode_id in (*index.trained, *index.dropped):
+            self.known[episode_id] = None
+        while len(self.known) > self.limits.num_known:
+            self.known.popitem(last=False)
 
     def accept(self, episode: Episode) -> bool:
         """Take an episode in. False when it is in the log already; one that is waiting here changes nothing."""

@@ -168,7 +168,8 @@ class Desk:
                 case records.Kept(oldest=oldest, asked=asked):
                     if not self.orders.train.keep_batches:
                         self.fence.check()
-                        self.log.prune(oldest)
+                        spare = self.intake.limits.num_known
+                        self.log.prune(oldest, reported=self.reports.through, spare=spare)
                     if asked:
                         self.orders.saved(asked)
                         await self._emit("control", self.orders.answer(self.next_step) | {"checkpoint": self.version})

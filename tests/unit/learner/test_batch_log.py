@@ -142,7 +142,7 @@ def test_a_checkpoint_beyond_the_log_or_before_its_beginning_is_refused(tmp_path
     log = BatchLog(tmp_path, OURS)
     with pytest.raises(LearnerError, match="version 9, the log ends with 4"):
         log.after(9)
-    assert log.prune(2) == 2
+    assert log.prune(2, reported=4, spare=0) == 2
     assert [r.index.version for r in log.after(2)] == [3, 4]
     with pytest.raises(LearnerError, match="begins with version 3"):
         log.after(1)
@@ -153,7 +153,34 @@ def test_pruning_never_takes_what_a_checkpoint_still_needs(tmp_path: Path) -> No
     log = BatchLog(tmp_path, OURS)
     for number in range(1, 5):
         log.append(batch(number))
-    assert log.prune(3) == 0, "the only segment holds record 4"
+    assert log.prune(3, reported=4, spare=0) == 0, "the only segment holds record 4"
+
+
+@pytest.mark.parametrize(
+    ("version", "reported", "spare", "left"),
+    [
+        (9, 9, 0, [9]),
+        (5, 9, 0, [6, 7, 8, 9]),
+        (9, 3, 0, [4, 5, 6, 7, 8, 9]),
+        (9, 9, 3, [8, 9]),
+        (9, 9, 99, [*range(1, 10)]),
+    ],
+)
+def test_pruning_leaves_what_is_not_trained_not_reported_or_may_come_again(
+    tmp_path: Path, version: int, reported: int, spare: int, left: list[int]
+) -> None:
+    filled(tmp_path, 9, segment_bytes=1)
+    log = BatchLog(tmp_path, OURS)
+    log.prune(version, reported=reported, spare=spare)
+    assert [place.index.record for place in log.places] == left
+    log.close()
+
+
+def test_a_segment_ends_after_so_many_records_however_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_log, "SEGMENT_RECORDS", 3)
+    filled(tmp_path, 7)
+    assert [path.stem.lstrip("0") for path in sorted(tmp_path.glob("*.log"))] == ["1", "4", "7"]
+    assert [place.index.record for place in BatchLog(tmp_path, OURS).places] == [*range(1, 8)]
 
 
 def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log, io_process, records, wire
+from swarmq.learner.intake import Limits
 from swarmq.learner.io_process import Desk
 from swarmq.learner.lock import exclusive
 from swarmq.learner.records import BatchRecord, Hello, decode_record
@@ -237,11 +238,15 @@ async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_log.BatchLog.__init__, "__kwdefaults__", {"segment_bytes": 1})
+    monkeypatch.setattr(Limits, "num_known", 2)
     broker = await broker_with(*(make_group(name) for name in "abc"))
     async with desk(tmp_path, broker, keep_batches=False) as trainer:
         for version in (1, 2, 3):
             await trainer.batch()
             await trainer.tell(records.Stepped(version=version))
+        async with broker.consume(topology.inbox("r"), prefetch=9) as reports:
+            for _ in range(3):  # before they are reported, none may go
+                await anext(reports)
         await trainer.tell(records.Kept(oldest=2))
         await stopped(trainer)
     assert [r.index.version for r in logged(tmp_path)] == [3]

@@ -31,10 +31,10 @@ from swarmq.collector.store import Store
 from swarmq.config import Train
 from swarmq.learner import checkpoint
 from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.intake import Intake, Limits
+from swarmq.learner.intake import WINDOWS_KNOWN, Intake, Limits
 from swarmq.learner.records import BatchRecord, Identity
 from swarmq.learner.reports import Reports
-from swarmq.messages import Consumed, Episode, Message, decode, encode
+from swarmq.messages import Consumed, Episode, Message, VersionSpan, decode, encode
 from unit.collector import conftest as say
 
 pytestmark = pytest.mark.slow
@@ -49,9 +49,10 @@ RULES = Rules(
     group_size=GROUP_SIZE,
     groups_per_batch=1,
     deadline_s=100.0,
-    max_staleness=99,
+    max_staleness=1,
     silence_s=300.0,
 )
+SPARE = WINDOWS_KNOWN * (RULES.max_staleness + 1) * RULES.groups_per_batch * GROUP_SIZE
 START = b"the initial weights"
 
 
@@ -119,6 +120,8 @@ class Pipeline(RuleBasedStateMachine):
         """Weights of every version."""
         self.slots: dict[str, tuple[str, int]] = {}
         """Episode -> task and repeat."""
+        self.sampled: dict[str, int] = {}
+        """Episode -> the weights that it was sampled with."""
         self.inbox, self.ready = Queue(), Queue()
         self.store = Store(None, run=say.RUN)
         self.start_collector()
@@ -145,10 +148,11 @@ class Pipeline(RuleBasedStateMachine):
     def an_episode_ends(self, task: int, repeat: int, reward: int, twice: bool) -> None:
         """A first or a further attempt at a slot; confirmed, so never to be lost."""
         episode, self.begun = f"e{self.begun}", self.begun + 1
-        self.slots[episode] = (f"t{task}", repeat)
+        self.slots[episode], self.sampled[episode] = (f"t{task}", repeat), self.trainer.version
+        weights = (VersionSpan(version=self.trainer.version, start=0, end=1),)
         pieces = [
             say.begin(episode, f"t{task}", repeat, group_size=GROUP_SIZE),
-            say.turn("a", episode),
+            say.turn("a", episode, versions=weights),
             say.end(episode, reward=float(reward)),
         ]
         for piece in pieces * (1 + twice):
@@ -260,7 +264,7 @@ class Pipeline(RuleBasedStateMachine):
             self.learner_dies()
         else:
             oldest = checkpoint.save(folder, self.trainer, OURS, model="", keep=keep)
-            self.log.prune(oldest if keep == 1 else 0)
+            self.log.prune(oldest if keep == 1 else 0, reported=self.reports.through, spare=SPARE)
 
     @rule()
     def learner_dies(self) -> None:
@@ -357,10 +361,35 @@ class Pipeline(RuleBasedStateMachine):
         assert all(told.values())
         logged = Counter(episode for place in self.log.places for episode in place.index.trained)
         dropped = {episode for place in self.log.places for episode in place.index.dropped}
+        for place in self.log.places:
+            index, stale = place.index, {e for e, reason in place.index.dropped.items() if reason == "stale"}
+            assert all(self.sampled[e] >= index.version - 1 - RULES.max_staleness for e in index.trained)
+            assert all(self.sampled[e] < index.version - RULES.max_staleness for e in stale)
         assert logged.keys() <= trained
         assert not dropped & trained
         assert not self.ready.waiting
         assert not self.ready.handed
+
+
+def test_reports_that_no_broker_has_confirmed_outlive_the_checkpoints() -> None:
+    """A learner that dies after every batch before it reports, and then removes all that its checkpoint does not need."""
+    pipeline = Pipeline()
+    for task in range(20):
+        pipeline.a_task_is_done(task)
+        pipeline.collector_decides(100, None)
+        pipeline.collector_publishes(100, dies=False)
+        pipeline.learner_works(100, "before the report")
+    pipeline.learner_saves(None, keep=1)
+    pipeline.teardown()
+
+
+def test_what_waits_longer_than_it_may_is_dropped_as_stale_and_told() -> None:
+    pipeline = Pipeline()
+    for task in range(6):
+        pipeline.a_task_is_done(task)
+    pipeline.teardown()
+    reasons = Counter(reason for place in pipeline.log.places for reason in place.index.dropped.values())
+    assert reasons == {"stale": 4 * GROUP_SIZE}
 
 
 def _id(body: bytes) -> str:

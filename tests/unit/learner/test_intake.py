@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.intake import Intake, Limits
+from swarmq.learner.intake import MIN_KNOWN, WINDOWS_KNOWN, Intake, Limits
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.messages import Episode, Sampling
 from swarmq.mix import deal
@@ -263,3 +263,18 @@ def test_where_no_baseline_is_needed_equal_rewards_and_lone_episodes_are_trained
         box = intake(2, train=train)
         feed(box, make_group("a", (1.0, 1.0)), make_group("b", (1.0,)))
         assert take(box) is not None
+
+
+def test_ids_of_logged_episodes_are_kept_as_long_as_they_may_come_again_and_no_longer() -> None:
+    box, per_record = intake(), 100
+    for number in range(1, MIN_KNOWN // per_record + 2):
+        trained = tuple(f"{number}.{n}" for n in range(per_record))
+        box.note(Index(record=number, version=number, trained=trained))
+    assert len(box.known) == MIN_KNOWN
+    assert "2.0" in box.known
+    assert "1.99" not in box.known
+
+
+def test_a_large_window_is_kept_several_times() -> None:
+    limits = Limits(groups_per_batch=256, group_size=64, mix={"a": 1.0}, max_staleness=3)
+    assert limits.num_known == WINDOWS_KNOWN * 4 * 256 * 64

@@ -1,0 +1,24 @@
+"""What a fault run that was cut short finds again when it goes on."""
+
+from __future__ import annotations
+
+from benchmarks.faults_client import Lines
+from benchmarks.faults_inject import plan
+
+
+def test_lines_of_earlier_processes_are_found_and_one_that_a_kill_has_cut_is_not(tmp_path):
+    path = tmp_path / "opened.jsonl"
+    first = Lines(path, float)
+    first.add(1.5)
+    first.add(2.5)
+    with path.open("ab") as file:
+        file.write(b"3.")
+    again = Lines(path, float)
+    again.add(4.5)
+    assert again.found == Lines(path, float).found == [1.5, 2.5, 4.5]
+
+
+def test_what_is_left_to_inject_is_the_rest_of_the_same_plan():
+    whole = plan(50, seed=7)
+    assert (len(whole), plan(50, seed=7)) == (50, whole)
+    assert plan(50, seed=8) != whole
