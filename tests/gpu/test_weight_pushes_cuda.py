@@ -67,3 +67,20 @@ def _logprobs(network: torch.nn.Module, ids: list[int]) -> list[float]:
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
         logits = network(input_ids=whole).logits[0, len(PROMPT) - 1 : -1].float()
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0].tolist()
+
+
+async def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
+    model = tiny_model()
+    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, sleep=True, arguments=("--enforce-eager",))
+    policy = Policy(model=str(model), engine=engine)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
+    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
+        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+        await asyncio.to_thread(pusher.push, network.state_dict().items(), 1)
+        before = torch.cuda.mem_get_info()[0]
+        await asyncio.to_thread(pusher.sleep)
+        assert torch.cuda.mem_get_info()[0] - before > 0.1 * torch.cuda.mem_get_info()[1]
+        waiting = asyncio.create_task(_sampled(process.url, model))
+        await asyncio.to_thread(pusher.wake)
+        told, ids = await waiting
+        assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
