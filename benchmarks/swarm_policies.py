@@ -48,7 +48,7 @@ RECIPES = {
 SEED_STRIDE = 1_000_000
 HELD_OUT = 96
 CONCURRENCY = 16
-PATIENCE_S = 1200.0
+PATIENCE_S = 7200.0
 MAKE = "import sys; from benchmarks.swarm_policies import make; make(sys.argv[1])"
 
 
