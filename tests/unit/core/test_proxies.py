@@ -1,6 +1,7 @@
 """The list of a run's proxies: who serves now, known to everybody soon."""
 
 import pytest
+from structlog.testing import capture_logs
 
 from swarmq.proxies import Proxies
 
@@ -23,7 +24,8 @@ def test_what_one_process_writes_another_reads(path):
     assert one.urls() == other.urls() == (B, C)
 
 
-def test_a_damaged_list_leaves_everybody_with_the_proxies_they_know(path, capsys):
+def test_a_damaged_list_leaves_everybody_with_the_proxies_they_know(path):
     path.write_text("rubbish")
-    assert Proxies(path).urls() == ()
-    assert "proxies_unreadable" in capsys.readouterr().out
+    with capture_logs() as logs:
+        assert Proxies(path).urls() == ()
+    assert [line["event"] for line in logs] == ["proxies_unreadable"]
