@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import secrets
 import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
+    from support.broker import SharedBroker
     from swarmq.broker.node import PrivateNode
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -28,7 +27,9 @@ settings.register_profile("quick", ANYWHERE, max_examples=30, derandomize="CI" i
 settings.register_profile("thorough", ANYWHERE, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
-
+FOLDERS = ("contract", "integration", "e2e")
+"""Of tests that share a broker."""
+SHARED: pytest.StashKey[SharedBroker] = pytest.StashKey()
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
@@ -39,31 +40,41 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    if "SWARMQ_TEST_AMQP_URL" not in os.environ and any(name in arg for arg in config.args for name in FOLDERS):
+        from support.broker import SharedBroker
+
+        config.stash[SHARED] = broker = SharedBroker()
+        config.add_cleanup(broker.stop)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    if broker := node.config.stash.get(SHARED, None):
+        node.workerinput["shared broker"] = str(broker.folder)
+
+
 @pytest.fixture(scope="session")
 def broker_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PrivateNode]:
-    """A private RabbitMQ for the whole session. Tests that break a broker start one of their own."""
-    from swarmq.broker.node import PrivateNode
+    """A private RabbitMQ for the session of this process. Tests that break a broker start one of their own."""
+    from support.broker import background_node
 
-    node = PrivateNode(tmp_path_factory.mktemp("rabbitmq"))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="rabbitmq")  # tests have loops of their own
-    thread.start()
-    try:
-        asyncio.run_coroutine_threadsafe(node.start(), loop).result()
+    with background_node(tmp_path_factory.mktemp("rabbitmq")) as (node, started):
+        started.result()
         yield node
-        asyncio.run_coroutine_threadsafe(
-            node.kill(), loop
-        ).result()  # nobody needs its data: no six seconds of farewell
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
 
 
 @pytest.fixture(scope="session")
 def amqp_url(request: pytest.FixtureRequest) -> str:
-    """A RabbitMQ to share: $SWARMQ_TEST_AMQP_URL if set, else the private node."""
-    return os.environ.get("SWARMQ_TEST_AMQP_URL") or request.getfixturevalue("broker_node").amqp_url
+    """A RabbitMQ to share: $SWARMQ_TEST_AMQP_URL if set, else the workers' one, else the private node."""
+    if url := os.environ.get("SWARMQ_TEST_AMQP_URL"):
+        return url
+    if folder := getattr(request.config, "workerinput", {}).get("shared broker"):
+        from support.broker import shared_url
+
+        return shared_url(Path(folder))
+    return request.getfixturevalue("broker_node").amqp_url
 
 
 @pytest.fixture

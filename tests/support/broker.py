@@ -1,0 +1,73 @@
+"""One private RabbitMQ for a test session.
+
+With several workers it belongs to the process that directs them: it starts while they still collect, once for all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+
+from swarmq.broker.node import PrivateNode
+
+URL = "amqp-url"
+START_S = 240.0
+
+
+class SharedBroker:
+    """Starts in the background; `folder/amqp-url` exists once it takes clients."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="swarmq-tests-"))
+        self._running = background_node(self.folder / "rabbitmq")
+        self._node, self._started = self._running.__enter__()
+        self._started.add_done_callback(self._tell)
+
+    def stop(self) -> None:
+        self._running.__exit__(None, None, None)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _tell(self, started: Future[None]) -> None:
+        """To the workers: the url, or why there is none."""
+        error = started.exception()
+        part = self.folder / "part"
+        part.write_text(f"no broker: {error}" if error else self._node.amqp_url)
+        part.rename(self.folder / URL)
+
+
+def shared_url(folder: Path) -> str:
+    """What a SharedBroker of another process says. Raises RuntimeError: it did not start."""
+    until = time.monotonic() + START_S
+    while not (folder / URL).exists():
+        if time.monotonic() > until:
+            raise RuntimeError(f"the shared RabbitMQ did not start within {START_S:.0f} s")
+        time.sleep(0.05)
+    if not (url := (folder / URL).read_text()).startswith("amqp"):
+        raise RuntimeError(url)
+    return url
+
+
+@contextmanager
+def background_node(folder: Path) -> Iterator[tuple[PrivateNode, Future[None]]]:
+    """A node on an event loop of its own, because tests have theirs, and when it has started."""
+    node = PrivateNode(folder)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="rabbitmq")
+    thread.start()
+    started = asyncio.run_coroutine_threadsafe(node.start(), loop)
+    try:
+        yield node, started
+    finally:
+        started.exception()  # a start is not cut short: its children are known when it is done
+        # Nobody needs its data: no six seconds of farewell.
+        asyncio.run_coroutine_threadsafe(node.kill(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
