@@ -20,15 +20,15 @@ check: install ## formatting, lint, strict types, layer rules
 	@echo "== types"; $(BIN)/mypy
 	@echo "== layer rules"; $(BIN)/lint-imports
 
-unit: install ## unit tests, and the contract of the broker on memory and on RabbitMQ; no engine
+unit: install ## unit tests, and the contract of the broker on memory and on RabbitMQ; no engine, no HTTP
 	@echo "== tests of the parts"
-	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile -m "not slow" tests/unit tests/contract $(ARGS)
+	@$(TEST_ENV) $(BIN)/python scripts/test_parts.py $(ARGS)
 
 test: check unit ## everything: the checks, then all tests against a real RabbitMQ and a real vLLM
 	@echo "== long tests of the parts"
 	@$(TEST_ENV) $(BIN)/python -m pytest -n auto -m slow tests/unit $(ARGS)
 	@echo "== tests of the whole (they start their own RabbitMQ and vLLM on free ports)"
-	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --durations 25 tests/e2e tests/integration tests/gpu $(ARGS)
+	@$(TEST_ENV) $(BIN)/python -m pytest -n auto --dist loadfile --durations 25 tests/e2e tests/integration tests/http tests/gpu $(ARGS)
 
 demo: install ## train a real agent on this machine in about ten minutes
 	@$(BIN)/swarmq demo $(ARGS)

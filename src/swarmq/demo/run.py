@@ -126,7 +126,7 @@ def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
 
 def _reporter(console: Console, began: float) -> Callable[[str], None]:
     def report(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {text}", highlight=False)
+        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {text}", highlight=False, soft_wrap=True)
 
     return report
 
@@ -182,4 +182,5 @@ def _close(console: Console, job: SwarmJob, deployment: Deployment, result: Demo
         soft_wrap=True,
     )
     if node := deployment.node:
-        console.print(f"this run's were {node.management_url}, user {node.user}, password {node.password}")
+        reach = f"{node.management_url}, user {node.user}, password {node.password}"
+        console.print(f"this run's were {reach}", highlight=False, soft_wrap=True)

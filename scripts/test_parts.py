@@ -1,0 +1,42 @@
+"""The tests of the parts, in two halves side by side: those that load torch, and the others.
+
+Every worker of one common run would load everything that any of its tests needs, which takes longer than most tests.
+Arguments go to both halves.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+TESTS = Path(__file__).parent.parent / "tests"
+WITH_TORCH = ("benchmarks", "demo", "engine_control", "learner", "timeline", "tree")
+NOTHING_FOUND = 5
+
+
+def main(arguments: list[str]) -> int:
+    folders = sorted(folder for folder in (TESTS / "unit").iterdir() if not folder.name.startswith(("_", ".")))
+    torch = [folder for folder in folders if folder.name in WITH_TORCH]
+    others = [folder for folder in folders if folder.name not in WITH_TORCH]
+    with tempfile.TemporaryFile() as said:
+        beside = subprocess.Popen(pytest(torch, arguments), stdout=said, stderr=subprocess.STDOUT)
+        # With a worker of its own the broker starts while tests are collected.
+        statuses = [
+            subprocess.run(pytest([TESTS / "contract", *others], ["-n", "1", *arguments]), check=False).returncode
+        ]
+        statuses.append(beside.wait())
+        said.seek(0)
+        print("== those with torch", flush=True)
+        sys.stdout.buffer.write(said.read())
+    failed = [status for status in statuses if status not in {0, NOTHING_FOUND}]
+    return failed[0] if failed else min(statuses)
+
+
+def pytest(folders: list[Path], arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-m", "not slow", *map(str, folders), *arguments]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

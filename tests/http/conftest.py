@@ -1,0 +1,3 @@
+from support.stage import anthropic, openai, stage, stages
+
+__all__ = ["anthropic", "openai", "stage", "stages"]

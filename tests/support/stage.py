@@ -1,0 +1,112 @@
+"""A proxy in this process: scripted engines, broker in memory, real HTTP."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import ClientSession
+from litestar import Litestar
+
+from support.proxy import ROOT, Agent, served
+from swarmq.broker import topology
+from swarmq.config import SwarmJob
+from swarmq.messages import Turn, decode
+from swarmq.proxy.app import create_app
+from swarmq.proxy.memory import Episodes
+from swarmq.testing import MemoryBroker
+from swarmq.testing.scripted_engine import ScriptedEngine
+
+RUN = "r"
+
+
+class Stage(Agent):
+    """An agent, and everything behind the proxy it talks to."""
+
+    engines: list[ScriptedEngine]
+    broker: MemoryBroker
+    job: SwarmJob
+    app: Litestar
+    episodes: Episodes
+
+    @property
+    def engine(self) -> ScriptedEngine:
+        return self.engines[0]
+
+    def turns(self) -> list[Turn]:
+        return [decode(stored.body) for stored in self.broker.stored(topology.inbox(RUN))]
+
+
+@asynccontextmanager
+async def staged(
+    *,
+    engines: int = 1,
+    folder: str = "runs",
+    sampling: Any = None,
+    kinds: Any = None,
+    number: int = 0,
+    watchers: Any = (),
+    **settings,
+) -> AsyncIterator[Stage]:
+    urls = [f"scripted://{i}" for i in range(engines)]
+    policy = {
+        "model": "x",
+        "engine": {"urls": urls},
+        "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
+    }
+    tree = {"run": RUN, "folder": folder, "policies": {"main": policy, "other": policy}, "kinds": kinds or {}}
+    job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
+    broker = MemoryBroker()
+    await broker.declare(RUN, policies=job.policies, kinds=job.mix)
+    scripted = [ScriptedEngine(url=url) for url in urls]
+
+    @asynccontextmanager
+    async def opener(url: str) -> AsyncIterator[ScriptedEngine]:
+        scripted.append(ScriptedEngine(url=url))
+        yield scripted[-1]
+
+    episodes = Episodes.of_job(job, number=number)
+    given = {"main": scripted[:], "other": scripted[:]}
+    app = create_app(
+        job,
+        root=ROOT,
+        engines=given,
+        broker=broker,
+        state_every_s=0.01,
+        episodes=episodes,
+        opener=opener,
+        number=number,
+        watchers=watchers,
+    )
+    async with served(app) as url, ClientSession() as http:
+        stage = Stage(url, RUN, http)
+        stage.engines, stage.broker, stage.job, stage.app, stage.episodes = scripted, broker, job, app, episodes
+        yield stage
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    async with staged() as made:
+        yield made
+
+
+@pytest.fixture
+def stages():
+    """`async with stages(engines=2, confirm_timeout_s=0.1) as stage:` a stage with other settings."""
+    return staged
+
+
+@pytest.fixture(scope="session")
+def openai():
+    """OpenAI's library. Slow to import: only who uses it does."""
+    import openai
+
+    return openai
+
+
+@pytest.fixture(scope="session")
+def anthropic():
+    """Anthropic's library, as `openai`."""
+    import anthropic
+
+    return anthropic
