@@ -201,7 +201,8 @@ def _operation(told: str, body: Json | None = None) -> type[Operation]:
     """How a route stands in the OpenAPI document. Bodies are read by hand: their errors are a dialect's."""
 
     class Documented(Operation):
-        def __post_init__(self) -> None:
+        def __init__(self, **facts: Any) -> None:
+            super().__init__(**facts)
             self.summary = told
             self.security = [{AGENT_KEY: []}]
             answered = {"application/json": _media({"type": "object"})}
