@@ -1,23 +1,15 @@
 """Episodes over HTTP: begun and ended with the guarantees of the AMQP client, by those who may."""
 
 import asyncio
-import time
 
 import msgspec
 import pytest
 
-from support.proxy import ROOT
-from swarmq import keys
+from support.proxy import token
 from swarmq.broker import topology
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
 
 BEGIN = {"task_id": "t1", "mode": "eval", "episode_id": "e-1"}
-
-
-def token(*roles, name="ops", expires_in=600, run="r", **how):
-    operator = keys.Operator(run=run, name=name, roles=roles, expires_at=time.time() + expires_in, **how)
-    secret = keys.client_secret(ROOT, name) if operator.by_client else keys.operator_secret(ROOT, name)
-    return keys.mint_operator(secret, operator)
 
 
 async def call(stage, method, path, body=None, *, as_=None, roles=("rollout",)):

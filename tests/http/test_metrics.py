@@ -5,7 +5,9 @@ import asyncio
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
-from .test_control import call, token
+from support.proxy import token
+
+from .test_control import call
 
 HI = {"role": "user", "content": "hi"}
 

@@ -113,6 +113,13 @@ class Agent:
         return events(raw)
 
 
+def token(*roles: str, name: str = "ops", expires_in: float = 600, run: str = "r", **how: Any) -> str:
+    """Of an operator with these roles."""
+    operator = keys.Operator(run=run, name=name, roles=roles, expires_at=time.time() + expires_in, **how)
+    secret = keys.client_secret(ROOT, name) if operator.by_client else keys.operator_secret(ROOT, name)
+    return keys.mint_operator(secret, operator)
+
+
 def events(raw: bytes) -> list[Any]:
     lines = [line.removeprefix(b"data: ") for line in raw.split(b"\n\n") if line]
     return ["[DONE]" if line == b"[DONE]" else msgspec.json.decode(line) for line in lines]

@@ -8,13 +8,12 @@ import tracemalloc
 import msgspec
 import pytest
 
+from support.proxy import token
 from swarmq.messages import Event, new_id
 from swarmq.proxy.agent_routes import GoneError, unless_gone
 from swarmq.proxy.graph import Node, digest, history_of, next_key
 from swarmq.proxy.memory import MAX_GONE, OVERHEAD_BYTES, Episodes
 from swarmq.proxy.refusals import RefusedError
-
-from .test_control import token
 
 HI = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}
