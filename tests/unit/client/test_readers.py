@@ -107,6 +107,7 @@ def test_reasoning_gym_is_read_by_name_and_always_the_same():
 ROWS = [{"id": "x", "question": "6 * 7", "answer": 42}, {"id": "y", "question": "2 + 2", "answer": 4}]
 
 
+@pytest.mark.slow  # loads the library
 def test_parquet_rows_are_tasks(tmp_path):
     import pyarrow as pa
     from pyarrow import parquet
@@ -121,6 +122,7 @@ def test_parquet_rows_are_tasks(tmp_path):
         read(str(path))
 
 
+@pytest.mark.slow  # loads the library
 def test_a_hugging_face_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
     """In a process of its own: the library leaves files and threads behind."""
     script = (

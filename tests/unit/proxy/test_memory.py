@@ -128,6 +128,7 @@ def test_an_episode_that_was_forgotten_before_it_ended_is_refused_as_well():
         episodes.of("a")
 
 
+@pytest.mark.slow
 def test_ended_episodes_leave_less_and_less_and_then_nothing():
     episodes = Episodes(idle_s=1e9)
 
