@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
@@ -123,8 +124,8 @@ class Forgetful(io_process.Desk):
         self.intake.known = _Nothing()
 
 
-class _Nothing(set[str]):
-    def update(self, *_: Any) -> None:
+class _Nothing(OrderedDict[str, None]):
+    def __setitem__(self, *_: Any) -> None:
         return
 
 
