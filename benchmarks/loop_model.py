@@ -9,10 +9,12 @@ from __future__ import annotations
 import itertools
 import string
 from pathlib import Path
-from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from benchmarks.timelines import SHAPES
-from swarmq.demo.tokenizer import CHAT_TEMPLATE, PAD, TOOL_LIST_MACRO, TURN_END, TURN_START
+from swarmq.demo.tokenizer import PAD, TURN_END, TURN_START, chatting
 
 LETTERS = string.ascii_letters + ".,"
 """Of which all words are made: every pair is a token, and as many triples as there is room for."""
@@ -36,11 +38,8 @@ def make_model(folder: Path, shape: str, device: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def make_tokenizer(size: int) -> Any:
+def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     """Of exactly `size` tokens."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
-    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
-
     special = [PAD, TURN_START, TURN_END]
     known = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
     pairs = itertools.product(LETTERS, LETTERS)
@@ -50,11 +49,4 @@ def make_tokenizer(size: int) -> Any:
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        pad_token=PAD,
-        eos_token=TURN_END,
-        additional_special_tokens=[TURN_START],
-        chat_template=TOOL_LIST_MACRO + CHAT_TEMPLATE,
-        clean_up_tokenization_spaces=False,
-    )
+    return chatting(bpe)

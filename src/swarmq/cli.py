@@ -559,7 +559,7 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     from swarmq.engine.join import add
 
     job = _resolved(run)
-    asyncio.run(add(job, chosen := _served_policy(job, policy), url))
+    asyncio.run(add(job, chosen := _one_policy(job, policy, frozen_too=True), url))
     click.echo(f"{url} serves {chosen}")
 
 
@@ -576,7 +576,7 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     from swarmq.engine.join import remove
 
     job = _resolved(run)
-    remove(job, chosen := _served_policy(job, policy), url)
+    remove(job, chosen := _one_policy(job, policy, frozen_too=True), url)
     click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
 
 
@@ -594,16 +594,9 @@ def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]
     from swarmq.engine.join import serve
 
     job = _resolved(run)
-    run_until_signalled(serve(job, _served_policy(job, policy), port=port, gpus=gpus or None, report=click.echo))
-
-
-def _served_policy(job: SwarmJob, policy: str | None) -> str:
-    """The policy that is meant, trained or frozen. Raises ConfigError when that is not clear."""
-    if policy is None and len(job.policies) == 1:
-        return next(iter(job.policies))
-    if policy not in job.policies:
-        raise ConfigError(f"--policy: say which of {', '.join(job.policies)}")
-    return policy
+    run_until_signalled(
+        serve(job, _one_policy(job, policy, frozen_too=True), port=port, gpus=gpus or None, report=click.echo)
+    )
 
 
 @main.group()
@@ -884,13 +877,13 @@ def doctor(run: Path, policy: str | None, batches: int) -> None:
     sys.exit(int(wrong))
 
 
-def _one_policy(job: SwarmJob, policy: str | None) -> str:
-    """The trained policy that is meant. Raises ConfigError when that is not clear."""
-    trained = [name for name, one in job.policies.items() if one.trained]
-    if policy is None and len(trained) == 1:
-        return trained[0]
-    if policy not in trained:
-        raise ConfigError(f"--policy: say which of {', '.join(trained)}")
+def _one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -> str:
+    """The trained policy that is meant, or any. Raises ConfigError when that is not clear."""
+    names = [name for name, one in job.policies.items() if one.trained or frozen_too]
+    if policy is None and len(names) == 1:
+        return names[0]
+    if policy not in names:
+        raise ConfigError(f"--policy: say which of {', '.join(names)}")
     return policy
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from swarmq.broker.node import PrivateNode
@@ -26,12 +26,12 @@ class SharedBroker:
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="swarmq-tests-"))
-        self._running = background_node(self.folder / "rabbitmq")
-        self._node, self._started = self._running.__enter__()
-        self._started.add_done_callback(self._tell)
+        self._running = ExitStack()
+        self._node, started = self._running.enter_context(background_node(self.folder / "rabbitmq"))
+        started.add_done_callback(self._tell)
 
     def stop(self) -> None:
-        self._running.__exit__(None, None, None)
+        self._running.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _tell(self, started: Future[None]) -> None:

@@ -77,6 +77,11 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Pr
     bpe.train_from_iterator(_without_markers(texts), trainer)
     # Not special: vLLM drops special tokens from the text in which its tool parser looks for these.
     bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in TOOL_CALL])
+    return chatting(bpe)
+
+
+def chatting(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """With the special tokens and the chat template of the demo."""
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,
