@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from support.disk import Disk
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
@@ -52,6 +53,19 @@ def test_what_was_appended_is_read_again_with_its_settings(tmp_path: Path) -> No
     written = filled(tmp_path / "log", 3)
     assert list(batch_log.records(tmp_path / "log")) == written
     assert list(BatchLog(tmp_path / "log", OURS).after(1)) == written[1:]
+
+
+def test_what_was_appended_outlives_a_crash_of_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = Disk(monkeypatch)
+    log = BatchLog(tmp_path, OURS, segment_bytes=1)  # every record begins a segment
+    for number in (1, 2):
+        log.append(batch(number))
+        assert all(disk.keeps(segment) for segment in tmp_path.glob("*.log"))
+    log.close()
+    log = BatchLog(tmp_path / "one", OURS)
+    for number in (1, 2):
+        log.append(batch(number))
+        assert disk.keeps(only_segment(tmp_path / "one"))
 
 
 def test_replay_leaves_out_records_of_drops(tmp_path: Path) -> None:

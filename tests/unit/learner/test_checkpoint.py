@@ -14,6 +14,7 @@ from accelerate.state import AcceleratorState, PartialState
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from support.disk import Disk
 from support.episodes import make_group, make_qwen
 from swarmq.config import SwarmJob, Train
 from swarmq.errors import LearnerError
@@ -75,6 +76,15 @@ def test_two_runs_of_the_same_batches_give_the_same_figures(tiny_qwen: Path) -> 
         return [step[figure] for step in steps for figure in ("loss", "grad_norm", "kl_k3", "entropy")]
 
     assert losses() == losses()
+
+
+def test_a_checkpoint_outlives_a_crash_of_the_machine(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = Disk(monkeypatch)
+    save(tmp_path, Trainer(str(tiny_qwen), TRAIN), model=str(tiny_qwen))
+    (written,) = tmp_path.iterdir()
+    assert disk.keeps(written)
 
 
 def test_the_folder_is_a_hugging_face_model_with_its_tokenizer_files(tiny_qwen: Path, tmp_path: Path) -> None:
