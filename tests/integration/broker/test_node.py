@@ -116,7 +116,10 @@ def listening_addresses(pid: int) -> list[str]:
     """Addresses on which a process listens, from /proc."""
     inodes = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
-        target = str(link.readlink())
+        try:
+            target = str(link.readlink())
+        except FileNotFoundError:  # closed since it was listed
+            continue
         if target.startswith("socket:["):
             inodes.add(target.removeprefix("socket:[").removesuffix("]"))
     found = []
