@@ -12,9 +12,11 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import os
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +98,7 @@ def recipe_digest(recipe: Recipe) -> str:
 def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
     """Tokenizer and model after all steps; the same on one machine for the same recipe.
 
-    One thread: steps this small gain little from a second, and lose a lot when it has to wait for a shared core.
+    One thread for each operation: those are too small for two. The parts of a batch are what the cores share.
     """
     torch.set_num_threads(1)
     stream = demonstrations(recipe)
@@ -106,14 +108,15 @@ def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreT
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, weight_decay=0.01, betas=(0.9, 0.98))
     steps = recipe.steps + recipe.settling_steps
     model.train()
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.learning_rate * _pace(step, steps, recipe.rise)
-        loss = _backward(model, _padded(words, [next(stream) for _ in range(recipe.batch)], recipe.similar))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        report(Progress(step=step + 1, steps=steps, loss=loss))
+    with ThreadPoolExecutor(os.cpu_count()) as cores:
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = recipe.learning_rate * _pace(step, steps, recipe.rise)
+            batch = [next(stream) for _ in range(recipe.batch)]
+            loss = _set_gradient(model, _padded(words, batch, recipe.similar), cores)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            report(Progress(step=step + 1, steps=steps, loss=loss))
     model.eval()
     return words, model
 
@@ -167,17 +170,22 @@ def _pace(step: int, steps: int, rise: int) -> float:
     return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
 
 
-def _backward(model: Qwen3ForCausalLM, parts: Sequence[Part]) -> float:
-    """Adds the gradient of the mean loss over all labelled tokens; returns that mean."""
+def _set_gradient(model: Qwen3ForCausalLM, parts: Sequence[Part], cores: Executor) -> float:
+    """Of the mean loss over all labelled tokens; returns that mean. The order of the sums does not depend on timing."""
+    parameters = list(model.parameters())
     count = sum(int((labels != IGNORED).sum()) for _, labels in parts)
-    total = 0.0
-    for ids, labels in parts:
-        said = labels[:, 1:] != IGNORED
-        hidden = model.model(input_ids=ids).last_hidden_state[:, :-1]
-        loss = functional.cross_entropy(model.lm_head(hidden[said]), labels[:, 1:][said], reduction="sum") / count
-        torch.autograd.backward(loss)
-        total += loss.item()
-    return total
+
+    def of_part(part: Part) -> tuple[float, Sequence[torch.Tensor]]:
+        said = part.labels[:, 1:] != IGNORED
+        hidden = model.model(input_ids=part.ids).last_hidden_state[:, :-1]
+        logits = model.lm_head(hidden[said])
+        loss = functional.cross_entropy(logits, part.labels[:, 1:][said], reduction="sum") / count
+        return loss.item(), torch.autograd.grad(loss, parameters)
+
+    losses, gradients = zip(*cores.map(of_part, parts), strict=True)
+    for parameter, *shares in zip(parameters, *gradients, strict=True):
+        parameter.grad = torch.stack(shares).sum(0)
+    return math.fsum(losses)
 
 
 def _padded(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[Part]:
