@@ -436,6 +436,12 @@ async def _feed(
 @click.option("--concurrency", default=16, show_default=True, help="Episodes at a time, per kind and process.")
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="For agents that compute.")
 @click.option("--max-attempts", default=3, show_default=True, help="Attempts per task before it is given up.")
+@click.option(
+    "--attempt-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="An attempt that takes longer has failed; two hours by default.",
+)
 def worker(
     targets: tuple[str, ...],
     invite: str | None,
@@ -443,6 +449,7 @@ def worker(
     concurrency: int,
     processes: int,
     max_attempts: int,
+    attempt_timeout: float | None,
 ) -> None:
     """Attempt the tasks of a queue with a `module:function` that takes an episode and returns a reward.
 
@@ -451,12 +458,18 @@ def worker(
     \b
     swarmq worker my_agent:attempt --kind math --concurrency 32
     swarmq worker math=agents:solve code=agents:write --processes 4
+    swarmq worker my_agent:attempt --attempt-timeout 900        a function that hangs fails its episode, and is tried again
     """
     from swarmq import AsyncSwarmClient
+    from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
     from swarmq.client.fleet import Plan, parse_targets, run_processes, run_workers
     from swarmq.client.invites import find_invite
 
-    plan = Plan(concurrency=concurrency, max_attempts=max_attempts)
+    plan = Plan(
+        concurrency=concurrency,
+        max_attempts=max_attempts,
+        attempt_timeout_s=attempt_timeout or ATTEMPT_TIMEOUT_S,
+    )
     wanted = parse_targets(targets, kinds)
     if processes > 1:
         run_processes(find_invite(invite), wanted, processes, plan)

@@ -52,6 +52,10 @@ class EpisodeError(SwarmqError):
     """An episode was used in a way its state forbids (unknown, already ended, no turns)."""
 
 
+class AttemptTimeoutError(EpisodeError):
+    """An agent's function did not return in time. The episode has failed; never a reward of 0."""
+
+
 class OutcomeError(EpisodeError):
     """A reward or metric is missing, not a number, NaN or infinite."""
 

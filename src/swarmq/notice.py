@@ -13,8 +13,8 @@ FIRST_S = 10.0
 
 
 @contextlib.contextmanager
-def noticed(event: str, **fields: Any) -> Iterator[None]:
-    """Log `event` with the seconds waited when the block is still not left after 10, 30, 70, ... seconds."""
+def noticed(event: str, *, first_s: float = FIRST_S, **fields: Any) -> Iterator[None]:
+    """Log `event` with the seconds waited when the block is still not left after 1, 3, 7, ... times `first_s`."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     timers: list[asyncio.TimerHandle] = []
@@ -26,7 +26,7 @@ def noticed(event: str, **fields: Any) -> Iterator[None]:
     def wait(interval_s: float) -> None:
         timers[:] = [loop.call_later(interval_s, say, interval_s)]
 
-    wait(FIRST_S)
+    wait(first_s)
     try:
         yield
     finally:

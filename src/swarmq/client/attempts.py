@@ -1,4 +1,8 @@
-"""One attempt: call the agent's function with an episode, and turn whatever it does into the episode's end."""
+"""One attempt: call the agent's function with an episode, and turn whatever it does into the episode's end.
+
+An attempt has a deadline: a function that hangs fails its episode and frees its lane. A coroutine is cancelled then; a
+thread cannot be, and goes on with an api key that has expired.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,9 @@ import msgspec
 
 from swarmq.client.episode import AsyncEpisode, Episode
 from swarmq.client.loops import LoopThread, in_thread
-from swarmq.errors import TaskError
+from swarmq.config import Proxy
+from swarmq.errors import AttemptTimeoutError, TaskError
+from swarmq.notice import noticed
 from swarmq.outcome import Outcome, as_outcome
 
 if TYPE_CHECKING:
@@ -23,6 +29,10 @@ Returned = float | Outcome | None
 AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
 """Returns a reward or an Outcome; None only if it has ended the episode itself."""
 
+ATTEMPT_TIMEOUT_S = Proxy().key_lifetime_s
+"""How long one attempt may take, unless told otherwise; its api key lives as long."""
+LONG_S = 600.0
+"""An attempt that takes this long is told of, and so is one that has used half of its time."""
 TIDY_S = 5.0
 """How long an interrupted attempt tries to tell the collector that its episode is aborted."""
 
@@ -51,26 +61,27 @@ class Agent:
     def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
         check_signature(function)
         self._function: Callable[[Any], Any] = function
-        self._is_async = inspect.iscoroutinefunction(_innermost(function))
+        self.is_async = inspect.iscoroutinefunction(_innermost(function))
         self._loop = loop
 
     async def __call__(self, ep: AsyncEpisode) -> Any:
-        if not self._is_async:
+        if not self.is_async:
             return await in_thread(self._function, ep.blocking())
         if self._loop is None:
             return await self._function(ep)
         return await self._loop.call(partial(self._function, ep))
 
 
-async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent) -> Attempted:
-    """Run the agent on an episode that has begun, and end the episode.
+async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> Attempted:
+    """Run the agent on an episode that has begun, and end the episode; returns when the end is confirmed.
 
-    An exception of the agent fails the episode and is returned, not raised; our own cancellation aborts it.
+    An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised; our own
+    cancellation aborts it.
     """
     began = time.monotonic()
     error: BaseException | None = None
     try:
-        returned = await agent(ep)
+        returned = await _in_time(agent, ep, timeout_s)
         if not ep.ended:
             await client.end_with(ep, as_outcome(returned))
     except asyncio.CancelledError as cancelled:
@@ -82,7 +93,41 @@ async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent) -> A
         error = raised
     if error is not None:
         await client.give_up(ep, error)
+    await client.confirmed(ep)
     return _attempted(ep, error, time.monotonic() - began)
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises TaskError."""
+    if not timeout_s > 0:
+        raise TaskError(f"attempt_timeout_s is {timeout_s}: an attempt needs more than 0 seconds")
+
+
+async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
+    """What the agent returns. Raises AttemptTimeoutError, also for what an interrupted agent returns all the same."""
+    after = "it was cancelled" if agent.is_async else "its thread goes on, as threads cannot be stopped"
+    error = AttemptTimeoutError(
+        f"the agent has not returned within {timeout_s:g} s (attempt_timeout_s); {after}, and its api key has expired"
+    )
+    long = noticed(
+        "agent_runs_long",
+        first_s=min(LONG_S, timeout_s / 2),
+        episode=ep.episode_id,
+        task=ep.task.id,
+        kind=ep.kind,
+        fails_after_s=timeout_s,
+    )
+    with long:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                returned = await agent(ep)
+        except Exception as raised:
+            if limit.expired():
+                raise error from raised
+            raise
+    if limit.expired():
+        raise error
+    return returned
 
 
 def check_signature(function: Any) -> None:

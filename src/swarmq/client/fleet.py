@@ -22,7 +22,7 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
-from swarmq.client.attempts import AgentFunction, check_signature
+from swarmq.client.attempts import ATTEMPT_TIMEOUT_S, AgentFunction, check_signature
 from swarmq.client.loops import LoopThread
 from swarmq.client.report import RunSummary
 from swarmq.client.session import AsyncSwarmClient
@@ -30,6 +30,7 @@ from swarmq.client.worker import EVAL_SHARE, Worker, load_target, stop_on_signal
 from swarmq.errors import TaskError
 from swarmq.keys import Invite
 from swarmq.logs import log
+from swarmq.messages import Mode
 from swarmq.process import die_with_parent
 
 Targets = Mapping[str | None, str | AgentFunction]
@@ -42,6 +43,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: int = 16
     """Episodes at a time, per kind and process."""
     max_attempts: int = 3
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
     progress: bool = True
 
 
@@ -96,9 +98,19 @@ def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = 
 
 def _workers(client: AsyncSwarmClient, kind: str | None, function: AgentFunction, plan: Plan) -> tuple[Worker, Worker]:
     """One for training, and lanes of its own for evaluation."""
-    lanes = max(1, plan.concurrency // EVAL_SHARE)
-    training = Worker(client, function, kind=kind, concurrency=plan.concurrency, max_attempts=plan.max_attempts)
-    return training, Worker(client, function, kind=kind, concurrency=lanes, max_attempts=plan.max_attempts, mode="eval")
+
+    def worker(concurrency: int, mode: Mode) -> Worker:
+        return Worker(
+            client,
+            function,
+            kind=kind,
+            concurrency=concurrency,
+            max_attempts=plan.max_attempts,
+            attempt_timeout_s=plan.attempt_timeout_s,
+            mode=mode,
+        )
+
+    return worker(plan.concurrency, "train"), worker(max(1, plan.concurrency // EVAL_SHARE), "eval")
 
 
 def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan | None = None) -> None:

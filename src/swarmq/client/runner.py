@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt
+from swarmq.client.attempts import ATTEMPT_TIMEOUT_S, Agent, AgentFunction, Attempted, attempt, check_timeout
 from swarmq.client.progress import Display
 from swarmq.client.report import EvalReport, RunSummary, Tally, eval_report
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
@@ -53,12 +53,14 @@ async def run_episodes_until_all_complete(
     auto_retry: bool = True,
     max_attempts: int = 3,
     retry_pause_s: float = RETRY_PAUSE_S,
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
     progress: bool = True,
 ) -> RunSummary:
     """Attempt every task `repeats` times (the run's group size) in each epoch, `concurrency` episodes at a time.
 
     `function(ep)` returns a reward or an Outcome; an ordinary function runs in a thread, a coroutine function on the
-    event loop. When it raises, the episode has failed, its traceback is shown once, and the slot is attempted again.
+    event loop. When it raises, the episode has failed, its traceback is shown once, and the slot is attempted again; so
+    it is when it has not returned after `attempt_timeout_s`.
     Each call makes slots of its own, to be trained in addition to all before; with `first_epoch` the slots are the
     same at every start, and those that were trained already are not trained again.
     """
@@ -77,6 +79,7 @@ async def run_episodes_until_all_complete(
         kind=kind,
         max_attempts=max_attempts if auto_retry else 1,
         retry_pause_s=retry_pause_s,
+        attempt_timeout_s=attempt_timeout_s,
     )
     guess = repeats or client.invite.group_size
     total = len(tasks) * guess * epochs if isinstance(tasks, Sized) else None
@@ -96,6 +99,7 @@ async def evaluate(
     kind: str | None = None,
     max_attempts: int = 3,
     retry_pause_s: float = RETRY_PAUSE_S,
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
     progress: bool = True,
 ) -> EvalReport:
     """Attempt every task `repeats` times without training: needs no tickets, and the agent's own sampling holds."""
@@ -107,6 +111,7 @@ async def evaluate(
         kind=kind,
         max_attempts=max_attempts,
         retry_pause_s=retry_pause_s,
+        attempt_timeout_s=attempt_timeout_s,
     )
     done: list[Attempted] = []
 
@@ -167,7 +172,9 @@ class _Lanes:
         kind: str | None,
         max_attempts: int,
         retry_pause_s: float,
+        attempt_timeout_s: float,
     ) -> None:
+        check_timeout(attempt_timeout_s)
         if max_attempts < 1:
             raise TaskError(f"max_attempts is {max_attempts}: it must be at least 1")
         self._client = client
@@ -177,7 +184,9 @@ class _Lanes:
             "policies": policies,
             "kind": kind,
             "code_version": client.code_version_of(function),
+            "lifetime_s": attempt_timeout_s,
         }
+        self._attempt_timeout_s = attempt_timeout_s
         self._max_attempts = max_attempts
         self._retry_pause_s = retry_pause_s
         self.tally = Tally()
@@ -216,7 +225,7 @@ class _Lanes:
             ep = await self._client.begin_episode(
                 following.task, slot=following.slot, group_size=following.group_size, attempt=number, **self._begin
             )
-            done = await attempt(self._client, ep, self._agent)
+            done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
             self.tally.add(done)
             last = done.finished or number + 1 == self._max_attempts
             self.tally.slots += last

@@ -246,13 +246,21 @@ class AsyncSwarmClient:
         return self._code_version or code_version_of(function)
 
     async def give_up(self, ep: Handle, error: BaseException) -> None:
-        """Fail the episode for an exception, abort it for an interrupt; nothing where it has ended."""
+        """Fail the episode for an exception, abort it for an interrupt; where it has ended, wait for the confirm."""
+        with contextlib.suppress(SwarmqError):  # then it is open again
+            await self.confirmed(ep)
         if ep.ended:
             return
         if isinstance(error, Exception | SystemExit):
             await self.fail_episode(ep, "".join(traceback.format_exception(error)))
         else:
             await self.abort_episode(ep, f"interrupted by {type(error).__name__}")
+
+    async def confirmed(self, ep: Handle) -> None:
+        """Returns when nothing of this episode is under way. Raises what kept its end from being confirmed."""
+        sending = ep._record.sending  # noqa: SLF001 - a handle is this module's own
+        if sending is not None and (error := await asyncio.shield(sending)):
+            raise error
 
     async def leave(self, ep: Handle) -> None:
         """The block of an episode was left in peace; it should have ended by now."""
@@ -338,9 +346,7 @@ class AsyncSwarmClient:
                 f"episode {end.episode_id} has ended as {_describe(record.end)}; now it is to end as "
                 f"{_describe(end)}: the first end counts, nothing was sent"
             )
-        assert record.sending is not None
-        if error := await asyncio.shield(record.sending):
-            raise error
+        await self.confirmed(AsyncEpisode(self, record))
 
     def _start_sending(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
         record.end = end

@@ -21,7 +21,15 @@ from collections.abc import Iterator
 import msgspec
 
 from swarmq.broker import Deliveries, Delivery, topology
-from swarmq.client.attempts import Agent, AgentFunction, Attempted, attempt, check_signature
+from swarmq.client.attempts import (
+    ATTEMPT_TIMEOUT_S,
+    Agent,
+    AgentFunction,
+    Attempted,
+    attempt,
+    check_signature,
+    check_timeout,
+)
 from swarmq.client.episode import AsyncEpisode
 from swarmq.client.feed import KIND_MARK
 from swarmq.client.progress import Display
@@ -52,10 +60,12 @@ class Worker:
         concurrency: int = 16,
         max_attempts: int = 3,
         retry_pause_s: float = RETRY_PAUSE_S,
+        attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
         mode: Mode = "train",
     ) -> None:
         if concurrency < 1 or max_attempts < 1:
             raise TaskError(f"concurrency is {concurrency}, max_attempts {max_attempts}: both must be at least 1")
+        check_timeout(attempt_timeout_s)
         self._client = client
         self._agent = Agent(function, loop=client.agent_loop)
         self._code_version = client.code_version_of(function)
@@ -65,6 +75,7 @@ class Worker:
         self._concurrency = concurrency
         self._max_attempts = max_attempts
         self._retry_pause_s = retry_pause_s
+        self._attempt_timeout_s = attempt_timeout_s
         self._held: dict[str, Delivery] = {}
         """Key of a task being attempted -> its newest delivery."""
         self._settled: OrderedDict[str, None] = OrderedDict()
@@ -115,7 +126,8 @@ class Worker:
                 await self._bury(self._held[key], f"not a task that can be attempted: {error}")
                 return
             self._not_begun.discard(this)
-            await self._settle(key, task, await attempt(self._client, ep, self._agent))
+            done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+            await self._settle(key, task, done)
         finally:
             self._not_begun.discard(this)
             self._held.pop(key, None)
@@ -135,6 +147,7 @@ class Worker:
             group_size=task.group_size,
             attempt=task.attempt,
             code_version=self._code_version,
+            lifetime_s=self._attempt_timeout_s,
         )
 
     async def _settle(self, key: str, task: Task, done: Attempted) -> None:

@@ -7,10 +7,15 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
+from swarmq.client import attempts
+from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
 from swarmq.client.runner import plan
+from swarmq.client.session import KEY_LIFETIME_S
 from swarmq.client.tasks import Numbering, SwarmTask
 from swarmq.errors import EpisodeError, TaskError
+from swarmq.messages import EpisodeEnd
 from swarmq.outcome import Outcome
 
 FAST = {"retry_pause_s": 0.0, "progress": False}
@@ -116,6 +121,103 @@ async def test_a_slot_is_given_up_after_its_last_attempt_and_the_run_goes_on(swa
     assert (again.failed, again.given_up) == (1, 1)
 
 
+def test_an_attempt_may_take_as_long_as_its_key_lives():
+    assert ATTEMPT_TIMEOUT_S == KEY_LIFETIME_S
+
+
+async def test_a_coroutine_that_hangs_fails_its_episode_and_frees_its_lane(swarm, client, capsys):
+    cancelled = []
+
+    async def agent(ep):
+        if ep.task.id == "t0":
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                cancelled.append(ep.attempt)
+                raise
+        return 1.0
+
+    summary = await client.run_episodes_until_all_complete(
+        TASKS, agent, repeats=1, concurrency=1, max_attempts=2, attempt_timeout_s=0.01, **FAST
+    )
+    assert (summary.finished, summary.failed, summary.given_up) == (4, 2, 1)
+    assert cancelled == [0, 1]
+    failed = [end for end in swarm.ends if end.status == "failed"]
+    assert [end.rewards for end in failed] == [{}, {}]
+    assert "has not returned within 0.01 s (attempt_timeout_s); it was cancelled" in failed[0].reason
+    assert capsys.readouterr().err.count("AttemptTimeoutError") == 2, "shown once, and counted"
+
+
+async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm, client, capsys):
+    hangs, late = threading.Event(), []
+
+    def agent(ep):
+        if ep.task.id == "t0":
+            hangs.wait()
+            try:
+                ep.end(1.0)
+            except EpisodeError as error:
+                late.append(str(error))
+        return 1.0
+
+    try:
+        summary = await client.run_episodes_until_all_complete(
+            TASKS, agent, repeats=1, concurrency=1, auto_retry=False, attempt_timeout_s=0.5, **FAST
+        )
+    finally:
+        hangs.set()
+    assert (summary.finished, summary.given_up) == (4, 1)
+    assert "its thread goes on" in capsys.readouterr().err
+    while not late:
+        await asyncio.sleep(0)
+    assert "the first end counts, nothing was sent" in late[0], "what it says later changes nothing"
+
+
+async def test_what_an_interrupted_agent_returns_is_no_reward(swarm, client, capsys):
+    async def agent(ep):
+        try:
+            await asyncio.Event().wait()
+        except BaseException:
+            return 0.0
+
+    summary = await client.run_episodes_until_all_complete(
+        TASKS[:1], agent, repeats=1, auto_retry=False, attempt_timeout_s=0.01, **FAST
+    )
+    assert (summary.finished, summary.failed) == (0, 1)
+    assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {})]
+
+
+async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, client, monkeypatch):
+    confirm, real = asyncio.Event(), swarm.broker.publish
+
+    async def publish(queue, message, *, deadline_s=None):
+        if isinstance(message, EpisodeEnd):
+            await confirm.wait()
+        await real(queue, message, deadline_s=deadline_s)
+
+    async def agent(ep):
+        asyncio.get_running_loop().call_later(0.05, confirm.set)
+        await ep.end(1.0)
+
+    monkeypatch.setattr(swarm.broker, "publish", publish)
+    summary = await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, attempt_timeout_s=0.01, **FAST)
+    assert (summary.finished, summary.failed) == (1, 0)
+    assert [end.rewards for end in swarm.ends] == [{"main": 1.0}]
+
+
+async def test_an_agent_that_runs_long_is_told_of_in_one_line(swarm, client, monkeypatch):
+    monkeypatch.setattr(attempts, "LONG_S", 0.0)
+    with capture_logs() as told:
+
+        async def agent(ep):
+            while not told:
+                await asyncio.sleep(0)
+            return 1.0
+
+        await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, **FAST)
+    assert (told[0]["event"], told[0]["task"], told[0]["fails_after_s"]) == ("agent_runs_long", "t0", 7200.0)
+
+
 async def test_a_traceback_is_shown_once_however_often_it_comes(swarm, client, capsys):
     def agent(ep):
         return ep.payload["missing"]
@@ -217,6 +319,8 @@ async def test_what_is_wrong_with_the_call_is_said_before_any_episode(swarm, cli
     for wrong in ({"concurrency": 0}, {"max_attempts": 0}, {"epochs": 0}, {"repeats": -1}):
         with pytest.raises(TaskError, match="at least 1"):
             await run(TASKS, right, **wrong, **FAST)
+    with pytest.raises(TaskError, match="attempt_timeout_s is 0"):
+        await run(TASKS, right, attempt_timeout_s=0, **FAST)
     with pytest.raises(EpisodeError, match="kind 'chess'"):
         await run([SwarmTask("t", "chess")], right, **FAST)
     assert swarm.begins == []

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import sys
+import threading
 
 import msgspec
 import pytest
@@ -115,6 +116,29 @@ async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used
     assert swarm.arrived(TASKS) == []
     assert (summary.failed, summary.given_up, summary.slots) == (3, 1, 1)
     assert capsys.readouterr().err.count("Traceback") == 1
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+async def test_a_task_whose_agent_hangs_goes_on_as_a_further_attempt(swarm, threaded, capsys):
+    forever = threading.Event()
+
+    async def coroutine(ep):
+        await asyncio.Event().wait() if ep.attempt == 0 else None
+        return 1.0
+
+    def ordinary(ep):
+        forever.wait() if ep.attempt == 0 else None
+        return 1.0
+
+    await swarm.broker.publish(TASKS, task("a"))
+    try:
+        async with working(swarm, ordinary if threaded else coroutine, concurrency=1, attempt_timeout_s=0.5) as worker:
+            await worker.until(lambda: len(swarm.ends) == 2)
+            await worker.drained()
+    finally:
+        forever.set()
+    assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {}), ("finished", {"main": 1.0})]
+    assert swarm.arrived(TASKS) == []
 
 
 async def test_no_more_than_concurrency_tasks_are_held(swarm):
