@@ -149,7 +149,7 @@ async def test_a_coroutine_that_hangs_fails_its_episode_and_frees_its_lane(swarm
 
 
 async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm, client, capsys):
-    hangs, late = threading.Event(), []
+    hangs, said, late = threading.Event(), threading.Event(), []
 
     def agent(ep):
         if ep.task.id == "t0":
@@ -158,6 +158,7 @@ async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm,
                 ep.end(1.0)
             except EpisodeError as error:
                 late.append(str(error))
+                said.set()
         return 1.0
 
     try:
@@ -168,8 +169,7 @@ async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm,
         hangs.set()
     assert (summary.finished, summary.given_up) == (4, 1)
     assert "its thread goes on" in capsys.readouterr().err
-    while not late:
-        await asyncio.sleep(0)
+    await asyncio.to_thread(said.wait)
     assert "the first end counts, nothing was sent" in late[0], "what it says later changes nothing"
 
 
@@ -210,8 +210,9 @@ async def test_an_agent_that_runs_long_is_told_of_in_one_line(swarm, client, mon
     with capture_logs() as told:
 
         async def agent(ep):
-            while not told:
-                await asyncio.sleep(0)
+            later = asyncio.Event()
+            asyncio.get_running_loop().call_later(0.01, later.set)
+            await later.wait()
             return 1.0
 
         await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, **FAST)
