@@ -1,5 +1,8 @@
 """Run on every rank: one optimizer step of a batch. Rank 0 saves the gradient before and the weights after it.
 
+Sharded ranks also save a checkpoint and the weights that a second step makes, go on from that checkpoint themselves, and
+compute the gradient in BF16 and with parameters in host memory.
+
 python learner_ranks.py MODEL TRAIN_JSON TARGET
 """
 
@@ -19,6 +22,7 @@ from swarmq.learner.passes import totals, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
 from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
 
@@ -31,22 +35,58 @@ def main(model: str, train: Train, target: Path) -> None:
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=train))
+    for judge in trainer.frozen.of(train).values():
+        assert is_sharded(judge._model) == is_sharded(trainer.model)
     if trainer.accelerator.is_main_process:
         weights = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
         torch.save({"gradient": gradient, "weights": weights, "sharded": is_sharded(trainer.model)}, target)
     trainer.accelerator.wait_for_everyone()
     if is_sharded(trainer.model):
-        resumed(trainer, model, train, target.parent / "checkpoints")
+        resumed(trainer, model, train, target.parent)
+        precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient)
     trainer.accelerator.end_training()
 
 
-def resumed(trainer: Trainer, model: str, train: Train, folder: Path) -> None:
+def precise(model: str, train: Train, exact: dict[str, torch.Tensor]) -> None:
+    """Layers compute in BF16; what is divided, subtracted and added up is FP32."""
+    AcceleratorState._reset_state()
+    trainer = Trainer(model, train)
+    seen: set[torch.dtype] = set()
+    for layer in trainer.lm.get_decoder().layers:
+        layer.register_forward_pre_hook(
+            lambda _, args, kwargs: seen.update(
+                each.dtype
+                for each in (*args, *kwargs.values())
+                if isinstance(each, torch.Tensor) and each.is_floating_point()
+            ),
+            with_kwargs=True,
+        )
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+    placed, warm = Placed.of(work.passes[0].layout, trainer.accelerator.device), torch.full((), 0.7)
+    with torch.no_grad():
+        scored = trainer.model(placed, warm.expand(len(placed.targets)))
+    assert seen == {torch.bfloat16}, seen
+    assert scored.logprobs.dtype == scored.entropies.dtype == torch.float32
+    assert not torch.equal(scored.logprobs, scored.logprobs.bfloat16().float()), "FP32 in name only"
+    trainer.accumulate(work, train, total=totals(EPISODES).of(train.normalisation))
+    for name, parameter in trainer.lm.named_parameters():
+        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
+        made = whole(parameter.grad)
+        assert not torch.equal(made, made.bfloat16().float()), f"{name}: added up in BF16"
+        apart = float((made - exact[name]).norm() / exact[name].norm())
+        assert apart < 0.1, (name, apart)
+
+
+def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint gives what going on without one gives."""
-    identity = Identity(run="r", policy="main", model=model)
+    identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
     checkpoint.save(folder, trainer, identity, model=model, keep=1)
     second = BatchRecord(index=Index(record=2, version=2), episodes=EPISODES, settings=train)
     trainer.step(second)
     wanted = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    if trainer.accelerator.is_main_process:
+        torch.save(wanted, scratch / "second")
     found = checkpoint.newest(folder, identity)
     assert found is not None
     AcceleratorState._reset_state()

@@ -1,7 +1,7 @@
 """Checkpoints: a folder that `from_pretrained` loads, and beside the weights all that continues the run exactly.
 
     <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
-                              state/   accelerate's: optimizer, random numbers
+                              state/   accelerate's: optimizer (whole, also of ranks that share it out), random numbers
                               manifest.json   schema, identity, version, size and SHA-256 of every file
 
 Written under another name, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
@@ -18,17 +18,20 @@ from typing import Any
 
 import msgspec
 import structlog
-from accelerate import Accelerator
+from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 
 from swarmq.errors import LearnerError
 from swarmq.learner.files import fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.records import SCHEMA, Identity
+from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
 
 log = structlog.get_logger()
 
 MANIFEST = "manifest.json"
 STATE = "state"
+OPTIMIZER = "optimizer.bin"
+"""As accelerate calls it."""
 DRAFT = ".draft-"
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -75,9 +78,11 @@ def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep
         if accelerator.is_main_process:
             clean(folder)
             draft.mkdir(parents=True)
+            (draft / STATE).mkdir()
         accelerator.wait_for_everyone()
-        _without_weights(accelerator)
-        accelerator.save_state(str(draft / STATE))
+        save_accelerator_state(
+            str(draft / STATE), [], [_optimizer(trainer)], [], [], accelerator.process_index, accelerator.step
+        )
         if accelerator.is_main_process:
             trainer.save_weights(draft)
             copy_tokenizer(model, draft)
@@ -112,8 +117,13 @@ def newest(folder: Path, identity: Identity) -> Checkpoint | None:
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Optimizer and random numbers; the weights are the trainer's already, loaded from `checkpoint.path`."""
-    _without_weights(trainer.accelerator)
-    trainer.accelerator.load_state(str(checkpoint.path / STATE))
+    state = checkpoint.path / STATE
+    if not (state / OPTIMIZER).is_file():
+        raise LearnerError(
+            f"{state}: the optimizer was saved in parts, one for each rank, by an earlier swarmq; resume with that version, "
+            "or begin another run from the weights: policies.<name>.model = this checkpoint's folder"
+        )
+    load_accelerator_state(str(state), [], [_optimizer(trainer)], [], [], trainer.accelerator.process_index)
     trainer.version = checkpoint.version
 
 
@@ -155,21 +165,11 @@ def copy_tokenizer(model: str, folder: Path) -> None:
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
 
 
-def _without_weights(accelerator: Accelerator) -> None:
-    """Keep accelerate from writing and reading the weights: they are there once, in Hugging Face's format."""
-    if getattr(accelerator, "_swarmq_hooks", None):
-        return
-
-    def forget_models(models: list[Any], *_: Any) -> None:
-        models.clear()
-
-    def forget_weights(_: list[Any], weights: list[Any], __: str) -> None:
-        weights.clear()
-
-    accelerator._swarmq_hooks = (  # noqa: SLF001
-        accelerator.register_save_state_pre_hook(forget_weights),
-        accelerator.register_load_state_pre_hook(forget_models),
-    )
+def _optimizer(trainer: Trainer) -> Any:
+    """Its state is that of one process, whatever the ranks hold of it."""
+    if is_sharded(trainer.model):
+        return WholeState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
+    return trainer.optimizer
 
 
 def _seal(draft: Path, identity: Identity, version: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.model import load_lm, vocab_size
+from swarmq.learner.sharding import frozen, is_sharded
 from swarmq.learner.tree import LayoutModel, Placed
 
 
@@ -24,14 +25,17 @@ class Frozen:
             raise LearnerError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
-        policy = LayoutModel(lm.requires_grad_(requires_grad=False))
-        self.rows_only = policy.rows_only
-        self._model: Any = accelerator.prepare_model(policy, evaluation_mode=True).eval()
+        judge = LayoutModel(lm.requires_grad_(requires_grad=False))
+        self.rows_only = judge.rows_only
+        judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
+        self._model: Any = frozen(judge, accelerator)
 
     def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
         """[S] float32, natural log, of the layout's targets."""
         with torch.no_grad():
             scored: Tensor = self._model(placed, temperatures).logprobs
+        if is_sharded(self._model):
+            self._model.reshard()  # no backward pass does, and the ends of the model are large
         return scored
 
 

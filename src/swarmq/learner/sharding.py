@@ -1,32 +1,48 @@
 """Parameters, gradients and optimizer state spread over the ranks: FSDP2, by accelerate.
 
 Each decoder layer is gathered when it is computed and freed again. Weights for engines and checkpoints are gathered
-whole, one after another, on every rank in the same order, and kept by rank 0 alone.
+whole, one after another, on every rank in the same order, and kept by rank 0 alone; so is the optimizer's state.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from swarmq.config import Train
+from swarmq.errors import LearnerError
+
+PRECISION = {
+    "no": None,
+    "bf16": MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
+    ),
+}
+"""Layers compute in BF16, since their weights are; what goes into the model (temperatures) and comes out of it
+(log-probabilities) stays FP32, and gradients are added up in FP32. accelerate's own choice is BF16 for all of these."""
 
 
 def plugin(train: Train) -> FullyShardedDataParallelPlugin:
     """Full sharding of every decoder layer, as transformers names it."""
+    os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()  # accelerate founds CPU collectives by it alone
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=True,
         auto_wrap_policy="transformer_based_wrap",
         cpu_offload=train.cpu_offload,
         cpu_ram_efficient_loading=False,
-        state_dict_type="SHARDED_STATE_DICT",
+        mixed_precision_policy=PRECISION[train.mixed_precision],
     )
 
 
@@ -36,6 +52,26 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
         accelerator.state.fsdp_plugin = plan
+
+
+def check_collectives(train: Train, device: torch.device) -> None:
+    """Raises LearnerError when tensors where they are kept cannot be gathered."""
+    kept_on = "cpu" if train.cpu_offload else device.type
+    backends = torch.distributed.get_backend_config()
+    if f"{kept_on}:" not in backends:
+        raise LearnerError(
+            f"train.cpu_offload: the ranks' process group ({backends}) cannot gather what lies in {kept_on} memory; let "
+            "swarmq-learner --num-gpus start the ranks, or set FSDP_OFFLOAD_PARAMS=true for your launcher"
+        )
+
+
+def frozen(model: nn.Module, accelerator: Accelerator) -> Any:
+    """A model that is never trained, on the accelerator's device; shared out over the ranks if the policy is."""
+    if accelerator.distributed_type == DistributedType.FSDP:
+        plan = accelerator.state.fsdp_plugin  # which knows the policy's layers by now
+        plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
+        return fsdp2_prepare_model(accelerator, model).eval()
+    return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -56,3 +92,36 @@ def gathered(lm: Any, *, keep: bool, dtype: torch.dtype | None = None) -> dict[s
         if keep:
             weights[name] = full.to("cpu", dtype if full.is_floating_point() else None)
     return weights
+
+
+class WholeState:
+    """The state of a sharded optimizer, saved and loaded as that of one process: any number of ranks goes on from it."""
+
+    def __init__(self, optimizer: Any, *, keep: bool) -> None:
+        """`keep`: whether this rank is the one that saves."""
+        self._optimizer, self._keep = optimizer, keep
+
+    def state_dict(self) -> dict[str, Any]:
+        """Every rank calls it; without tensors where not kept."""
+        saved: dict[str, Any] = self._optimizer.state_dict()
+        whole_state: dict[int, dict[str, Any]] = {}
+        for index, values in saved["state"].items():
+            full = {name: whole(value) for name, value in values.items()}
+            whole_state[index] = {name: value.cpu() for name, value in full.items()} if self._keep else {}
+        return {**saved, "state": whole_state}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Take this rank's part."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        parts = {
+            index: {name: _part(value, parameters[index]) for name, value in values.items()}
+            for index, values in saved["state"].items()
+        }
+        self._optimizer.load_state_dict({**saved, "state": parts})
+
+
+def _part(value: Tensor, of: Tensor) -> Tensor:
+    """This rank's shard of what belongs to the parameter `of`; a number, such as the count of steps, as it is."""
+    if not isinstance(of, DTensor) or value.shape != of.shape:
+        return value
+    return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None).clone()

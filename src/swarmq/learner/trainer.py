@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,13 @@ from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
-from swarmq.learner.sharding import gathered, is_sharded, plugin, shard_on_cpu
+from swarmq.learner.sharding import check_collectives, gathered, is_sharded, plugin, shard_on_cpu
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
+from swarmq.messages import Episode
 
 log = structlog.get_logger()
 
@@ -157,8 +158,7 @@ class Trainer:
         for number, (part, work) in enumerate(zip(parts, works, strict=True)):
             self._seen = Seen() if train.token_log else None
             self._proximal = proximal[number - 1] if number else None
-            if train.teacher and is_served(train.teacher):
-                self._taught = ServedTeacher(train.teacher).scores(part, work)
+            self.consult(part, work, train)
             total = totals(part).of(train.normalisation)
             fields.append(self.optimize(work, train, total=total, step=record.index.version))
             self.tokens += self._seen.by_episode(part) if self._seen else []
@@ -192,6 +192,13 @@ class Trainer:
         """One optimizer step on this rank's part of the work; `total` units over all ranks."""
         fields, left = self.accumulate(work, train, total=total)
         return fields | self._update(train, step, anything=left > 0)
+
+    def consult(self, episodes: Sequence[Episode], work: Work, train: Train) -> None:
+        """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
+
+        Raises LearnerError when it does not answer."""
+        served = train.teacher if is_served(train.teacher) else None
+        self._taught = ServedTeacher(served).scores(episodes, work) if served else None
 
     def accumulate(self, work: Work, train: Train, *, total: int) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
@@ -294,6 +301,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     )
     if plan:
         shard_on_cpu(accelerator, plan)
+        check_collectives(train, accelerator.device)
     return accelerator
 
 

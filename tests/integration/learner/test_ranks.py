@@ -1,4 +1,7 @@
-"""The same gradient and the same weights on one rank and on several, whole or sharded, however the batch is cut."""
+"""The same gradient and the same weights on one rank and on several, whole or sharded, however the batch is cut.
+
+The objective has a reference model in it, so that one is laid out over the ranks too.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,13 @@ import pytest
 import torch
 
 from support import learner_ranks
+from support.episodes import make_qwen
 from swarmq.config import Loss, Train
+from swarmq.learner import checkpoint
+from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.trainer import Trainer
 
-TRAIN = Train(learning_rate=1e-4, warmup_steps=0, loss=Loss(name="reinforce"), token_log=False, trackers=())
+TRAIN = Train(learning_rate=1e-4, warmup_steps=0, loss=Loss(name="reinforce", kl=0.5), token_log=False, trackers=())
 
 
 def on_ranks(count: int, model: Path, train: Train, target: Path) -> dict[str, Any]:
@@ -41,8 +48,14 @@ def on_ranks(count: int, model: Path, train: Train, target: Path) -> dict[str, A
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return on_ranks(1, tiny_qwen, TRAIN, tmp_path_factory.mktemp("alone") / "made")
+def train(tmp_path_factory: pytest.TempPathFactory) -> Train:
+    reference = make_qwen(tmp_path_factory.mktemp("models") / "reference", seed=1)
+    return msgspec.structs.replace(TRAIN, reference=str(reference))
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_qwen: Path, train: Train, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return on_ranks(1, tiny_qwen, train, tmp_path_factory.mktemp("alone") / "made")
 
 
 @pytest.mark.slow
@@ -53,9 +66,9 @@ def alone(tiny_qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     ids=["two", "four, small rows", "two sharded"],
 )
 def test_ranks_make_the_gradient_and_the_weights_of_one(
-    count: int, changed: dict[str, Any], tiny_qwen: Path, tmp_path: Path, alone: dict[str, Any]
+    count: int, changed: dict[str, Any], train: Train, tiny_qwen: Path, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    made = on_ranks(count, tiny_qwen, msgspec.structs.replace(TRAIN, **changed), tmp_path / "made")
+    made = on_ranks(count, tiny_qwen, msgspec.structs.replace(train, **changed), tmp_path / "made")
     assert made["sharded"] == ("sharding" in changed)
     scale = max(float(g.abs().max()) for g in alone["gradient"].values())
     assert made["gradient"].keys() == alone["gradient"].keys()
@@ -64,3 +77,20 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
     assert made["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(made["weights"][name], weight, rtol=0, atol=2.1e-4, msg=name)
+    if made["sharded"]:
+        one_goes_on(tiny_qwen, train, tmp_path)
+
+
+def one_goes_on(model: Path, train: Train, folder: Path) -> None:
+    """What two sharded ranks saved, one process loads: a replay and the doctor are such."""
+    wanted: dict[str, torch.Tensor] = torch.load(folder / "second")
+    found = checkpoint.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
+    assert found is not None
+    trainer = Trainer(str(found.path), train, initial=str(model))
+    checkpoint.restore(trainer, found)
+    before = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    trainer.step(BatchRecord(index=Index(record=2, version=2), episodes=learner_ranks.EPISODES, settings=train))
+    after = dict(trainer.named_tensors())
+    for name, tensor in wanted.items():
+        moved = float((tensor - before[name]).norm())
+        assert float((after[name] - tensor).norm()) < 0.02 * moved, name

@@ -69,6 +69,16 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     assert weights(again) != weights(Trainer(str(tiny_qwen), TRAIN))
 
 
+def test_an_optimizer_saved_in_parts_is_refused_with_what_to_do(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    save(tmp_path, trainer)
+    found = checkpoint.newest(tmp_path, OURS)
+    assert found is not None
+    (found.path / "state" / "optimizer.bin").unlink()
+    with pytest.raises(LearnerError, match="saved in parts.* begin another run from the weights"):
+        checkpoint.restore(trainer, found)
+
+
 def test_two_runs_of_the_same_batches_give_the_same_figures(tiny_qwen: Path) -> None:
     def losses() -> list[float]:
         trainer = Trainer(str(tiny_qwen), TRAIN)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from swarmq.config import Lora, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.fits import Gpu, check, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
+from swarmq.learner.sharding import check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
 
 TRAIN = Train(mixed_precision="bf16")
@@ -48,6 +52,30 @@ def test_ranks_share_the_model_where_asked_and_never_alone(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert shard(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
+
+
+@pytest.mark.parametrize(
+    ("backends", "offload", "works"),
+    [
+        ("cuda:nccl", False, True),
+        ("cuda:nccl", True, False),
+        ("cpu:gloo,cuda:nccl", True, True),
+    ],
+)
+def test_shards_are_kept_only_where_the_ranks_can_gather_them(
+    backends: str, offload: bool, works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda: backends)
+    train = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload)
+    with contextlib.nullcontext() if works else pytest.raises(LearnerError, match="FSDP_OFFLOAD_PARAMS=true"):
+        check_collectives(train, torch.device("cuda"))
+
+
+def test_accelerate_is_told_of_the_offload_before_it_founds_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "")
+    for offload in (True, False):
+        plugin(msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload))
+        assert os.environ["FSDP_OFFLOAD_PARAMS"] == str(offload).lower()
 
 
 @pytest.mark.parametrize("axis", ["CP", "SP", "TP"])

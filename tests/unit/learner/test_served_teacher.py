@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
+from swarmq.learner.doctor.examine import layouts_agree
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling
@@ -103,6 +104,12 @@ def test_a_served_teacher_teaches_what_a_loaded_one_does(tiny_qwen: Path, other_
     for figure in ("loss", "grad_norm"):
         assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
         assert served[figure] != pytest.approx(itself[figure], rel=0.1), "this figure shows nothing"
+
+
+def test_the_doctor_asks_it_too(tiny_qwen: Path, teacher: Vllm) -> None:
+    train = msgspec.structs.replace(TRAIN, teacher=teacher.url)
+    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=train)
+    assert layouts_agree(Trainer(str(tiny_qwen), train), record).level == "ok"
 
 
 def test_an_engine_that_does_not_say_how_likely_prompts_are_is_no_teacher(tiny_qwen: Path, teacher: Vllm) -> None:

@@ -46,7 +46,7 @@ def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding
         f"weights of version {trainer.version}",
     )
     yield from checks(settings, stored, trainer.engine, trainer.vocab_size)
-    yield _layouts(trainer, stored[0])
+    yield layouts_agree(trainer, stored[0])
     compared = []
     for record in stored:
         compared.append(compare(trainer, record))
@@ -68,7 +68,7 @@ def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpo
     return enough[-1] if enough else None
 
 
-def _layouts(trainer: Trainer, record: BatchRecord) -> Finding:
+def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     """The gradient of one group, as it is trained and with every timeline in a row of its own passes."""
     assert record.settings is not None
     group = [e for e in record.episodes if e.group_id == record.episodes[0].group_id]
@@ -88,7 +88,9 @@ def _layouts(trainer: Trainer, record: BatchRecord) -> Finding:
 
 def _gradient(trainer: Trainer, group: list[Episode], train: Train) -> list[Tensor]:
     trainer.optimizer.zero_grad()
-    trainer.accumulate(work_of(group, train, trainer.engine), train, total=totals(group).of(train.normalisation))
+    work = work_of(group, train, trainer.engine)
+    trainer.consult(group, work, train)
+    trainer.accumulate(work, train, total=totals(group).of(train.normalisation))
     made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad()
     return made
