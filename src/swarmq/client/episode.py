@@ -26,6 +26,8 @@ class EpisodeRecord:
         self.api_key = api_key
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
+        self.key_was_read = False
+        """Set by the agent's thread, once: without its key no model was called."""
 
 
 class Handle:
@@ -59,6 +61,7 @@ class Handle:
     @property
     def api_key(self) -> str:
         """For any OpenAI client; valid for this episode alone."""
+        self._record.key_was_read = True
         return self._record.api_key
 
     @property

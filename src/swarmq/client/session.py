@@ -40,6 +40,8 @@ DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
 REMEMBERED_ENDS = 1024
 ORPHANS_EVERY_S = 30.0
+NO_CALLS_EVERY_S = 60.0
+"""How often a client warns of episodes that called no model."""
 KEY_LIFETIME_S = Proxy().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
@@ -75,6 +77,7 @@ class AsyncSwarmClient:
         self._code_version = code_version
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
+        self._warn_of_no_calls_at = 0.0
         self._state = "not open: use `async with`"
         self._pid = os.getpid()
         self._broker: Broker | None = None
@@ -212,6 +215,7 @@ class AsyncSwarmClient:
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
         """As end_episode, with everything in one Outcome."""
         record = self._find(episode)
+        self._look_for_calls(record)
         await self._finish(record, finished(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
@@ -255,6 +259,19 @@ class AsyncSwarmClient:
             await self.fail_episode(ep, "".join(traceback.format_exception(error)))
         else:
             await self.abort_episode(ep, f"interrupted by {type(error).__name__}")
+
+    def _look_for_calls(self, record: EpisodeRecord) -> None:
+        """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""
+        now = self.loop.time()
+        if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
+            return
+        self._warn_of_no_calls_at = now + NO_CALLS_EVERY_S
+        log.warning(
+            "episode_without_a_model_call",
+            episode=record.begin.episode_id,
+            task=record.task.id,
+            meaning="it will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
+        )
 
     async def confirmed(self, ep: Handle) -> None:
         """Returns when nothing of this episode is under way. Raises what kept its end from being confirmed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -60,6 +60,27 @@ class Watch:
                 lines.append(f"{text}; nothing has moved for {now - since:.0f} s")
         self._since = present
         return lines
+
+
+class NoTurns:
+    """Tells of episodes that ended without a model call: their agent has another address or key in mind."""
+
+    def __init__(self) -> None:
+        self._num = 0
+        self._tell_at = 0.0
+
+    def look(self, episode: Mapping[str, Any], now: float) -> str | None:
+        """A line, at most each PATIENCE_S, for the fields of an `episode` event."""
+        if episode["reason"] != "no_turns":
+            return None
+        self._num += 1
+        if now < self._tell_at:
+            return None
+        num, self._num, self._tell_at = self._num, 0, now + PATIENCE_S
+        return (
+            f"{num} episodes ended without a model call and are not trained, the last {episode['episode_id']} of client "
+            f"{episode['client_id']}, kind {episode['kind']}: does the agent use ep.base_url and ep.api_key?"
+        )
 
 
 def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:

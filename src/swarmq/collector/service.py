@@ -28,7 +28,7 @@ from swarmq.collector.calls import assemble
 from swarmq.collector.core import Core
 from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
 from swarmq.collector.records import Rules
-from swarmq.collector.report import Watch, figures
+from swarmq.collector.report import NoTurns, Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
@@ -68,6 +68,7 @@ class Collector:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._events: deque[Emit] = deque()
+        self._no_turns = NoTurns()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish what is under way within DRAIN_S."""
@@ -254,6 +255,9 @@ class Collector:
         while self._events:
             emit = self._events.popleft()
             await self._tell(emit.name, emit.fields)
+            if emit.name == "episode" and (line := self._no_turns.look(emit.fields, self._clock())):
+                log.warning("no_turns", why=line)
+                await self._tell("warning", {"text": line})
 
     async def _tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
         event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))

@@ -6,6 +6,7 @@ import shutil
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from swarmq import notice
 from swarmq.broker import topology
@@ -418,3 +419,24 @@ async def test_an_outcome_may_be_given_whole(swarm, client):
     ep = await client.begin_episode("t")
     await client.end_with(ep, Outcome(1.0, success=False))
     assert swarm.ends[0].success is False
+
+
+async def test_an_agent_that_never_reads_its_key_is_told_so_once(swarm, client):
+    with capture_logs() as told:
+        for task in ("a", "b"):
+            async with client.episode({"id": task}) as ep:
+                await ep.end(1.0)
+        async with client.episode("c", mode="eval") as ep:
+            await ep.end(1.0)
+    [line] = told
+    assert (line["event"], line["task"]) == ("episode_without_a_model_call", "a")
+    assert "does the agent use ep.base_url and ep.api_key?" in line["meaning"]
+    assert len(swarm.ends) == 3, "it is the agent's word all the same"
+
+
+async def test_an_agent_that_has_its_key_is_trusted_to_use_it(client):
+    with capture_logs() as told:
+        async with client.episode("a") as ep:
+            assert ep.blocking().api_key
+            await ep.end(1.0)
+    assert told == []

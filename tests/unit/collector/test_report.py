@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.collector.report import PATIENCE_S, Watch, figures
+from swarmq.collector.report import PATIENCE_S, NoTurns, Watch, figures
 
 
 @pytest.fixture
@@ -75,3 +75,17 @@ def test_every_episode_that_began_is_somewhere(make_bench, say):
     assert (told["trained"], told["in_learners"], told["open"], told["dropped"]) == (1, 1, 1, {"failed": 1})
     assert told["eval_finished"] == 1
     assert told["versions"] == {"main": 1}
+
+
+def test_episodes_without_a_model_call_are_told_of_patiently(make_bench, say):
+    bench, told = make_bench(group_size=1), NoTurns()
+    for name in "abcd":
+        bench.take(say.begin(name, name, client_id="alice"), *([say.turn(episode="d")] if name == "d" else []))
+        bench.take(say.end(name))
+    episodes = bench.events("episode")
+    lines = [told.look(episode, 0.0) for episode in episodes]
+    assert lines[0].startswith("1 episodes ended without a model call and are not trained, the last a of client alice")
+    assert "ep.base_url and ep.api_key" in lines[0]
+    assert lines[1:] == [None, None, None]
+    assert told.look(episodes[3], PATIENCE_S) is None, "this one has turns"
+    assert told.look(episodes[0], PATIENCE_S).startswith("3 episodes ended")

@@ -156,3 +156,13 @@ async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):
         for piece in (say.begin(), say.turn(), say.end()):
             await broker.publish(IN, piece)
         assert len(await arrivals(broker, READY, 1)) == 1
+
+
+async def test_an_episode_that_called_no_model_is_a_warning_that_people_see(job, broker, say):
+    async with collecting(job, broker, Store(None, run="r")):
+        for piece in (say.begin(), say.end()):
+            await broker.publish(IN, piece)
+        while not (warnings := [event.fields["text"] for event in broker.emitted if event.name == "warning"]):
+            await asyncio.sleep(0)
+    [warning] = warnings
+    assert "does the agent use ep.base_url and ep.api_key?" in warning
