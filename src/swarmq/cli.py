@@ -742,18 +742,24 @@ def _day(at: float | None) -> str:
 
 @main.group()
 def dead() -> None:
-    """Look after messages that nobody could use: list, show, requeue, purge.
+    """Look after messages that nobody could use: list, show, requeue, purge (docs/swarm.md).
 
     \b
-    swarmq dead list runs/demo
-    swarmq dead requeue runs/demo ID
+    swarmq dead list runs/demo                who sent what, and why it was refused
+    swarmq dead show runs/demo ID
+    swarmq dead requeue runs/demo ID          once the cause is mended
+    swarmq dead purge runs/demo ID
     """
 
 
 @dead.command("list")
 @RUN
 def dead_list(run: Path) -> None:
-    """List dead letters with the reason each was refused."""
+    """List dead letters with the reason each was refused. Looking changes nothing.
+
+    \b
+    swarmq dead list runs/demo
+    """
     run_until_signalled(_dead_list(_resolved(run)))
 
 
@@ -775,7 +781,11 @@ async def _dead_list(job: SwarmJob) -> None:
 @RUN
 @click.argument("id")
 def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
-    """Print one dead letter."""
+    """Print one dead letter: where it was meant for, why it was refused, what is in it.
+
+    \b
+    swarmq dead show runs/demo 01a1fa68c1d27c0e
+    """
     run_until_signalled(_dead_show(_resolved(run), id))
 
 
@@ -793,7 +803,12 @@ async def _dead_show(job: SwarmJob, wanted: str) -> None:
 @RUN
 @click.argument("ids", nargs=-1)
 def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
-    """Send dead letters back to the queues they were meant for; all of them without IDS."""
+    """Send dead letters back to the queues they were meant for; all of them without IDS.
+
+    \b
+    swarmq dead requeue runs/demo 01a1fa68c1d27c0e
+    swarmq dead requeue runs/demo
+    """
     run_until_signalled(_dead_requeue(_resolved(run), ids))
 
 
@@ -811,7 +826,12 @@ async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Forget every dead letter.")
 def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
-    """Forget dead letters for good: the IDS given, or --all."""
+    """Forget dead letters for good: the IDS given, or --all.
+
+    \b
+    swarmq dead purge runs/demo 01a1fa68c1d27c0e
+    swarmq dead purge runs/demo --all
+    """
     if not ids and not everything:
         raise ConfigError("say which dead letters to forget, by id, or --all")
     run_until_signalled(_dead_purge(_resolved(run), None if everything else ids))
@@ -837,7 +857,9 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     Needs no broker and no engine, and changes nothing in the run folder.
 
     \b
+    swarmq replay runs/demo /tmp/again                        from the initial model to the end of the log
     swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
+    swarmq replay runs/team /tmp/again --policy planner --until 40
     """
     need("learner")
     from swarmq.learner.replay import replay as train_again

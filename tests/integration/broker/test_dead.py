@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+from asyncio.subprocess import PIPE, STDOUT
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -12,6 +16,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters, purge, requeue, show
 from swarmq.broker.node import PrivateNode
+from swarmq.config import SwarmJob
 from swarmq.errors import UnroutableError
 from swarmq.messages import EpisodeEnd, encode
 
@@ -87,6 +92,38 @@ async def test_purging_forgets_the_chosen_or_all(node: PrivateNode, broker: Amqp
     assert [letter.key for letter in await letters(node.amqp_url)] == ["e1:end", "e2:end"]
     assert await purge(node.amqp_url) == 2
     assert await letters(node.amqp_url) == []
+
+
+async def test_the_command_line_lists_shows_requeues_and_forgets(
+    node: PrivateNode, broker: AmqpBroker, run_name: str, tmp_path: Path
+) -> None:
+    tree = {"run": run_name, "policies": {"main": {"model": "m"}}, "broker": {"url": node.amqp_url}}
+    (tmp_path / "resolved.toml").write_text(SwarmJob.build(tree).to_toml())
+
+    async def dead(verb: str, *arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "swarmq", "dead", verb, str(tmp_path), *arguments]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=PIPE, stderr=STDOUT, env={**os.environ, "COLUMNS": "200"}
+        )
+        said, _ = await process.communicate()
+        assert process.returncode is not None
+        return process.returncode, said.decode()
+
+    await park(broker, run_name, 3)
+    first, second, _ = [letter.id for letter in await letters(node.amqp_url)]
+    status, said = await dead("list")
+    assert status == 0
+    assert all(words in said for words in (first, "reason 2", "e1:end", topology.inbox(run_name)))
+    status, said = await dead("show", first)
+    assert (status, '"episode_id": "e0"' in said) == (0, True)
+    status, said = await dead("show", "nobody")
+    assert (status, "no dead letter has the id 'nobody'" in said) == (1, True)
+    assert await dead("requeue", first) == (0, "1 sent back\n")
+    assert (await broker.depths([topology.inbox(run_name)]))[topology.inbox(run_name)].ready == 1
+    assert await dead("purge", second) == (0, "1 forgotten\n")
+    assert [letter.key for letter in await letters(node.amqp_url)] == ["e2:end"]
+    assert await dead("purge", "--all") == (0, "1 forgotten\n")
+    assert await dead("list") == (0, "no dead letters\n")
 
 
 async def test_a_message_that_kills_every_consumer_is_parked_not_dropped(

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -38,14 +39,45 @@ CAUSAL = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
 ENCODER = {"architectures": ["BertModel"], "model_type": "bert"}
 
 
-def test_help_of_every_command_says_how_to_use_it():
-    assert {"up", "demo", "status", "watch", "feed", "worker", "inspect"} <= set(cli.main.commands)
-    for name in cli.main.commands:
-        shown = swarmq(name, "--help")
-        assert shown.exit_code == 0
-        _usage, _, text = shown.output.partition("\n")
-        example = f"swarmq-{name} runs/" if name in {"proxy", "learner", "collector"} else f"swarmq {name} "
-        assert example in text
+def commands(group, *path):
+    """The words of every command, of those inside groups too."""
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+
+
+@pytest.mark.parametrize("words", list(commands(cli.main)), ids=" ".join)
+def test_help_of_every_command_says_how_to_use_it(words):
+    shown = swarmq(*words, "--help")
+    assert shown.exit_code == 0
+    _usage, _, text = shown.output.partition("\n")
+    [name, *_] = words
+    example = f"swarmq-{name} runs/" if name in {"proxy", "learner", "collector"} else f"  swarmq {' '.join(words)} "
+    assert example in text
+
+
+def test_the_commands_that_people_are_told_of_are_there():
+    names = "up demo status watch feed worker inspect replay doctor set pause drain resume checkpoint stop token warm"
+    assert set(names.split()) <= set(cli.main.commands)
+    assert {("dead", "list"), ("engine", "start"), ("client", "add")} <= set(commands(cli.main))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["list"], "not the folder of a run"),
+        (["show", "ID"], "not the folder of a run"),
+        (["requeue"], "not the folder of a run"),
+        (["purge", "--all"], "not the folder of a run"),
+        (["purge"], "say which dead letters to forget, by id, or --all"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_dead_letters_are_those_of_a_run_and_only_chosen_ones_are_forgotten(tmp_path, arguments, says):
+    [name, *more] = arguments
+    result = swarmq("dead", name, tmp_path, *more)
+    assert (result.exit_code, says in result.output) == (1, True)
 
 
 def test_show_prints_every_resolved_setting_as_a_job_file(tmp_path):

@@ -11,11 +11,13 @@ import msgspec
 import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from support.disk import Disk
 from support.episodes import make_group, make_qwen
+from swarmq import cli
 from swarmq.config import SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
@@ -204,6 +206,15 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
     assert steps == [1, 2, 3, 3]
     with pytest.raises(LearnerError, match="not empty"):
         replay(job, "main", to_folder=tmp_path / "a")
+    (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
+    line = ["replay", str(job.run_folder.path), str(tmp_path / "c"), "--from", str(start), "--until", "3"]
+    told = CliRunner().invoke(cli.main, line)
+    assert (told.exit_code, told.output.count("step 3  loss")) == (0, 1), told.output
+    assert f"version 3 written to {tmp_path / 'c'}" in told.output
+    got = load_file(tmp_path / "c" / "step-00000003" / "model.safetensors")
+    assert all(t.numpy().tobytes() == weights(trainer)[n] for n, t in got.items())
+    told = CliRunner().invoke(cli.main, line)
+    assert (told.exit_code, "not empty; name a new folder" in told.output) == (1, True)
 
 
 @pytest.mark.parametrize(
