@@ -6,6 +6,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from swarmq import keys
+
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
 USER = {"role": "user", "content": "hi"}
@@ -29,6 +31,12 @@ def formatted(schema):
     return {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
 
 
+def chain(length, link):
+    """Definitions that each lead to the next one, in the form that `link` gives a reference."""
+    defs = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return {"$defs": {**defs, f"a{length}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
+
+
 RECURSION = {"$ref": "#"}
 CIRCLE = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 REQUESTS = {
@@ -38,6 +46,9 @@ REQUESTS = {
     "deep schema": formatted(deep_schema(400)),
     "a schema that is itself": formatted(RECURSION),
     "a schema that goes round": formatted(CIRCLE),
+    "a schema that doubles forty times": formatted(chain(40, lambda ref: {"allOf": [ref, ref]})),
+    "a schema that leads far down": formatted(chain(5000, lambda ref: {"type": "object", "properties": {"a": ref}})),
+    "a schema in text that goes round": {"structured_outputs": {"json": json.dumps(CIRCLE)}},
     "a schema of another kind": formatted({"type": "nonsense"}),
     "a schema elsewhere": formatted({"$ref": "file:///etc/passwd"}),
     "a grammar that is none": {"structured_outputs": {"grammar": "root ::= root root"}},
@@ -148,7 +159,7 @@ async def test_a_key_that_is_not_right_is_401(stage, path, flaw):
         "expired": stage.key(expires_in=-1000),
         "another run's": stage.key(run="other"),
         "changed": f"{head}.{claims[:-4]}AAAA.{mac}",
-        "a token's": f"op1.{claims}.{mac}",
+        "a token's": f"{keys.OPERATOR_PREFIX}.{claims}.{mac}",
     }[flaw]
     for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
         async with stage.http.post(stage.url + path, json=BODY, headers=headers) as response:

@@ -1,8 +1,11 @@
 """Schemas that refer to themselves: harmless where something is written in between, endless where not."""
 
+import json
+
 import pytest
 
-from swarmq.proxy.dialects.grammars import check_schemas
+from swarmq.proxy.dialects import grammars
+from swarmq.proxy.dialects.grammars import MAX_GRAMMAR, MAX_PATTERN, check_schemas
 from swarmq.proxy.refusals import RefusedError
 
 LIST = {"type": "object", "properties": {"next": {"$ref": "#"}}}
@@ -13,22 +16,67 @@ TREE = {
 ITSELF = {"$ref": "#"}
 ROUND = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"anyOf": [{"$ref": "#/$defs/a"}]}}, "$ref": "#/$defs/a"}
 WITHIN = {"type": "object", "properties": {"a": {"allOf": [{"$ref": "#/properties/a"}]}}}
+BY_NUMBER = {"allOf": [{"$ref": "#/allOf/0"}]}
+QUOTED = {"$defs": {"a": {"$ref": "#/%24defs/a"}}, "$ref": "#/$defs/a"}
+
+
+def chain(length, link):
+    """Definitions that each lead to the next one, in the form that `link` gives a reference."""
+    defs = {f"a{i}": link({"$ref": f"#/$defs/a{i + 1}"}) for i in range(length)}
+    return {"$defs": {**defs, f"a{length}": {"type": "integer"}}, "$ref": "#/$defs/a0"}
+
+
+DOUBLED = chain(40, lambda ref: {"allOf": [ref, ref], "anyOf": [ref, ref]})
+CHAIN = chain(1100, lambda ref: ref)
+NESTED = chain(400, lambda ref: {"type": "object", "properties": {"a": ref}})
+WIDE = {"anyOf": [{"const": i} for i in range(100)]}
+PATTERN = {"type": "string", "pattern": "(" * MAX_PATTERN + "a" + ")" * MAX_PATTERN}
 
 
 def everywhere(schema):
     yield {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}}
     yield {"structured_outputs": {"json": schema}}
+    yield {"structured_outputs": {"json": json.dumps(schema)}}
     yield {"tools": [{"type": "function", "function": {"name": "f", "parameters": schema}}]}
+    old = {"structures": [{"begin": "<", "schema": schema, "end": ">"}], "triggers": ["<"]}
+    tag = {"type": "sequence", "elements": [{"type": "json_schema", "json_schema": schema}]}
+    for fields in (old, {"format": tag}):
+        yield {"response_format": {"type": "structural_tag", **fields}}
+        yield {"structured_outputs": {"structural_tag": json.dumps({"type": "structural_tag", **fields})}}
 
 
-@pytest.mark.parametrize("schema", [LIST, TREE, {"$ref": "file:///etc/passwd"}, {"$ref": "#/none"}, {}])
+@pytest.mark.parametrize("schema", [LIST, TREE, {"$ref": "file:///etc/passwd"}, {"$ref": "#/none"}, {}, DOUBLED])
 def test_what_ends_is_let_through(schema):
     for chat in everywhere(schema):
         check_schemas(chat)
 
 
-@pytest.mark.parametrize("schema", [ITSELF, ROUND, WITHIN])
+@pytest.mark.parametrize("schema", [ITSELF, ROUND, WITHIN, BY_NUMBER, QUOTED])
 def test_what_never_ends_is_refused(schema):
     for chat in everywhere(schema):
         with pytest.raises(RefusedError, match="without end"):
             check_schemas(chat)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"), [(CHAIN, "steps down"), (NESTED, "steps down"), (WIDE, "parts"), (PATTERN, "pattern")]
+)
+def test_what_would_take_an_engine_with_it_is_refused(schema, why, monkeypatch):
+    if schema is WIDE:
+        monkeypatch.setattr(grammars, "MAX_PARTS", len(WIDE["anyOf"]))
+    for chat in everywhere(schema):
+        with pytest.raises(RefusedError, match=why):
+            check_schemas(chat)
+
+
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_a_grammar_without_measure_is_refused(kind):
+    check_schemas({"structured_outputs": {kind: "a" * MAX_GRAMMAR}})
+    with pytest.raises(RefusedError, match=kind):
+        check_schemas({"structured_outputs": {kind: "a" * (MAX_GRAMMAR + 1)}})
+
+
+@pytest.mark.parametrize("fields", [{"json": "{"}, {"structural_tag": "["}, {"json": "[" * 5000}])
+def test_a_schema_in_text_that_is_not_json_is_refused(fields):
+    with pytest.raises(RefusedError, match="not JSON"):
+        check_schemas({"structured_outputs": fields})

@@ -1,70 +1,168 @@
-"""JSON schemas that no grammar can be made of, found before an engine fails on them. Pure."""
+"""JSON schemas and grammars that an engine would not survive, found before it sees them. Pure.
+
+What compiles a schema follows its references, in C++ that recurses: a schema that stands for itself never ends, and one
+that leads down tens of thousands of steps takes the engine with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import unquote
+
+import msgspec
 
 from swarmq.proxy.refusals import RefusedError
 
 Json = dict[str, Any]
+Node = dict[str, Any] | list[Any]
 
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
+MAX_PARTS = 10_000
+"""Objects and lists in all schemas of a request."""
+MAX_STEPS = 1000
+"""That a schema may lead down, through references too."""
+MAX_PATTERN = 8192
+"""Characters of a regular expression in a schema; its brackets recurse as well."""
+MAX_GRAMMAR = 65_536
+"""Characters of a grammar or a regular expression; reading one takes the square of its rules."""
 
 
 def check_schemas(chat: Json) -> None:
-    """Raise RefusedError for a schema that stands for itself, so that it never comes to an end."""
+    """Raise RefusedError for a schema that never comes to an end, and for what is too large or too deep to compile."""
+    for kind in ("regex", "grammar"):
+        if len(str(_field(chat, "structured_outputs").get(kind) or "")) > MAX_GRAMMAR:
+            raise _refused("structured_outputs", f"the {kind} has more than {MAX_GRAMMAR} characters")
+    parts = 0
     for where, schema in _schemas(chat):
-        for node in _nodes(schema):
-            if _endless(node, schema, ()):
-                raise RefusedError(f"{where}: the JSON schema refers to itself without end", param=where)
+        nodes = []
+        for node, depth, _ in _descent(schema, lambda node, root=schema: _steps(node, root), set()):
+            parts += 1
+            nodes.append(node)
+            if parts > MAX_PARTS or depth > MAX_STEPS:
+                raise _refused(
+                    where, f"JSON schemas may have {MAX_PARTS} parts and lead {MAX_STEPS} steps down, no more"
+                )
+            if any(len(pattern) > MAX_PATTERN for pattern in _patterns(node)):
+                raise _refused(where, f"a pattern in the JSON schema has more than {MAX_PATTERN} characters")
+        done: set[int] = set()
+        for node in nodes:
+            for _, _, again in _descent(node, lambda node, root=schema: _silent_steps(node, root), done):
+                if again:
+                    raise _refused(where, "the JSON schema refers to itself without end")
 
 
-def _schemas(chat: Json) -> Iterator[tuple[str, Json]]:
-    tools = chat.get("tools")
+def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
+    """Where a schema stands, and the schema. Raises RefusedError for text that is none."""
+    wanted, outputs, tools = _field(chat, "response_format"), _field(chat, "structured_outputs"), chat.get("tools")
     places = [
-        ("response_format", _field(_field(chat, "response_format"), "json_schema").get("schema")),
-        ("structured_outputs", _field(chat, "structured_outputs").get("json")),
+        ("response_format", _field(wanted, "json_schema").get("schema")),
+        ("structured_outputs", outputs.get("json")),
         *(
             ("tools", _field(tool, "function").get("parameters"))
             for tool in (tools if isinstance(tools, list) else ())
             if isinstance(tool, dict)
         ),
+        *(("response_format", schema) for schema in _tagged(wanted) if wanted.get("type") == "structural_tag"),
+        *(
+            ("structured_outputs", schema)
+            for schema in _tagged(_parsed(outputs.get("structural_tag"), "structural_tag"))
+        ),
     ]
-    return ((where, schema) for where, schema in places if isinstance(schema, dict))
+    for where, schema in places:
+        parsed = _parsed(schema, where)
+        if isinstance(parsed, (dict, list)):
+            yield where, parsed
 
 
-def _nodes(schema: Any) -> Iterator[Json]:
-    if isinstance(schema, dict):
-        yield schema
-    for inner in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
-        yield from _nodes(inner)
+def _parsed(value: Any, where: str) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.decode(value)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise _refused(where, f"the JSON schema is not JSON: {error}") from error
 
 
-def _endless(node: Any, root: Json, on_the_way: tuple[int, ...]) -> bool:
-    """Whether the way through references and alternatives alone, which write nothing, comes back to where it was."""
-    if not isinstance(node, dict):
-        return False
-    if id(node) in on_the_way:
-        return True
-    steps = [_resolved(node["$ref"], root)] if isinstance(node.get("$ref"), str) else []
-    for name in ALTERNATIVES:
+def _tagged(tag: Any) -> Iterator[Any]:
+    """The schemas within a structural tag, each a document of its own."""
+    if not isinstance(tag, (dict, list)):
+        return
+    for node, depth, _ in _descent(tag, _inner, set()):
+        if depth > MAX_STEPS:
+            raise _refused("structural_tag", f"a structural tag may lead {MAX_STEPS} steps down, no more")
+        if isinstance(node, dict):
+            yield from (node[name] for name in ("schema", "json_schema") if name in node)
+
+
+def _descent(start: Node, steps: Callable[[Node], Iterator[Node]], done: set[int]) -> Iterator[tuple[Node, int, bool]]:
+    """Depth first, every node once: the node, how deep it is, and whether we are there again while we are within it.
+
+    `done`: ids of the nodes that were left before.
+    """
+    if id(start) in done:
+        return
+    way, within = [(start, steps(start))], {id(start)}
+    yield start, 1, False
+    while way:
+        node, ahead = way[-1]
+        step = next(ahead, None)
+        if step is None:
+            way.pop()
+            within.discard(id(node))
+            done.add(id(node))
+        elif id(step) in within:
+            yield step, len(way), True
+        elif id(step) not in done:
+            within.add(id(step))
+            way.append((step, steps(step)))
+            yield step, len(way), False
+
+
+def _steps(node: Node, root: Node) -> Iterator[Node]:
+    yield from _inner(node)
+    yield from _referred(node, root)
+
+
+def _silent_steps(node: Node, root: Node) -> Iterator[Node]:
+    """References and alternatives alone: what they lead to stands for the node, with nothing written in between."""
+    yield from _referred(node, root)
+    for name in ALTERNATIVES if isinstance(node, dict) else ():
         inner = node.get(name)
-        steps += inner if isinstance(inner, list) else []
-    return any(_endless(step, root, (*on_the_way, id(node))) for step in steps)
+        yield from _inner(inner) if isinstance(inner, list) else ()
 
 
-def _resolved(reference: str, root: Json) -> Any:
-    """Where a reference within the document leads; None for others."""
-    node: Any = root
-    if not reference.startswith("#"):
-        return None
-    for part in filter(None, reference[1:].split("/")):
+def _inner(node: Node) -> Iterator[Node]:
+    values = node.values() if isinstance(node, dict) else node
+    return (value for value in values if isinstance(value, (dict, list)))
+
+
+def _referred(node: Node, root: Node) -> Iterator[Node]:
+    """Where the node's reference within the document leads; nowhere for others."""
+    reference = node.get("$ref") if isinstance(node, dict) else None
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return
+    found: Any = root
+    for part in filter(None, unquote(reference[1:]).split("/")):
         name = part.replace("~1", "/").replace("~0", "~")
-        node = node.get(name) if isinstance(node, dict) else None
-    return node
+        if isinstance(found, list):
+            found = found[int(name)] if name.isdecimal() and name.isascii() and int(name) < len(found) else None
+        else:
+            found = found.get(name) if isinstance(found, dict) else None
+    if isinstance(found, (dict, list)):
+        yield found
+
+
+def _patterns(node: Node) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from (text for text in (node.get("pattern"),) if isinstance(text, str))
+        yield from _field(node, "patternProperties")
 
 
 def _field(value: Json, name: str) -> Json:
     inner = value.get(name)
     return inner if isinstance(inner, dict) else {}
+
+
+def _refused(where: str, why: str) -> RefusedError:
+    return RefusedError(f"{where}: {why}", param=where)
