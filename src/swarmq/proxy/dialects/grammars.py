@@ -7,6 +7,7 @@ that leads down tens of thousands of steps takes the engine with it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from urllib.parse import unquote
 
@@ -36,7 +37,7 @@ def check_schemas(chat: Json) -> None:
     parts = 0
     for where, schema in _schemas(chat):
         nodes = []
-        for node, depth, _ in _descent(schema, lambda node, root=schema: _steps(node, root), set()):
+        for node, depth, _ in _descent(schema, partial(_steps, root=schema), set()):
             parts += 1
             nodes.append(node)
             if parts > MAX_PARTS or depth > MAX_STEPS:
@@ -47,7 +48,7 @@ def check_schemas(chat: Json) -> None:
                 raise _refused(where, f"a pattern in the JSON schema has more than {MAX_PATTERN} characters")
         done: set[int] = set()
         for node in nodes:
-            for _, _, again in _descent(node, lambda node, root=schema: _silent_steps(node, root), done):
+            for _, _, again in _descent(node, partial(_silent_steps, root=schema), done):
                 if again:
                     raise _refused(where, "the JSON schema refers to itself without end")
 
@@ -127,9 +128,9 @@ def _steps(node: Node, root: Node) -> Iterator[Node]:
 def _silent_steps(node: Node, root: Node) -> Iterator[Node]:
     """References and alternatives alone: what they lead to stands for the node, with nothing written in between."""
     yield from _referred(node, root)
-    for name in ALTERNATIVES if isinstance(node, dict) else ():
-        inner = node.get(name)
-        yield from _inner(inner) if isinstance(inner, list) else ()
+    if isinstance(node, dict):
+        for inner in map(node.get, ALTERNATIVES):
+            yield from _inner(inner) if isinstance(inner, list) else ()
 
 
 def _inner(node: Node) -> Iterator[Node]:
