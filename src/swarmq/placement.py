@@ -65,33 +65,41 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """Of one policy, in bytes of one GPU."""
 
-    learner: int
-    state: int
-    """Of the learner between steps."""
-    sharded: dict[int, int]
+    learner: dict[int, int]
     """Ranks -> the learner's share on each."""
+    state: dict[int, int]
+    """The same between steps."""
     engine: int
     weights: int
     """Of the engine, in all."""
 
     @classmethod
-    def of(cls, policy: Policy, model: Model, *, num_gpus: int) -> Needs:
+    def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> Needs:
+        """`judged_by`: parameters of the frozen models that the learner holds beside its own."""
         train, shape = policy.train, Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers)
         weights = HALF_BYTES * model.parameters
         length = min(policy.engine.max_model_len, model.max_length or policy.engine.max_model_len)
         cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
         ranks = range(1, num_gpus + 1) if not train.lora and train.sharding != "none" else (1,)
+        ranks = ranks if policy.trained else ()
         return cls(
-            learner=learner_bytes(shape, train) if policy.trained else 0,
-            state=state_bytes(shape, train) if policy.trained else 0,
-            sharded={n: learner_bytes(shape, train, ranks=n) for n in ranks} if policy.trained else {},
+            learner={n: learner_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},
+            state={n: state_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},
             engine=weights + cache + ENGINE_EXTRA,
             weights=weights,
         )
 
 
-def place_all(policies: Mapping[str, Policy], models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, Placement]:
-    """Of every policy whose model is known; GPUs are dealt out evenly, and shared when there are too few. None: no GPU."""
+def place_all(
+    policies: Mapping[str, Policy],
+    models: Mapping[str, Model],
+    gpus: Sequence[Gpu],
+    *,
+    judges: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, Placement]:
+    """Of every policy whose model is known; GPUs are dealt out evenly, and shared when there are too few. None: no GPU.
+
+    `judges`: policy -> parameters of its learner's frozen models, where they are known."""
     if not gpus or not models:
         return {}
     placements = {}
@@ -99,17 +107,28 @@ def place_all(policies: Mapping[str, Policy], models: Mapping[str, Model], gpus:
     for number, (name, model) in enumerate(models.items()):
         first = number * len(gpus) // len(models)
         after = max((number + 1) * len(gpus) // len(models), first + 1)
-        placements[name] = place(policies[name], model, gpus[first:after], first=first, share=1 / crowd)
+        judged_by = (judges or {}).get(name)
+        placements[name] = place(
+            policies[name], model, gpus[first:after], first=first, share=1 / crowd, judged_by=judged_by
+        )
     return placements
 
 
-def place(policy: Policy, model: Model, gpus: Sequence[Gpu], *, first: int = 0, share: float = 1.0) -> Placement:
+def place(
+    policy: Policy,
+    model: Model,
+    gpus: Sequence[Gpu],
+    *,
+    first: int = 0,
+    share: float = 1.0,
+    judged_by: Sequence[int] | None = None,
+) -> Placement:
     """On these GPUs, the first of which has the number `first`; a policy that shares them with others gets `share` of each.
 
     For policies whose engines we start. Raises ConfigError when it does not fit, saying how much is missing and what to change.
     """
     memory = int(share * min(gpu.total for gpu in gpus))
-    needs = Needs.of(policy, model, num_gpus=len(gpus))
+    needs = Needs.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
     numbers = tuple(range(first, first + len(gpus)))
     if not policy.trained:
         return _served(policy, model, needs, numbers, memory, share)
@@ -117,17 +136,17 @@ def place(policy: Policy, model: Model, gpus: Sequence[Gpu], *, first: int = 0, 
     if split is not None:
         return split
     if policy.placement == "split":
-        raise _too_large(model, "split", needs, memory, needs.engine + min(needs.sharded.values()), len(gpus))
+        raise _too_large(model, "split", needs, memory, needs.engine + min(needs.learner.values()), len(gpus))
     return _shared(policy, model, needs, numbers, memory, share)
 
 
 def _split(needs: Needs, numbers: tuple[int, ...], memory: int) -> Placement | None:
     """Half of the GPUs for the learner, or as many as it needs; None where they do not suffice."""
     width = _width(needs, memory)
-    fitting = [ranks for ranks, size in needs.sharded.items() if size <= HEADROOM * memory]
+    fitting = [ranks for ranks, size in needs.learner.items() if size <= HEADROOM * memory]
     if width is None or not fitting:
         return None
-    ranks = max(min(fitting), min(len(numbers) // 2, max(needs.sharded)))
+    ranks = max(min(fitting), min(len(numbers) // 2, max(needs.learner)))
     served = (len(numbers) - ranks) // width
     if not served:
         return None
@@ -138,7 +157,7 @@ def _split(needs: Needs, numbers: tuple[int, ...], memory: int) -> Placement | N
         engines=tuple(rest[n * width : (n + 1) * width] for n in range(served)),
         gpu_memory_utilization=ALONE,
         sleep=False,
-        reason=f"the learner takes {_gib(needs.sharded[ranks])} of each of its GPUs' {_gib(memory)}, so that rollouts "
+        reason=f"the learner takes {_gib(needs.learner[ranks])} of each of its GPUs' {_gib(memory)}, so that rollouts "
         "go on while it steps",
     )
 
@@ -147,8 +166,8 @@ def _shared(
     policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: int, share: float
 ) -> Placement:
     """On all GPUs; an engine on each."""
-    ranks = max(needs.sharded)
-    learner, state = needs.sharded[ranks], needs.state // ranks
+    ranks = max(needs.learner)
+    learner, state = needs.learner[ranks], needs.state[ranks]
     usable = HEADROOM * memory
     fits = learner + needs.engine <= usable
     if not fits and (learner + ASLEEP > usable or state + needs.engine > usable):
@@ -192,10 +211,14 @@ def _width(needs: Needs, memory: int) -> int | None:
 
 def _too_large(model: Model, how: str, needs: Needs, memory: int, wanted: int, num_gpus: int) -> ConfigError:
     missing = wanted - int(HEADROOM * memory)
+    whole = (
+        f"the learner takes {_gib(needs.learner[1])} ({_gib(needs.state[1])} between steps) and "
+        if needs.learner
+        else ""
+    )
     return ConfigError(
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters) does not fit as {how} on {num_gpus} GPU(s) of "
-        f"{_gib(memory)}: the learner takes {_gib(needs.learner)} ({_gib(needs.state)} between steps) and the engine "
-        f"{_gib(needs.engine)}, {_gib(missing)} are missing of each GPU; take more GPUs, lower train.micro_batch_tokens or "
+        f"{_gib(memory)}: {whole}the engine {'' if whole else 'takes '}{_gib(needs.engine)}, {_gib(missing)} are missing of each GPU; take more GPUs, lower train.micro_batch_tokens or "
         "engine.max_model_len, or set train.lora or train.cpu_offload"
     )
 

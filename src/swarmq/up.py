@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -32,10 +32,12 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.config import Policy, SwarmJob, amqp_url
-from swarmq.engine.gpus import visible_gpus
+from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
+from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
+from swarmq.learner.memory import judges
 from swarmq.messages import Event
 from swarmq.placement import Placement, place_all
 from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
@@ -157,7 +159,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
     models = {name: check_model(policy.model) for name, policy in job.policies.items() if not policy.engine.urls}
-    placements = place_all(job.policies, models, visible_gpus() if models and is_cuda_build() else [])
+    placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
     folder = job.run_folder
@@ -224,6 +226,15 @@ async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None
             if name.startswith("learner"):
                 tasks.create_task(daemon.keep_running(warn))
     deployment.learners_done.set()
+
+
+def _placements(job: SwarmJob, models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, Placement]:
+    trained = {name: job.policies[name] for name in models if job.policies[name].trained} if gpus else {}
+    sizes = {
+        name: [size_of(judge) for judge in judges(policy.train, policy.model).values()]
+        for name, policy in trained.items()
+    }
+    return place_all(job.policies, models, gpus, judges=sizes)
 
 
 async def _broker(

@@ -65,6 +65,12 @@ def check_model(name: str) -> Model:
     )
 
 
+def size_of(name: str) -> int:
+    """Parameters of the model in a folder or of a hub name, off its configuration. Raises EngineError without one."""
+    folder = Path(name) if Path(name).is_dir() else _fetch(name)
+    return count_parameters(_read_json(folder / "config.json", f"{name} is not a Hugging Face model folder"))
+
+
 def count_parameters(config: Mapping[str, Any]) -> int:
     """Of a causal language model with such a config.json: attention, gated MLP or experts, embedding, head."""
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")

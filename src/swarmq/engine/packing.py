@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 ALIGNMENT = 256
 """Bytes: every tensor begins at a multiple, as kernels like it."""
+
+
+class Deferred(NamedTuple):
+    """A tensor that is made when it is packed, so that only one of its kind exists at a time."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    make: Callable[[], torch.Tensor]
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
+
+NamedTensors = Iterable[tuple[str, torch.Tensor | Deferred]]
+Tensors = dict[str, torch.Tensor | Deferred]
 
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, dtype without `torch.`, shape."""
@@ -27,17 +42,17 @@ class Packed:
         self.size_bytes = starts[-1]
 
     @classmethod
-    def of(cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> Packed:
+    def of(cls, tensors: Tensors, dtype: torch.dtype) -> Packed:
         """For these tensors, floating ones as `dtype`."""
         return cls(
             (name, _name(dtype if tensor.is_floating_point() else tensor.dtype), tensor.shape)
             for name, tensor in tensors.items()
         )
 
-    def pack(self, tensors: dict[str, torch.Tensor], buffer: torch.Tensor) -> None:
+    def pack(self, tensors: Tensors, buffer: torch.Tensor) -> None:
         """Write the tensors into `buffer` [size_bytes] uint8, from whatever device they are on."""
         for name, view in self.views(buffer).items():
-            view.copy_(tensors[name], non_blocking=True)
+            view.copy_(made(tensors[name]), non_blocking=True)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in `buffer`, without copying."""
@@ -45,6 +60,10 @@ class Packed:
             name: buffer[start : start + size].view(getattr(torch, dtype)).view(shape)
             for (name, dtype, shape), (start, size) in zip(self.entries, self._spans, strict=True)
         }
+
+
+def made(tensor: torch.Tensor | Deferred) -> torch.Tensor:
+    return tensor.make() if isinstance(tensor, Deferred) else tensor
 
 
 def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -19,14 +19,13 @@ import msgspec
 import structlog
 
 from swarmq.engine.control import EngineControl, Parcel, Phase, Timeouts
+from swarmq.engine.packing import NamedTensors, Tensors
 from swarmq.engine.transfers import (
     FileTransfer,
     IpcTransfer,
-    NamedTensors,
     NcclTransfer,
     Route,
     Staging,
-    Tensors,
     Transfer,
     distinct,
     route_to,
@@ -61,7 +60,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     """To make the weights ready, while agents go on."""
     pause_s: float = 0.0
     pauses: dict[str, float] = {}
-    """Engine url -> its own."""
+    """`engine_N`, the N-th of the policy's engines at that moment, from 0 -> its own."""
     ways: dict[str, str] = {}
     """Engine url -> `ipc`, `nccl` or `file`."""
     total_s: float = 0.0
@@ -142,7 +141,7 @@ class WeightPusher:
             version=version,
             write_s=shipment.seconds,
             pause_s=max(one.pause_s for one in taken.values()),
-            pauses={url: one.pause_s for url, one in taken.items()},
+            pauses={f"engine_{urls.index(url)}": one.pause_s for url, one in taken.items()},
             ways={url: one.way for url, one in taken.items()},
             total_s=time.perf_counter() - began,
             failed={url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)},

@@ -12,7 +12,7 @@ import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -23,12 +23,9 @@ from safetensors.torch import save_file
 
 from swarmq.engine import weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import Packed
+from swarmq.engine.packing import Deferred, NamedTensors, Packed, Tensors, made
 from swarmq.errors import EngineError
 from swarmq.process import free_port
-
-NamedTensors = Iterable[tuple[str, torch.Tensor]]
-Tensors = dict[str, torch.Tensor]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
 FOLDER_PREFIX = "swarmq-weights-"
@@ -93,6 +90,9 @@ def distinct(named_tensors: NamedTensors) -> Tensors:
     tensors: Tensors = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, tensor in named_tensors:
+        if isinstance(tensor, Deferred):
+            tensors[name] = tensor
+            continue
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if place not in seen:
             seen.add(place)
@@ -116,7 +116,7 @@ class FileTransfer:
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
         wanted = getattr(torch, dtype) if dtype else None
         placed = {
-            name: tensor.to("cpu", wanted if tensor.is_floating_point() else None).contiguous()
+            name: made(tensor).to("cpu", wanted if tensor.is_floating_point() else None).contiguous()
             for name, tensor in tensors.items()
         }
         size_bytes = sum(tensor.nbytes for tensor in placed.values())

@@ -29,6 +29,10 @@ STOP_S = 30.0
 BACKOFF_S = 1.0
 """A collector that died is started again after this, twice as long each time, up to 32 s."""
 MAX_BACKOFF_S = 32.0
+WHY = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
+}
 STEADY_S = 120.0
 """One that has lived this long begins with the short wait again."""
 
@@ -85,7 +89,7 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 def _how(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    return f"was killed by {signal.Signals(-status).name}" + (" (out of memory?)" if status == -signal.SIGKILL else "")
+    return f"was killed by {signal.Signals(-status).name}{WHY.get(-status, '')}"
 
 
 def job_file(job: SwarmJob, policy: str) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.memory import GIB, HEADROOM, Shape, learner_bytes
+from swarmq.learner.memory import GIB, HEADROOM, Shape, judges, learner_bytes
 from swarmq.learner.model import load_config
 
 
@@ -48,17 +49,22 @@ def shard(source: str, train: Train) -> Sharding:
     if not torch.cuda.is_available():
         return Sharding(full=False, reason="no GPU whose memory could be short")
     gpu = torch.cuda.get_device_properties(0).total_memory
-    needed = learner_bytes(shape_of(source), train)
+    needed = learner_bytes(shape_of(source), train, judged_by=_judged_by(source, train))
     said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
 
 
-def check(shape: Shape, train: Train, *, ranks: int, gpu: Gpu) -> str:
+def check(source: str, train: Train, *, ranks: int, gpu: Gpu) -> str:
     """How `ranks` that share out a model fit their GPUs, in words.
 
     Raises LearnerError where they do not, saying how much is missing and what to change.
     """
-    needed = learner_bytes(shape, train, ranks=ranks)
+    return check_shape(shape_of(source), train, ranks=ranks, gpu=gpu, judged_by=_judged_by(source, train))
+
+
+def check_shape(shape: Shape, train: Train, *, ranks: int, gpu: Gpu, judged_by: Sequence[int] | None = None) -> str:
+    """The same of a model of this shape; `judged_by` as `learner_bytes` has it."""
+    needed = learner_bytes(shape, train, ranks=ranks, judged_by=judged_by)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
     if needed <= gpu.free:
@@ -67,4 +73,9 @@ def check(shape: Shape, train: Train, *, ranks: int, gpu: Gpu) -> str:
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
         "missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), "
         "or set train.cpu_offload or train.lora"
+        + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
     )
+
+
+def _judged_by(source: str, train: Train) -> list[int]:
+    return [shape_of(judge).parameters for judge in judges(train, source).values()]

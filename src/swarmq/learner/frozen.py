@@ -10,6 +10,7 @@ from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.memory import judges
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.sharding import frozen, is_sharded
 from swarmq.learner.tree import LayoutModel, Placed
@@ -47,20 +48,10 @@ class FrozenModels:
         self._loaded: dict[tuple[str, str], Frozen] = {}
 
     def of(self, train: Train) -> dict[str, Frozen]:
-        """`reference`, by default the initial model, and `teacher`; each only where `train` has a use for it.
-
-        A teacher that an engine serves is not among them (served_teacher.py).
-        """
-        teacher = None if is_served(train.teacher) else train.teacher
-        wanted = {"reference": (train.reference or self._initial) if train.loss.kl else None, "teacher": teacher}
-        return {role: self._load(role, source) for role, source in wanted.items() if source is not None}
+        """By role; a teacher that an engine serves is not among them (served_teacher.py)."""
+        return {role: self._load(role, source) for role, source in judges(train, self._initial).items()}
 
     def _load(self, role: str, source: str) -> Frozen:
         if (role, source) not in self._loaded:
             self._loaded[role, source] = Frozen(source, self._accelerator, role=role, vocab=self._vocab)
         return self._loaded[role, source]
-
-
-def is_served(teacher: str | None) -> bool:
-    """Whether `train.teacher` is the url of an engine."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))

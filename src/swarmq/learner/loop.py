@@ -16,22 +16,21 @@ anything, and ends (lock.py). Only rank 0 talks to the I/O process and to engine
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 import torch.distributed
-from torch import Tensor
 
 from swarmq.config import SwarmJob
+from swarmq.engine.packing import NamedTensors
 from swarmq.errors import EngineError
 from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
 from swarmq.learner.records import Identity
 from swarmq.learner.trackers import Trackers
-from swarmq.learner.trainer import COLLECTIVE_TIMEOUT, Trainer
+from swarmq.learner.trainer import COMMAND_TIMEOUT, Trainer
 
 log = structlog.get_logger()
 
@@ -53,8 +52,8 @@ class PushReport(Protocol):
 class Pusher(Protocol):
     """Brings weights to the engines of a policy. `push` and `ensure` raise EngineError when none took them."""
 
-    def push(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
-    def ensure(self, named_tensors: Iterable[tuple[str, Tensor]], version: int) -> Any: ...
+    def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
+    def ensure(self, named_tensors: NamedTensors, version: int) -> Any: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
 
@@ -189,7 +188,7 @@ class Learner:
         link.tell(records.Phase(phase="pushing"))
         began = time.monotonic()
         try:
-            report = self.pusher.push(self.trainer.named_tensors(), self.trainer.version)
+            report = self.pusher.push(self.trainer.weights_to_push(), self.trainer.version)
         except EngineError as error:
             log.warning("push_failed", version=self.trainer.version, error=str(error))
             link.tell(records.Warn(text=f"weights {self.trainer.version} of {self.policy} not pushed: {error}"))
@@ -203,7 +202,7 @@ class Learner:
             return
         self.fence.check()
         try:
-            self.pusher.ensure(self.trainer.named_tensors(), self.trainer.version)
+            self.pusher.ensure(self.trainer.weights_to_push(), self.trainer.version)
             self._pushed = True
         except EngineError as error:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
@@ -247,4 +246,4 @@ def _control_group() -> Any:
     """Commands travel by CPU, so ranks that wait for a batch keep their GPUs idle; None for a single rank."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
-    return torch.distributed.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+    return torch.distributed.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)

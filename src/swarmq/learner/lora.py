@@ -7,15 +7,18 @@ serves full weights, by any way of pushing, and a checkpoint loads without PEFT.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmq.config import Lora
+from swarmq.engine.packing import Deferred, made
 from swarmq.errors import LearnerError
 
 ADAPTER = "adapter.safetensors"
@@ -48,13 +51,24 @@ def has_lora(lm: Any) -> bool:
 
 def merged(lm: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the model under its own name, with what its adapter adds."""
+    return ((name, made(tensor)) for name, tensor in deferred(lm))
+
+
+def deferred(lm: Any) -> Iterator[tuple[str, Tensor | Deferred]]:
+    """The same; what adapters add is computed when the tensor is asked for."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in lm.state_dict().items():
         owner = name.removesuffix(".base_layer.weight")
         if owner in layers and owner != name:
-            yield f"{owner}.weight", (tensor + layers[owner].get_delta_weight(NAME)).detach()
+            yield f"{owner}.weight", Deferred(tensor.shape, tensor.dtype, partial(_sum, tensor, layers[owner]))
         elif MARK not in name:
             yield name.replace(".base_layer.", "."), tensor.detach()
+
+
+def _sum(weight: Tensor, layer: Any) -> Tensor:
+    with torch.no_grad():
+        whole: Tensor = weight + layer.get_delta_weight(NAME)
+    return whole
 
 
 def save_adapter(lm: Any, folder: Path) -> None:

@@ -47,6 +47,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """The loop of one rank; lock and collector are held already."""
+    from swarmq.learner.gpu_errors import gpu_errors  # noqa: PLC0415
     from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415  (torch comes with the loop, only where it trains)
     from swarmq.learner.loop import Learner  # noqa: PLC0415
     from swarmq.learner.tokenizers import check_tokenizers  # noqa: PLC0415
@@ -54,7 +55,7 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     if is_main and not no_push:
         check_tokenizers(job.policies[policy].model, job.policies[policy].engine.urls)
     stop = StopSignal()
-    with stop.installed():
+    with stop.installed(), gpu_errors("the learner"):
         learner = Learner(job, policy, pusher=_pusher(job, policy) if is_main and not no_push else None, stop=stop)
         if not is_main:
             learner.run(None)

@@ -1,9 +1,12 @@
 """What learning takes of a GPU's memory. Pure: numbers in, bytes out.
 
 Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2.
+Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 
@@ -29,17 +32,40 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     layers: int
 
 
-def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1) -> int:
-    """Of one GPU: state of its share of the parameters, and the largest pass."""
+def is_served(teacher: str | None) -> bool:
+    """Whether `train.teacher` is the url of an engine."""
+    return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
+def judges(train: Train, initial: str) -> dict[str, str]:
+    """The frozen models that the learner holds: `reference`, by default the initial model, and `teacher`; each only where
+    `train` has a use for it. A teacher that an engine serves is not among them."""
+    reference = {"reference": train.reference or initial} if train.loss.kl else {}
+    return reference | ({"teacher": train.teacher} if train.teacher and not is_served(train.teacher) else {})
+
+
+def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequence[int] | None = None) -> int:
+    """Of one GPU: state of its share of the parameters, and the largest pass.
+
+    `judged_by`: parameters of each frozen model; by default they are as large as the policy.
+    """
     half = HALF_BYTES if train.mixed_precision == "bf16" else 0
     copies = shape.parameters * half // ranks
     once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
     wide = 1 if train.mixed_precision == "bf16" else 2
-    return state_bytes(shape, train, ranks=ranks) + copies + wide * train.micro_batch_tokens * shape.hidden * once
+    state = state_bytes(shape, train, ranks=ranks, judged_by=judged_by)
+    return state + copies + wide * train.micro_batch_tokens * shape.hidden * once
 
 
-def state_bytes(shape: Shape, train: Train, *, ranks: int = 1) -> int:
-    """Of one GPU: what stays there between steps."""
+def state_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequence[int] | None = None) -> int:
+    """Of one GPU: what stays there between steps.
+
+    The buffer of pushes is a policy's whole weights. Ranks that share a policy out do without where there is no room:
+    weights go by file then.
+    """
     if train.cpu_offload:
         return 0
-    return shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES) // ranks
+    pushed = HALF_BYTES * shape.parameters if ranks == 1 else 0
+    frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
+    own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
+    return (own + FROZEN_BYTES * frozen) // ranks + pushed

@@ -7,6 +7,7 @@ environment variables. What a tracker does wrong while the run goes on costs a w
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,8 @@ log = structlog.get_logger()
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
 """Tracker -> the module it needs."""
+UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|^\.+$")
+"""What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse it."""
 
 
 class Trackers:
@@ -47,10 +50,15 @@ class Trackers:
         """The numbers among `fields`; those in dictionaries as `name/key`."""
         if not self._on:
             return
-        try:
-            self._accelerator.log(dict(flat(fields)), step=version)
-        except Exception as error:
-            log.warning("tracker_failed", version=version, error=str(error), consequence="these figures are in events")
+        values = dict(flat(fields))
+        for tracker in self._accelerator.trackers:
+            try:
+                tracker.log(values, step=version)
+            except Exception as error:
+                consequence = "these figures are in events"
+                log.warning(
+                    "tracker_failed", tracker=tracker.name, version=version, error=str(error), consequence=consequence
+                )
 
     def close(self) -> None:
         if self._on:
@@ -68,7 +76,8 @@ def check(names: Sequence[str]) -> None:
 
 def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
     """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
-    for name, value in fields.items():
+    for raw, value in fields.items():
+        name = UNSAFE.sub("_", raw) or "_"
         if isinstance(value, Mapping):
             yield from flat(value, prefix=f"{prefix}{name}/", texts=texts)
         elif isinstance(value, int | float):

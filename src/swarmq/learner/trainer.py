@@ -26,13 +26,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
+from swarmq.engine.packing import Deferred
 from swarmq.errors import LearnerError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
-from swarmq.learner.frozen import FrozenModels, is_served
+from swarmq.learner.frozen import FrozenModels
+from swarmq.learner.gpu_errors import gpu_errors
+from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
@@ -52,8 +55,11 @@ log = structlog.get_logger()
 CPU_ROW_PASS = 2048
 """Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
 
-COLLECTIVE_TIMEOUT = timedelta(days=7)
+COMMAND_TIMEOUT = timedelta(days=7)
 """Ranks wait for rank 0, which waits for episodes: no time is too long, and a dead rank ends all of them."""
+COLLECTIVE_TIMEOUT = timedelta(hours=1)
+"""Within a step and a checkpoint. A terabyte is written in half of it; a GPU that hangs ends the others after it, and the
+next start goes on."""
 
 
 class Trainer:
@@ -126,6 +132,10 @@ class Trainer:
             return lora.merged(self.lm)
         return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
 
+    def weights_to_push(self) -> Iterator[tuple[str, Tensor | Deferred]]:
+        """The same for engines: what adapters add is computed tensor by tensor, when each is packed."""
+        return lora.deferred(self.lm) if self.train.lora else self.named_tensors()
+
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Rank 0 alone calls it."""
         if not self._whole and not self.train.lora:
@@ -145,9 +155,16 @@ class Trainer:
             self._whole = gathered(self.lm, keep=self.accelerator.is_main_process)
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
-        """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank."""
-        assert record.settings is not None
+        """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
+
+        Raises LearnerError when a GPU fails or is too small; nothing that is on disk has changed then.
+        """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
+        with gpu_errors(f"step {record.index.version}"):
+            return self._step(record)
+
+    def _step(self, record: BatchRecord) -> dict[str, Any]:
+        assert record.settings is not None
         train, rank, world = record.settings, self.accelerator.process_index, self.accelerator.num_processes
         began = time.perf_counter()
         credit = advantages(groups_of(record.episodes), train, record.baselines)
@@ -290,7 +307,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     if torch.cuda.is_available() and not train.cpu_offload:
         free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
         ranks = int(os.environ.get("WORLD_SIZE", "1")) if shard.full else 1
-        said = fits.check(fits.shape_of(source), train, ranks=ranks, gpu=fits.Gpu(total=total, free=free))
+        said = fits.check(source, train, ranks=ranks, gpu=fits.Gpu(total=total, free=free))
         log.info("memory", fits=said)
     plan = plugin(train) if shard.full else None
     accelerator = Accelerator(

@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from swarmq.config import Lora, Train
+from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.fits import Gpu, check, shape_of, shard
+from swarmq.learner.fits import Gpu, check, check_shape, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
 from swarmq.learner.sharding import check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
@@ -26,15 +26,34 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None
     with pytest.raises(
         LearnerError, match=r"6\.5 B parameters does not fit: .* 59\.0 are taken by others, \d+\.\d are"
     ):
-        check(MIDDLE, TRAIN, ranks=1, gpu=GPU)
+        check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
 
 
 def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:
-    assert "of 80.0 GiB" in check(MIDDLE, TRAIN, ranks=4, gpu=GPU)
+    assert "of 80.0 GiB" in check_shape(MIDDLE, TRAIN, ranks=4, gpu=GPU)
 
 
 def test_adapters_take_less_than_full_parameters() -> None:
     assert learner_bytes(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora())) < learner_bytes(MIDDLE, TRAIN) / 2
+
+
+def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_none() -> None:
+    def taken(ranks: int = 1, **changed: object) -> float:
+        return learner_bytes(MIDDLE, msgspec.structs.replace(TRAIN, **changed), ranks=ranks) / MIDDLE.parameters
+
+    plain, kl, distilled = taken(), {"loss": Loss(kl=0.1)}, {"loss": Loss(name="distill")}
+    assert taken(**kl) == pytest.approx(plain + 4)
+    assert taken(**distilled, teacher="http://teacher:8000/v1") == pytest.approx(plain)
+    assert taken(**distilled, teacher="a/model") == pytest.approx(plain + 4)
+    assert taken(2, **kl) == pytest.approx(taken(2) + 2), "shared out like the policy"
+
+
+def test_a_judge_counts_with_its_own_size(tiny_qwen: Path) -> None:
+    room = learner_bytes(shape_of(str(tiny_qwen)), TRAIN) + 1000
+    gpu = Gpu(total=room, free=room)
+    check(str(tiny_qwen), TRAIN, ranks=1, gpu=gpu)
+    with pytest.raises(LearnerError, match="a reference or teacher takes its share"):
+        check(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)), ranks=1, gpu=gpu)
 
 
 def test_a_models_size_is_known_without_its_weights(tiny_qwen: Path) -> None:

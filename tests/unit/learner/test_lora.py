@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Lora, Loss, Train
-from swarmq.learner import checkpoint
+from swarmq.engine.packing import Packed
+from swarmq.engine.transfers import distinct
+from swarmq.learner import checkpoint, lora
 from swarmq.learner.lora import MARK, has_lora
 from swarmq.learner.passes import Pass, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -45,6 +49,31 @@ def test_adapters_learn_and_the_merged_weights_are_the_same_policy(tiny_qwen: Pa
     plain.load_state_dict(weights)
     (one,) = work_of(EPISODES, TRAIN, trainer.engine).passes
     torch.testing.assert_close(logprobs(LayoutModel(plain), one), logprobs(trainer.model, one), rtol=0, atol=1e-5)
+
+
+def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    trainer.step(record(1))
+    wanted = distinct(trainer.named_tensors())
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def counted(weight: torch.Tensor, layer: object) -> torch.Tensor:
+        assert [each for each in made if each() is not None] == [], "one merged tensor at a time"
+        whole = summed(weight, layer)
+        made.append(weakref.ref(whole))
+        return whole
+
+    summed = lora._sum
+    monkeypatch.setattr(lora, "_sum", counted)
+    tensors = distinct(trainer.weights_to_push())
+    assert made == []
+    plan = Packed.of(tensors, torch.float32)
+    buffer = torch.empty(plan.size_bytes, dtype=torch.uint8)
+    plan.pack(tensors, buffer)
+    assert len(made) > 4
+    sent = plan.views(buffer)
+    assert sent.keys() == wanted.keys()
+    assert all(torch.equal(sent[name], tensor) for name, tensor in wanted.items())
 
 
 def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(tiny_qwen: Path, tmp_path: Path) -> None:

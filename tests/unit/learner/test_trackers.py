@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.episodes import make_group
-from swarmq.config import Train
+from swarmq.config import Policy, SwarmJob, Train
+from swarmq.engine.push import PushReport
 from swarmq.errors import LearnerError
-from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.link import StopSignal
+from swarmq.learner.loop import Learner
+from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.summary import describe, tally
 from swarmq.learner.trackers import Trackers, check, flat
 from swarmq.learner.trainer import Trainer
@@ -24,7 +30,60 @@ LOGGED_EVERY_STEP = {
     "grad_norm", "staleness/0", "truncated", "equal_groups", "partial_groups", "length_penalised", "tokens_sampled",
     "tokens_computed", "drifted", "branches/history_edited", "tokens_per_s", "mfu", "train_s", "loss", "learning_rate",
 }  # fmt: skip
-"""Of a step; the loop adds what it measures around it: folding, wait_s, push_s, pause_s and pauses."""
+"""Of a step."""
+LOGGED_BY_THE_LOOP = {
+    "folding",
+    "wait_s",
+    "push_s",
+    "pause_s",
+    "pauses/engine_0",
+    "pauses/engine_1",
+    "step_s",
+    "replayed",
+}
+NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+"""What every tracker takes."""
+
+
+class OneBatch:
+    """In the place of the I/O process: hands out one batch, then says that it was the last."""
+
+    def __init__(self, record: BatchRecord) -> None:
+        self.left: list[Batch] = [Batch(record=encode_record(record), replayed=False, figures=describe(record, []))]
+        self.told: list[object] = []
+
+    def next(self, **_: object) -> Batch | None:
+        return self.left.pop() if self.left else None
+
+    def tell(self, message: object) -> None:
+        self.told.append(message)
+
+    def finish(self) -> None:
+        pass
+
+
+class TwoEngines:
+    def push(self, named_tensors: Iterable[Any], version: int) -> PushReport:
+        list(named_tensors)
+        return PushReport(version=version, pause_s=0.2, pauses={"engine_0": 0.1, "engine_1": 0.2})
+
+
+def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_trackers_take(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    train = msgspec.structs.replace(TRAIN, trackers=("tensorboard",))
+    episodes = tuple(
+        msgspec.structs.replace(e, kind="maths: 10 % (hard)//..", code_version="v1 (dirty) http://host:80")
+        for e in make_group("a", (0.0, 1.0), success=True)
+    )
+    record = BatchRecord(index=Index(record=1, version=1, tally=tally(episodes)), episodes=episodes, settings=train)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
+    learner = Learner(job, "main", pusher=TwoEngines(), stop=StopSignal())
+    learner.run(OneBatch(record))
+    tags = set(EventAccumulator(str(job.run_folder.trackers("main") / "r.main")).Reload().Tags()["scalars"])
+    assert tags >= LOGGED_BY_THE_LOOP
+    assert [name for name in tags if not NAME.fullmatch(name)] == []
+    assert any(name.startswith("reward_by_kind/maths") for name in tags)
 
 
 def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -53,14 +112,23 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
 
 def test_a_tracker_that_fails_costs_a_warning_and_not_the_step(tmp_path: Path) -> None:
     class Broken:
-        is_main_process = True
+        name = "broken"
 
         def log(self, *_: object, **__: object) -> None:
             raise ConnectionError
 
+    class Sound(Broken):
+        def log(self, values: dict[str, float], *, step: int) -> None:
+            heard.append((step, values))
+
+    class Accelerator:
+        trackers = (Broken(), Sound())
+
+    heard: list[tuple[int, dict[str, float]]] = []
     trackers = Trackers.__new__(Trackers)
-    trackers._accelerator, trackers._on = Broken(), True
+    trackers._accelerator, trackers._on = Accelerator(), True
     trackers.log(1, {"loss": 1.0})
+    assert heard == [(1, {"loss": 1.0})], "the others still get their figures"
 
 
 def test_numbers_in_dictionaries_get_a_path_and_texts_are_left_out() -> None:

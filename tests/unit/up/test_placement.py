@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarmq.config import Engine, Policy, Train
+from swarmq.config import Engine, Loss, Policy, Train
 from swarmq.engine.gpus import Gpu, chosen
 from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
@@ -55,6 +55,14 @@ def test_the_engine_sleeps_where_both_do_not_fit_but_each_does() -> None:
     placement = place(large, model(5.5), [H200])
     assert (placement.kind, placement.sleep) == ("shared", True)
     assert "sleeps" in str(placement)
+
+
+def test_a_reference_or_a_teacher_takes_its_room() -> None:
+    judged = policy(train=msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)))
+    assert not place(policy(), model(4), [H200]).sleep
+    assert place(judged, model(4), [H200], judged_by=[9_500_000_000]).sleep
+    with pytest.raises(ConfigError, match="are missing"):
+        place(judged, model(4), [H200], judged_by=[40_000_000_000])
 
 
 def test_a_model_too_large_says_how_much_is_missing_and_what_to_change() -> None:
