@@ -80,8 +80,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         weights = HALF_BYTES * model.parameters
         length = min(policy.engine.max_model_len, model.max_length or policy.engine.max_model_len)
         cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
-        ranks = range(1, num_gpus + 1) if not train.lora and train.sharding != "none" else (1,)
-        ranks = ranks if policy.trained else ()
+        most = num_gpus if not train.lora and train.sharding != "none" else 1
+        ranks = range(1, (most if policy.trained else 0) + 1)
         return cls(
             learner={n: learner_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},
             state={n: state_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},

@@ -89,7 +89,8 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 def _how(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
-    return f"was killed by {signal.Signals(-status).name}{WHY.get(-status, '')}"
+    killer = signal.Signals(-status)
+    return f"was killed by {killer.name}{WHY.get(killer, '')}"
 
 
 def job_file(job: SwarmJob, policy: str) -> Path:
