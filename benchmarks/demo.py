@@ -1,7 +1,7 @@
 """The main job on three seeds, and how quick a client is: `python -m benchmarks.demo --seeds 0 1 2`.
 
 Each seed is a whole `swarmq demo` in a process of its own: fresh run folder, held-out reward before and after, a client
-killed half-way, every episode accounted for. Then, with a run up, a client script is started over and over: seconds to
+killed half-way, every episode accounted for; what agents felt of a weight push is read from its batch log. Then, with a run up, a client script is started over and over: seconds to
 its first answered completion, and, after an edit that breaks its reward function, to its first traceback.
 """
 
@@ -14,13 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks import report
+from swarmq.config import RunFolder
 from swarmq.demo.make_model import made_model
 from swarmq.demo.run import DemoOptions, DemoResult, demo_settings
+from swarmq.learner.batch_log import records
+from swarmq.messages import Turn
 from swarmq.up import deploy
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -33,7 +37,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run; the demo's own number by default")
     options = parser.parse_args()
-    results = [run_seed(seed, options.steps) for seed in options.seeds]
+    results, felt = zip(*(run_seed(seed, options.steps) for seed in options.seeds), strict=True)
     imports = [float(_python("-c", IMPORT)) for _ in range(REPEATS)]
     answered, traced = asyncio.run(client_seconds())
     rows = [
@@ -77,13 +81,15 @@ def main() -> None:
         "first_completion_s": statistics.median(answered),
         "edit_to_traceback_s": statistics.median(traced),
         "pause_s": statistics.median(r.step_medians["pause_s"] for r in results),
+        "pause_felt_s": statistics.median(felt),
         **{
             f"step_{key}": statistics.median(r.step_medians[key] for r in results)
-            for key in ("wait_s", "train_s", "push_s")
+            for key in ("wait_s", "rollout_s", "train_s", "push_s")
         },
     }
     detail = {
         "runs": msgspec.to_builtins(results, str_keys=True),
+        "pause_felt_s": felt,
         "client_import_s": imports,
         "first_completion_s": answered,
         "edit_to_traceback_s": traced,
@@ -92,15 +98,32 @@ def main() -> None:
     report.save("demo", figures, detail=detail, out=options.out)
 
 
-def run_seed(seed: int, steps: int | None) -> DemoResult:
-    """One whole demo. Raises CalledProcessError when it fails."""
+def run_seed(seed: int, steps: int | None) -> tuple[DemoResult, float]:
+    """One whole demo, and what its agents felt of a push. Raises CalledProcessError when it fails."""
     with tempfile.TemporaryDirectory(prefix="swarmq-demo-") as folder:
         command = ["demo", "--plain", "--folder", folder, "--run", "bench", "--seed", str(seed)]
         print(f"--- seed {seed}", flush=True)
         subprocess.run(
             [sys.executable, "-m", "swarmq", *command, *(["--steps", str(steps)] if steps else [])], check=True
         )
-        return msgspec.json.decode((Path(folder) / "bench" / "result.json").read_bytes(), type=DemoResult)
+        run = RunFolder(Path(folder) / "bench")
+        result = msgspec.json.decode((run.path / "result.json").read_bytes(), type=DemoResult)
+        log = records(run.batch_log("main"))
+        return result, pause_felt([turn for record in log for episode in record.episodes for turn in episode.turns])
+
+
+def pause_felt(turns: Sequence[Turn]) -> float:
+    """Seconds, median over the answers that a weight push fell into: by how much each took longer than the median of
+    the other answers of its length. Answers of a length that no other has are left out."""
+    calm: dict[int, list[float]] = {}
+    for turn in turns:
+        if len(turn.versions) == 1:
+            calm.setdefault(len(turn.sampled_ids), []).append(turn.timings.total_s)
+    return statistics.median(
+        turn.timings.total_s - statistics.median(calm[length])
+        for turn in turns
+        if len(turn.versions) > 1 and (length := len(turn.sampled_ids)) in calm
+    )
 
 
 async def client_seconds() -> tuple[list[float], list[float]]:

@@ -40,6 +40,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Under `--dist loadgroup` one worker has all tests of a file, and one has all files that share the engine."""
+    served = {item.path for item in items if "engine_url" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "engine" if item.path in served else str(item.path.relative_to(config.rootpath))
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     if "SWARMQ_TEST_AMQP_URL" not in os.environ and any(name in arg for arg in config.args for name in FOLDERS):

@@ -34,7 +34,7 @@ from swarmq.observe.screen import draw
 from swarmq.up import Deployment, deploy
 
 FRAME_S = 0.5
-PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
+PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):

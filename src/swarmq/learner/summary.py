@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -57,6 +58,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         if record.settings
         else 0.0,
         "turns": len(turns),
+        "rollout_s": statistics.median(map(rollout_s, episodes)) if episodes else 0.0,
         "tokens_sampled": sum(len(turn.sampled_ids) for turn in turns) // 4,
         "tokens_unfolded": sum(turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns),
         "staleness": dict(sorted(Counter(str(record.index.version - 1 - oldest_version(e)) for e in episodes).items())),
@@ -72,6 +74,12 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
 def _share(those: Iterable[bool]) -> float:
     flags = list(those)
     return sum(flags) / max(len(flags), 1)
+
+
+def rollout_s(episode: Episode) -> float:
+    """Seconds from an episode's first call to its last answer, by the clocks of the proxies that had them."""
+    timings = [turn.timings for turn in episode.turns]
+    return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 
 
 def oldest_version(episode: Episode) -> int:
