@@ -40,6 +40,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return None
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under `--dist loadgroup` one worker has all tests of a file, and one has all files that share the engine."""
     served = {item.path for item in items if "engine_url" in getattr(item, "fixturenames", ())}

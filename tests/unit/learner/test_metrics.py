@@ -48,5 +48,13 @@ def test_a_rollout_lasts_from_its_first_call_to_its_last_answer():
     turns = make_turns(random.Random(0), episode_id="e", turns=3, vocab=10, length=4, version=1)
     spans = [(100.0, 2.0), (103.0, 9.0), (104.0, 1.0)]  # the second one is a slow call beside the third
     timed = [replace(t, timings=Timings(began_at=began, total_s=s)) for t, (began, s) in zip(turns, spans, strict=True)]
-    told = {"policy": "main", "slot": Slot(task_id="t"), "kind": "k", "group_id": "g", "group_members": 1, "group_size": 1}
+    told = {
+        "run": "r",
+        "policy": "main",
+        "slot": Slot(task_id="t"),
+        "kind": "k",
+        "group_id": "g",
+        "group_members": 1,
+        "group_size": 1,
+    }
     assert rollout_s(Episode(episode_id="e", reward=1.0, turns=tuple(timed), **told)) == pytest.approx(12.0)
