@@ -22,9 +22,9 @@ def main(arguments: list[str]) -> int:
     others = [folder for folder in folders if folder.name not in BESIDE]
     with tempfile.TemporaryFile() as said:
         beside = subprocess.Popen(pytest(first, arguments), stdout=said, stderr=subprocess.STDOUT)
-        # With a worker of its own the broker starts while tests are collected.
+        # With a worker of its own the broker starts while others collect and run; who needs it comes last.
         statuses = [
-            subprocess.run(pytest([TESTS / "contract", *others], ["-n", "1", *arguments]), check=False).returncode
+            subprocess.run(pytest([*others, TESTS / "contract"], ["-n", "1", *arguments]), check=False).returncode
         ]
         statuses.append(beside.wait())
         said.seek(0)
