@@ -54,7 +54,7 @@ def plant_apt(machine: Path, *, erlang_exits: int) -> None:
     """An apt-get without package lists, and a dpkg whose packages hold a server."""
     for name, code in (("apt-get", APT_GET), ("dpkg", DPKG.replace("%d", str(erlang_exits)))):
         executable(machine / "bin" / name)
-        (machine / "bin" / name).write_text(f"#!{sys.executable}\n{code}")
+        (machine / "bin" / name).write_text(f"#!{sys.executable} -IS\n{code}")
 
 
 @pytest.fixture
