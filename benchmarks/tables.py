@@ -11,14 +11,29 @@ from typing import Any
 from benchmarks.report import RESULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "faults.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "faults.md", ROOT / "docs" / "figures.md")
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+
+HEADLINES = (
+    ("faults injected; finished episodes lost, trained twice", "faults", "{injections:.0f}; {lost:.0f}, {twice:.0f}"),
+    ("growth of the proxy's memory over 100,000 episodes", "soak", "x {rss_growth_ratio_proxy:.2f}"),
+    ("`from swarmq import SwarmClient`", "demo", "{client_import_s:.2f} s"),
+    ("from `python agent.py` to its first answered completion", "demo", "{first_completion_s:.2f} s"),
+    ("from an edited reward function to its first traceback", "demo", "{edit_to_traceback_s:.2f} s"),
+    ("chats of 10, 20, 30 turns, 1.7 B: folded over a row for each turn", "timelines_h200", "{speedup_linear_10:.1f}x, {speedup_linear_20:.1f}x, {speedup_linear_30:.1f}x"),
+    ("episodes that fork, 1.7 B: trees; rows of merged prefixes alone", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
+    ("learner alone, 1.7 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}"),
+    ("the same over plain transformers", "learner_h200", "{over_baseline_1p7b:.1f}x"),
+    ("bytes on the queue for a sampled token at 50 turns; with whole prompts", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
+    ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
+)  # fmt: skip
+"""What a reader of the README wants to know first: words, result, figures."""
 
 
 def render(text: str, results: Path = RESULTS) -> str:
     """`text` with every figures block made anew."""
     known = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    blocks = {"demo": demo_block, "faults": faults_block, "all": all_block}
+    blocks = {"demo": demo_block, "faults": faults_block, "all": all_block, "headlines": headlines_block}
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
 
 
@@ -81,6 +96,15 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
     yield f"the end; {figures['hangs']} hangs. Version {weights['version']} of the weights is "
     yield f"{'to the bit that' if weights['checkpoint_equal'] else 'NOT that'} of a replay without faults, and so were "
     yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} pushes that an engine took.\n\n"
+
+
+def headlines_block(known: dict[str, Any]) -> Iterator[str]:
+    """The few figures to read first."""
+    yield "\n| what | figure | on |\n|---|---|---|\n"
+    for words, name, form in HEADLINES:
+        if name in known:
+            yield f"| {words} | {form.format(**known[name]['figures'])} | {known[name]['hardware']} |\n"
+    yield "\n"
 
 
 def all_block(known: dict[str, Any]) -> Iterator[str]:
