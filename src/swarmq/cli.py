@@ -357,7 +357,13 @@ def feed(
     """
     tasks = functools.partial(_read_tasks, data, limit=limit, require=require)
     if for_eval:
-        run_until_signalled(_feed_eval(run, tasks, kind=kind, repeats=repeats))
+        unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--restart": restart}
+        if given := [name for name, used in unused.items() if used]:
+            raise ConfigError(
+                f"{', '.join(given)}: without meaning beside --eval, whose tasks are kept and attempted in every round; "
+                "brought again they replace themselves"
+            )
+        run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
         return
     run_until_signalled(
         _feed(run, data, tasks, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart)
@@ -370,14 +376,19 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
     return read_tasks(data, limit=limit, require=require)
 
 
-async def _feed_eval(run: Path, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None) -> None:
+async def _feed_eval(
+    run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
+) -> None:
     from swarmq.broker.amqp import AmqpBroker
+    from swarmq.client.tasks import source_mark
     from swarmq.observe.operate import bring_eval_tasks
 
     job = _resolved(run)
     chosen = _one_kind(job, kind)
     async with AmqpBroker.open(job.broker.url or "", name="swarmq feed --eval") as broker:
-        count = await bring_eval_tasks(broker, job, read(), chosen, repeats=repeats or max(job.eval.k))
+        count = await bring_eval_tasks(
+            broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
+        )
     click.echo(f"{count} tasks to evaluate {chosen} with")
     if not job.eval.every:
         click.echo(f"no round is held yet: swarmq set {run} eval.every=10")
@@ -406,6 +417,7 @@ async def _feed(
 
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.client.feed import default_progress_file, feed
+    from swarmq.client.tasks import source_mark
     from swarmq.collector.ledger import changes
 
     job = _resolved(run)
@@ -422,7 +434,8 @@ async def _feed(
                 repeats=repeats or job.group_size(chosen),
                 epochs=epochs,
                 seed=seed,
-                progress_file=default_progress_file(job.run_folder.path, job.run, chosen, data),
+                progress_file=default_progress_file(job.run_folder.path, job.run, chosen, source_mark(data)),
+                source=source_mark(data),
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total),
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import msgspec
@@ -77,6 +77,17 @@ def unfinished(begin: EpisodeBegin | Ends, status: Literal["aborted", "failed"],
         client_id=begin.client_id,
         status=status,
         reason=reason[-MAX_REASON:],
+    )
+
+
+def untrainable(policies: Sequence[str], known: Sequence[str], frozen: Collection[str]) -> str:
+    """Why an episode of these policies cannot be one of training; empty if it can."""
+    if not set(policies) <= set(frozen):
+        return ""
+    trained = ", ".join(policy for policy in known if policy not in frozen)
+    return (
+        f"policies: {', '.join(policies)} given, which no learner trains (trained = false): name one of {trained} too, or "
+        "let the episode be one of evaluation (mode='eval')"
     )
 
 

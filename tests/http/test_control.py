@@ -195,3 +195,14 @@ async def test_the_routes_are_described(stage):
     assert paths["/v1/control/episodes/{episode_id}/end"]["post"]["security"] == [{"operatorToken": []}]
     async with stage.http.get(f"{stage.url}/schema") as response:
         assert response.content_type == "text/html", "and there is a page to read them on"
+
+
+async def test_a_training_episode_of_frozen_policies_alone_is_refused(stages):
+    async with stages(frozen=True) as stage:
+        body = {"task_id": "t1", "policies": ["other"]}
+        status, fault = await call(stage, "POST", "/episodes", body)
+        assert (status, fault["error"]["param"]) == (400, "policies")
+        assert "other given, which no learner trains" in fault["error"]["message"]
+        assert "name one of main too" in fault["error"]["message"]
+        status, _ = await call(stage, "POST", "/episodes", {**body, "mode": "eval"})
+        assert status == 201

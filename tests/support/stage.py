@@ -46,6 +46,7 @@ async def staged(
     kinds: Any = None,
     number: int = 0,
     watchers: Any = (),
+    frozen: bool = False,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -54,7 +55,12 @@ async def staged(
         "engine": {"urls": urls},
         "sampling": {"temperature": 0.8, "max_tokens": 200, **(sampling or {})},
     }
-    tree = {"run": RUN, "folder": folder, "policies": {"main": policy, "other": policy}, "kinds": kinds or {}}
+    tree = {
+        "run": RUN,
+        "folder": folder,
+        "policies": {"main": policy, "other": {**policy, "trained": not frozen}},
+        "kinds": kinds or {},
+    }
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
     broker = MemoryBroker()
     await broker.declare(RUN, policies=job.policies, kinds=job.mix)

@@ -12,22 +12,20 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from swarmq.broker import Broker, topology
-from swarmq.client.tasks import SwarmTask
+from swarmq.client.tasks import SwarmTask, fed_id, own_id
 from swarmq.errors import TaskError
 from swarmq.logs import log
 from swarmq.messages import Slot, Task
 
 WINDOW = 128
 """Tasks that are published together; the progress file is written after each window."""
-
-KIND_MARK = ":"
-"""Between kind and id in a fed slot's task id: two data sets of two kinds may well both begin with "1"."""
 
 
 class Fed(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,16 +46,21 @@ async def feed(
     epochs: int = 1,
     seed: int | None = None,
     progress_file: Path,
+    source: str = "",
     resume: bool = True,
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> int:
     """Publish every repeat of every task in every epoch, shuffled per epoch where `seed` is given; returns how many.
 
+    Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
+    `source_mark`). Raises TaskError for a task that is of another kind, and for an id that comes twice.
     `report(confirmed, total)` is called as it goes. With `resume` it goes on behind what `progress_file` says was
     confirmed: more epochs may be asked for then, but not other data, repeats or seed (TaskError). Without, it begins
     again with the same slots, of which those that were trained are not trained again.
     """
-    bodies = [(task.id, _payload(task)) for task in tasks]
+    bodies = [(fed_id(task, kind, source), _payload(task)) for task in tasks]
+    if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
+        raise TaskError(f"the id {own_id(repeated[0], kind)!r} comes more than once: ids must differ")
     if not bodies or repeats < 1 or epochs < 1:
         raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
     data = _digest(bodies, kind, repeats, seed)
@@ -99,7 +102,7 @@ def plan(
         task_id, payload = bodies[order[place // repeats]]
         yield Task(
             run=run,
-            slot=Slot(task_id=f"{kind}{KIND_MARK}{task_id}", repeat=place % repeats, epoch=epoch),
+            slot=Slot(task_id=task_id, repeat=place % repeats, epoch=epoch),
             kind=kind,
             group_size=repeats,
             payload=msgspec.Raw(payload),
@@ -107,9 +110,8 @@ def plan(
 
 
 def default_progress_file(folder: Path, run: str, kind: str, source: str) -> Path:
-    """One per run, kind and data set."""
-    digest = hashlib.sha256(source.encode()).hexdigest()[:8]
-    return folder / f"feed-{run}-{kind}-{digest}.json"
+    """One per run, kind and data set (by its mark)."""
+    return folder / f"feed-{run}-{kind}-{source}.json"
 
 
 def _order(count: int, seed: int | None, epoch: int) -> list[int]:

@@ -81,19 +81,26 @@ def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = 
         async with client:
             client.agent_loop = agents
             with stop_on_signals() as stop:
-                workers = {kind: _workers(client, kind, function, plan) for kind, function in functions.items()}
-                async with asyncio.TaskGroup() as tasks:
-                    running = {}
-                    for kind, (training, evaluating) in workers.items():
-                        shown = plan.progress and len(workers) == 1
-                        running[client.known_kind(kind)] = tasks.create_task(training.run(stop, progress=shown))
-                        tasks.create_task(evaluating.run(stop, progress=False))
-                return {kind: task.result() for kind, task in running.items()}
+                return await work(client, functions, plan, stop)
 
     try:
         return asyncio.run(main())
     finally:
         agents.close()
+
+
+async def work(
+    client: AsyncSwarmClient, functions: Mapping[str | None, AgentFunction], plan: Plan, stop: asyncio.Event
+) -> dict[str, RunSummary]:
+    """Attempt the tasks of every kind until `stop` is set, in lanes for training and others for evaluation."""
+    workers = {kind: _workers(client, kind, function, plan) for kind, function in functions.items()}
+    running = {}
+    async with asyncio.TaskGroup() as tasks:
+        for kind, (training, evaluating) in workers.items():
+            shown = plan.progress and len(workers) == 1
+            running[client.known_kind(kind)] = tasks.create_task(training.run(stop, progress=shown))
+            tasks.create_task(evaluating.run(stop, progress=False))
+    return {kind: task.result() for kind, task in running.items()}
 
 
 def _workers(client: AsyncSwarmClient, kind: str | None, function: AgentFunction, plan: Plan) -> tuple[Worker, Worker]:

@@ -34,7 +34,7 @@ from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
 from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
-from swarmq.outcome import Outcome, finished, unfinished
+from swarmq.outcome import Outcome, finished, unfinished, untrainable
 
 DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
@@ -160,13 +160,13 @@ class AsyncSwarmClient:
         group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
         attempt=failed.attempt + 1`. The collector gives the episode up after `silence_s` (the run's) without a model
         call; its key is refused after `lifetime_s`, `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
-        Raises EpisodeError for an unknown kind or policy and when `deadline_s` passes, BrokerError.
+        Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
         """
         self.check()
         piece = as_task(task)
         kind = self.known_kind(kind or piece.kind)
         size = group_size or (self.group_size_of(kind) if mode == "train" else 1)
-        chosen = self._policies(policies)
+        chosen = self._policies(policies, mode)
         begin = EpisodeBegin(
             run=self.invite.run,
             episode_id=new_id(),
@@ -306,7 +306,7 @@ class AsyncSwarmClient:
         """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
         return self._transport.group_size_of(kind) or self.invite.group_sizes.get(kind, self.invite.group_size)
 
-    def _policies(self, policies: Sequence[str] | None) -> tuple[str, ...]:
+    def _policies(self, policies: Sequence[str] | None, mode: Mode) -> tuple[str, ...]:
         known = self.invite.policies
         if isinstance(policies, str):
             policies = (policies,)
@@ -314,6 +314,8 @@ class AsyncSwarmClient:
         if not chosen or (unknown := set(chosen) - set(known)):
             given = ", ".join(sorted(unknown)) if chosen else "none"
             raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
+        if mode == "train" and (refusal := untrainable(chosen, known, self.invite.frozen)):
+            raise EpisodeError(refusal)
         return chosen
 
     @contextlib.asynccontextmanager

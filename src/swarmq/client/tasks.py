@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -53,6 +54,31 @@ def as_task(value: Any, *, default_id: str | None = None) -> SwarmTask:
             "wrap it as SwarmTask(id=..., payload=...)"
         )
     return _checked(SwarmTask(id=str(name), kind=kind, payload=value))
+
+
+def fed_id(task: SwarmTask, kind: str, source: str = "") -> str:
+    """The id of a task on the queue of its kind: two data sets, of one kind or two, may well both begin with "1".
+
+    `source` is the mark of its data set (`source_mark`). Raises TaskError for a task that is of another kind.
+    """
+    if task.kind not in (None, kind):
+        raise TaskError(
+            f"task {task.id!r} is of kind {task.kind!r} by its own field, and is fed as {kind!r}: feed it as that kind, or "
+            "leave `kind` out of its row"
+        )
+    return f"{kind}@{source}:{task.id}" if source else f"{kind}:{task.id}"
+
+
+def own_id(fed: str, kind: str) -> str:
+    """The id that a task had before it was fed."""
+    head, colon, name = fed.partition(":")
+    return name if colon and (head == kind or head.startswith(f"{kind}@")) else fed
+
+
+def source_mark(data: str) -> str:
+    """What tells the tasks of one data set from those of another: its name, or a file's place."""
+    path = Path(data).expanduser()
+    return hashlib.sha256((str(path.resolve()) if path.exists() else data).encode()).hexdigest()[:8]
 
 
 class Numbering:

@@ -31,13 +31,12 @@ from swarmq.client.attempts import (
     check_timeout,
 )
 from swarmq.client.episode import AsyncEpisode
-from swarmq.client.feed import KIND_MARK
 from swarmq.client.progress import Display
 from swarmq.client.report import RunSummary, Tally
 from swarmq.client.runner import RETRY_PAUSE_S
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.targets import load
-from swarmq.client.tasks import SwarmTask
+from swarmq.client.tasks import SwarmTask, own_id
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError
 from swarmq.logs import log
 from swarmq.messages import Mode, Task, key_of
@@ -138,9 +137,7 @@ class Worker:
 
     async def _begin(self, task: Task) -> AsyncEpisode:
         return await self._client.begin_episode(
-            SwarmTask(
-                task.slot.task_id.removeprefix(task.kind + KIND_MARK), task.kind, msgspec.msgpack.decode(task.payload)
-            ),
+            SwarmTask(own_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload)),
             mode=task.mode,
             kind=task.kind,
             slot=task.slot,

@@ -72,6 +72,20 @@ def fits(calls: Mapping[str, Call], kept: Collection[str], end_bytes: int) -> bo
     return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
 
 
+def misnamed(calls: Mapping[str, Call], end: EpisodeEnd) -> dict[tuple[str, str], str]:
+    """Policy and agent tag of every reward that credits no call, with what to say about it."""
+    found = {}
+    for policy, rewards in end.agent_rewards.items():
+        tags = sorted({call.agent for call in calls.values() if call.policy == policy and call.agent})
+        for agent in rewards.keys() - tags:
+            known = f"its calls are tagged {', '.join(tags)}" if tags else "none of its calls has a tag"
+            found[policy, agent] = (
+                f"agent_rewards of {policy} names {agent!r}, as which no call of episode {end.episode_id} is tagged "
+                f"(header x-swarmq-agent); {known}. Calls without a reward by tag get the episode's"
+            )
+    return found
+
+
 def assemble(
     policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int
 ) -> Episode:

@@ -30,7 +30,7 @@ from collections.abc import Iterable
 import msgspec
 
 from swarmq.collector import effects as do
-from swarmq.collector.calls import answered, fits, flaw
+from swarmq.collector.calls import answered, fits, flaw, misnamed
 from swarmq.collector.evals import Evals, EvalTask
 from swarmq.collector.groups import Groups
 from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
@@ -43,6 +43,9 @@ from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUNDS = "eval_rounds"
 """Rounds that were due up to now, the one before the first step included."""
+
+MAX_TAGS_TOLD = 100
+"""Agent tags without a call that are warned of, in case every episode has others."""
 
 
 class Core:
@@ -65,6 +68,7 @@ class Core:
         self._stored_counts = dict(self.counts)
         self.evals = snapshot.evals or Evals()
         self._drained = False
+        self._tags_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch, under what they were computed for."""
@@ -354,8 +358,16 @@ class Core:
             do.WinSlot(slot.id, episode.episode_id),
             do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since),
             self._tell(episode, begin, "", now),
+            *self._misnamed(episode),
         ]
         return effects + (self._publish(slot.group_id) if not group.lacks else [])
+
+    def _misnamed(self, episode: OpenEpisode) -> list[do.Effect]:
+        """Warnings of rewards for agent tags that no call has, once for each tag."""
+        found = misnamed(episode.calls, episode.end) if episode.end and episode.end.agent_rewards else {}
+        fresh = list(found.keys() - self._tags_told)[: MAX_TAGS_TOLD - len(self._tags_told)]
+        self._tags_told |= set(fresh)
+        return [do.Emit("warning", {"text": found[tag]}) for tag in fresh]
 
     def _evaluated(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, now: float) -> list[do.Effect]:
         self.counts[f"eval_{end.status}"] += 1

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from swarmq.broker import Broker, topology
-from swarmq.client.tasks import as_task
+from swarmq.client.tasks import as_task, fed_id
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Action, Command, Event, Slot, Task, new_id
@@ -80,24 +80,27 @@ async def ask(
     return Answer(accepted=accepted, applied=applied, missing=missing)
 
 
-async def bring_eval_tasks(broker: Broker, job: SwarmJob, tasks: Iterable[Any], kind: str, *, repeats: int) -> int:
-    """Tasks for the evaluation rounds of a run; brought again they replace themselves. How many.
+async def bring_eval_tasks(
+    broker: Broker, job: SwarmJob, tasks: Iterable[Any], kind: str, *, repeats: int, source: str = ""
+) -> int:
+    """Tasks for the evaluation rounds of a run; brought again, from the same `source`, they replace themselves. How many.
 
-    Raises TaskError for one that has no name or cannot be sent, before any is brought.
+    Raises TaskError for one that has no name, is of another kind or cannot be sent, before any is brought.
     """
     named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
     if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:
         raise TaskError(f"task id {repeated[0]!r} comes more than once: ids must differ")
     bodies = []
     for task in named:
+        name = fed_id(task, kind, source)
         try:
-            bodies.append(msgspec.msgpack.encode(task.payload))
+            bodies.append((name, msgspec.msgpack.encode(task.payload)))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
-    for task, body in zip(named, bodies, strict=True):
+    for name, body in bodies:
         message = Task(
             run=job.run,
-            slot=Slot(task_id=f"{kind}:{task.id}"),
+            slot=Slot(task_id=name),
             kind=kind,
             group_size=repeats,
             mode="eval",

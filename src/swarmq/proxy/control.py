@@ -22,7 +22,7 @@ from swarmq import keys
 from swarmq.broker import Broker, TicketDesk, topology
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
-from swarmq.outcome import Ends, Outcome, finished, unfinished
+from swarmq.outcome import Ends, Outcome, finished, unfinished, untrainable
 from swarmq.proxy.ledger import Entry, Ledger
 from swarmq.proxy.refusals import RefusedError
 
@@ -254,6 +254,8 @@ class Control:
         policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))
         if not policies or set(policies) - set(job.policies):
             raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
+        if asked.mode == "train" and (refusal := untrainable(policies, tuple(job.policies), job.frozen)):
+            raise RefusedError(refusal, param="policies")
         return EpisodeBegin(
             run=job.run,
             episode_id=asked.episode_id or new_id(),

@@ -9,6 +9,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.client.tasks import own_id
 from swarmq.config import SwarmJob
 from swarmq.messages import key_of
 
@@ -76,3 +77,20 @@ def test_a_data_set_with_a_bad_line_feeds_nothing(start_feed, tmp_path, run_name
     assert f"data.jsonl line {TASKS + 1}" in output
     assert not list((tmp_path / run_name).glob("feed-*"))
     assert "Traceback" not in output
+
+
+async def test_eval_tasks_go_to_the_collector_and_what_is_left_to_do_is_said(start_feed, run_name, amqp_url, tmp_path):
+    (tmp_path / "data.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n')
+    async with AmqpBroker.open(amqp_url, name="test") as broker:
+        await broker.declare(run_name, policies=["main"], kinds=["default"])
+        feeding = start_feed("--eval", "--repeats", "4")
+        output, _ = await asyncio.to_thread(feeding.communicate)
+        assert (feeding.returncode, "2 tasks to evaluate default with" in output) == (0, True), output
+        assert f"swarmq set {tmp_path / run_name} eval.every=10" in output
+        async with broker.consume(topology.control(run_name), prefetch=9) as deliveries:
+            tasks = [(await anext(deliveries)).message for _ in range(2)]
+        assert [(task.mode, task.group_size) for task in tasks] == [("eval", 4)] * 2
+        assert [own_id(task.slot.task_id, "default") for task in tasks] == ["a", "b"]
+        assert (await broker.depths([topology.tasks(run_name, "default")]))[
+            topology.tasks(run_name, "default")
+        ].ready == 0

@@ -138,6 +138,12 @@ def test_a_worker_without_an_invite_is_told_where_to_get_one():
     assert "invite" in result.output.lower()
 
 
+def test_what_means_nothing_beside_eval_is_refused(tmp_path):
+    result = swarmq("feed", tmp_path, "data.jsonl", "--eval", "--epochs", 2, "--seed", 0, "--restart")
+    assert result.exit_code == 1
+    assert "--epochs, --seed, --restart: without meaning beside --eval" in result.output
+
+
 def test_errors_of_several_tasks_are_all_said_once(capsys):
     group = ExceptionGroup("both", [BrokerError("no broker"), ExceptionGroup("deep", [EngineError("no engine")])])
     with pytest.raises(SystemExit), cli.friendly():

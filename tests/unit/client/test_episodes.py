@@ -440,3 +440,15 @@ async def test_an_agent_that_has_its_key_is_trusted_to_use_it(client):
             assert ep.blocking().api_key
             await ep.end(1.0)
     assert told == []
+
+
+async def test_a_training_episode_needs_a_policy_that_is_trained(swarm_of):
+    swarm = await swarm_of(policies=("main", "judge", "rival"), frozen=("judge", "rival"))
+    await swarm.issue(9)
+    async with swarm.client() as client:
+        with pytest.raises(EpisodeError, match=r"policies: judge, rival given, which no learner trains .* one of main"):
+            await client.begin_episode("t", policies=["judge", "rival"])
+        assert swarm.begins == [], "no ticket is spent on it"
+        await client.begin_episode("t", policies=["judge"], mode="eval")
+        await client.begin_episode("t", policies=["judge", "main"])
+    assert [begin.policies for begin in swarm.begins] == [("judge",), ("judge", "main")]

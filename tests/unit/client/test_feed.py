@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from swarmq.broker import topology
 from swarmq.client import feed as feeding
 from swarmq.client.feed import WINDOW, default_progress_file, feed, plan
-from swarmq.client.tasks import SwarmTask
+from swarmq.client.tasks import SwarmTask, fed_id, own_id, source_mark
 from swarmq.errors import TaskError, UnroutableError
 
 RUN = "r1"
@@ -74,7 +74,7 @@ def test_tasks_of_two_kinds_with_the_same_id_are_different_slots():
     slots = [
         task.slot
         for kind in ("math", "code")
-        for task in plan(RUN, [("1", b"")], kind, repeats=2, seed=0, numbers=range(2))
+        for task in plan(RUN, [(fed_id(SwarmTask("1"), kind), b"")], kind, repeats=2, seed=0, numbers=range(2))
     ]
     assert len({slot.id for slot in slots}) == 4
 
@@ -154,3 +154,39 @@ def test_any_two_halves_of_the_plan_are_the_whole(count, repeats, epochs, seed, 
     whole = slots(range(total))
     assert slots(range(cut)) + slots(range(cut, total)) == whole
     assert len({slot.id for slot in whole}) == total
+
+
+async def test_equal_ids_of_two_data_sets_are_two_tasks_and_agents_see_the_ids_they_know(swarm, tmp_path):
+    for name in ("train.jsonl", "more.jsonl"):
+        (tmp_path / name).touch()
+        mark = source_mark(str(tmp_path / name))
+        file = default_progress_file(tmp_path, RUN, "math", mark)
+        assert await feed(swarm.broker, RUN, data(3), "math", repeats=2, progress_file=file, source=mark) == 6
+    slots = await fed(swarm)
+    assert len({slot.id for slot in slots}) == 12
+    assert [own_id(slot.task_id, "math") for slot in slots] == ["0", "0", "1", "1", "2", "2"] * 2
+
+
+def test_a_data_set_is_the_same_however_its_place_is_written(tmp_path, monkeypatch):
+    (tmp_path / "data.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    assert source_mark("data.jsonl") == source_mark(str(tmp_path / "data.jsonl"))
+    assert source_mark("reasoning-gym:a") != source_mark("reasoning-gym:b")
+
+
+def test_an_id_is_given_back_as_it_was():
+    for name in ("1", "a:b", "math:1", "math@0:1"):
+        for source in ("", "0a1b2c3d"):
+            assert own_id(fed_id(SwarmTask(name), "math", source), "math") == name
+    assert own_id("math-2:1", "math") == "math-2:1", "not ours: from a loop of somebody's own"
+
+
+async def test_a_task_of_another_kind_or_with_a_taken_id_feeds_nothing(swarm, progress):
+    for wrong, says in (
+        (SwarmTask("x", "code"), "task 'x' is of kind 'code' by its own field, and is fed as 'math'"),
+        (SwarmTask("0"), "the id '0' comes more than once"),
+    ):
+        with pytest.raises(TaskError, match=says):
+            await feed(swarm.broker, RUN, [*data(2), wrong], "math", repeats=1, progress_file=progress)
+    assert await fed(swarm) == []
+    assert await feed(swarm.broker, RUN, [SwarmTask("x", "math")], "math", repeats=1, progress_file=progress) == 1

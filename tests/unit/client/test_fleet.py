@@ -1,9 +1,14 @@
-"""Which function works on which kind, and what cannot be given to other processes."""
+"""Which function works on which kind, in which lanes, and what cannot be given to other processes."""
 
+import asyncio
+
+import msgspec
 import pytest
 
-from swarmq.client.fleet import parse_targets, run_processes
+from swarmq.broker import topology
+from swarmq.client.fleet import Plan, parse_targets, run_processes, work
 from swarmq.errors import TaskError
+from swarmq.messages import Slot, Task
 
 
 def test_one_function_works_on_the_kinds_that_are_named():
@@ -36,3 +41,63 @@ def test_a_function_that_other_processes_cannot_have_is_refused_before_any_start
         run_processes(make_invite(), {None: "no_such_module:attempt"}, 2)
     with pytest.raises(TaskError, match="is not a function"):
         run_processes(make_invite(), {None: 3}, 2)
+
+
+def task(number, mode):
+    slot = Slot(task_id=f"math:{mode}-{number}")
+    return Task(run="r1", slot=slot, kind="math", group_size=1, mode=mode, payload=msgspec.Raw(b"\xc0"))
+
+
+async def fill(broker, count):
+    for number in range(count):
+        await broker.publish(topology.tasks("r1", "math"), task(number, "train"))
+        await broker.publish(topology.evals("r1", "math"), task(number, "eval"))
+
+
+async def ended(swarm, count):
+    while len(swarm.ends) < count:  # noqa: ASYNC110 - the memory broker has no event for it
+        await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(("busy", "free"), [("train", "eval"), ("eval", "train")])
+async def test_neither_training_nor_evaluation_keeps_the_other_waiting(swarm, busy, free):
+    """One of them fills all its lanes with attempts that do not end; all of the other is attempted meanwhile."""
+    stop, gate, begun, done = asyncio.Event(), asyncio.Event(), [], asyncio.Event()
+
+    async def agent(ep):
+        begun.append((ep.mode, ep.task.id))
+        if ep.mode == busy:
+            await gate.wait()
+        elif [mode for mode, _ in begun].count(free) == 20:
+            done.set()
+        return 1.0
+
+    await fill(swarm.broker, 20)
+    async with swarm.client() as client, asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(work(client, {"math": agent}, Plan(concurrency=8, progress=False), stop))
+        await done.wait()
+        lanes = {"train": 8, "eval": 2}
+        assert [mode for mode, _ in begun].count(busy) == lanes[busy], (
+            "one lane in four, and no more, is for evaluation"
+        )
+        gate.set()
+        await ended(swarm, 40)
+        stop.set()
+        summaries = await working
+    assert (summaries["math"].finished, len(begun), len(set(begun))) == (20, 40, 40)
+    tickets = {begin.mode: begin.ticket_id for begin in swarm.begins}
+    assert tickets["train"] is not None
+    assert tickets["eval"] is None, "evaluation needs no ticket"
+    assert swarm.arrived(topology.tasks("r1", "math")) == swarm.arrived(topology.evals("r1", "math")) == []
+
+
+async def test_a_worker_without_tickets_still_evaluates(swarm_of):
+    swarm, stop = await swarm_of(), asyncio.Event()
+    await fill(swarm.broker, 3)
+    async with swarm.client() as client, asyncio.TaskGroup() as tasks:
+        working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, Plan(progress=False), stop))
+        await ended(swarm, 3)
+        stop.set()
+        await working
+    assert {begin.mode for begin in swarm.begins} == {"eval"}
+    assert len(swarm.arrived(topology.tasks("r1", "math"))) == 3, "back on the queue"

@@ -304,3 +304,16 @@ def test_every_unconfirmed_message_is_in_the_outbox_after_a_restart(bench, say):
     bench.run(bench.core.forwarded("e", "main"))
     bench.run(bench.core.ticket_sent("math.1"))
     assert set(waiting) - set(bench.store.outbox()) == {bench.sent[0], waiting[0]}
+
+
+def test_a_reward_for_a_tag_that_no_call_has_is_told_of_once_with_the_tags_there_are(bench, say):
+    for name in "ab":
+        rewards = {"main": {"writer": 1.0, "tster": 0.0}}
+        bench.take(say.begin(name, name), say.turn("c1", name, agent="writer"), say.turn("c2", name, agent="tester"))
+        bench.take(say.end(name, agent_rewards=rewards))
+    [warning] = bench.events("warning")
+    assert "agent_rewards of main names 'tster', as which no call of episode a is tagged" in warning["text"]
+    assert "its calls are tagged tester, writer" in warning["text"]
+    bench.take(say.begin("c", "c"), say.turn("c1", "c"), say.end("c", agent_rewards={"main": {"writer": 1.0}}))
+    assert "none of its calls has a tag" in bench.events("warning")[-1]["text"]
+    assert [bench.state(name)[0] for name in "abc"] == [bench.state("a")[0]] * 3, "they are trained all the same"

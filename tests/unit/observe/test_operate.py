@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import AsyncIterator
 
 import pytest
 
 from swarmq.broker import topology
+from swarmq.client.tasks import own_id
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import ConfigError, SwarmqError
+from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Control, Event
-from swarmq.observe.operate import ask, lines
+from swarmq.observe.operate import ask, bring_eval_tasks, lines
 from swarmq.testing import MemoryBroker
 
 JOB = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "groups": {"max_staleness": 0}})
@@ -86,3 +88,38 @@ async def test_what_is_no_command_is_parked():
         await broker.publish(topology.control("r"), Event(run="r", source="x", name="state", at=0.0))
         await ask(broker, "r", "resume")
         assert len(broker.stored(topology.DEAD)) == 1
+
+
+async def test_eval_tasks_become_rounds_and_brought_again_replace_themselves():
+    job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "eval": {"every": 5}})
+    store, broker, stop = Store(None, run="r"), MemoryBroker(), asyncio.Event()
+    await broker.declare("r", policies=["main"], kinds=job.mix)
+    tasks = [{"id": str(number), "n": number} for number in range(3)]
+    assert await bring_eval_tasks(broker, job, tasks, "default", repeats=1, source="aa") == 3
+    assert await bring_eval_tasks(broker, job, tasks[:2], "default", repeats=2, source="aa") == 2
+    assert await bring_eval_tasks(broker, job, tasks[:1], "default", repeats=1, source="bb") == 1
+    async with asyncio.TaskGroup() as parts:
+        parts.create_task(Collector(job, broker, store).run(stop))
+        async with broker.consume(topology.evals("r", "default"), prefetch=99) as deliveries:
+            round_of = [(await anext(deliveries)).message for _ in range(6)]
+        stop.set()
+    attempts = Counter(task.slot.task_id for task in round_of)
+    assert attempts == {"default@aa:0": 2, "default@aa:1": 2, "default@aa:2": 1, "default@bb:0": 1}
+    assert {(task.mode, task.slot.epoch) for task in round_of} == {("eval", 0)}
+    assert {own_id(task.slot.task_id, "default") for task in round_of} == {"0", "1", "2"}
+
+
+@pytest.mark.parametrize(
+    ("tasks", "says"),
+    [
+        ([{"id": "a"}, {"id": "a"}], "'a' comes more than once"),
+        ([{"id": "a"}, {"id": "b", "kind": "code"}], "'b' is of kind 'code' by its own field"),
+        ([{"id": "a"}, {"id": "b", "n": 2**70}], "'b': its data cannot be sent"),
+    ],
+)
+async def test_one_bad_eval_task_brings_none(tasks, says):
+    broker = MemoryBroker()
+    await broker.declare("r", policies=[], kinds=[])
+    with pytest.raises(TaskError, match=says):
+        await bring_eval_tasks(broker, JOB, tasks, "default", repeats=1)
+    assert broker.stored(topology.control("r")) == []
