@@ -197,7 +197,8 @@ class Episode(Record, frozen=True, kw_only=True, tag="episode"):
 
 
 class Consumed(Record, frozen=True, kw_only=True, tag="consumed"):
-    """learner -> in: one optimizer step was logged, and what became of the episodes it took."""
+    """learner -> in: one optimizer step was logged, and what became of the episodes it took. Of no episode at all: the
+    learner waits and nothing comes; what it has not reported is to be sent once more."""
 
     policy: str
     record: int = 0

@@ -4,8 +4,8 @@
       ^──────────────────────────────────────────────────────────────────────────────────────────┘
 
 Waiting is visible: one warning when the broker goes away, one line when it is back. A refusal (wrong password, no
-such queue) ends the link at its first connection, because a person has to act; once a link has worked, only a
-missing queue ends it, and other refusals are waited out, since a broker that restarts or is being repaired refuses too.
+such queue) ends the link at its first connection, because a person has to act; once a link has worked, refusals are
+waited out, since a broker that restarts or is being repaired refuses too, and the collector makes a deleted queue again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from swarmq.broker.session import Session, open_session
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.logs import log
 
 FIRST_DELAY_S = 0.1
@@ -89,7 +89,7 @@ class Link:
                     await asyncio.wait({session.lost})
                     self._disconnected(session.lost.result())
             except BrokerError as error:
-                if isinstance(error, UnroutableError) or not (worked or isinstance(error, BrokerLostError)):
+                if not (worked or isinstance(error, BrokerLostError)):
                     self._refuse(error)
                     return
                 self._wait(str(error))
@@ -117,7 +117,7 @@ class Link:
 
     def _wait(self, reason: str) -> None:
         if not self._waiting:
-            log.warning("broker unreachable, waiting", connection=self._name, reason=reason)
+            log.warning("broker or queue unreachable, waiting", connection=self._name, reason=reason)
         self.trouble, self._waiting = reason, True
 
     def _refuse(self, error: BrokerError) -> None:

@@ -17,12 +17,15 @@ from collections.abc import AsyncIterator
 
 from swarmq.broker.delivery import Deliveries, Delivery
 from swarmq.broker.protocol import Broker
-from swarmq.errors import BrokerError, BrokerLostError, SwarmqError
+from swarmq.errors import BrokerError, BrokerLostError, SwarmqError, UnroutableError
+from swarmq.logs import log
 from swarmq.messages import Ticket
 from swarmq.notice import noticed
 
 LINGER_S = 2.0
 """How long the consumer stays open with nobody waiting."""
+RETRY_S = 1.0
+"""Between looks for a queue that was there and was deleted: the collector makes it again."""
 
 
 class Grant:
@@ -58,14 +61,21 @@ class TicketDesk:
                 grant.used.set_result(used)
 
     async def serve(self) -> None:
-        """Until cancelled. An error of the broker goes to those who wait, and the next one tries again."""
+        """Until cancelled. An error of the broker goes to those who wait, and the next one tries again; a queue that
+        is gone is waited for if it has been there."""
+        known = False
         while True:
             await self._someone.wait()
             try:
                 async with self._broker.consume(self._queue, prefetch=1) as deliveries:
+                    known = True
                     await self._hand_out(deliveries)
             except BrokerError as error:
-                self.refuse(error)
+                if known and isinstance(error, UnroutableError):
+                    log.warning("ticket queue deleted, waiting", queue=self._queue)
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    self.refuse(error)
 
     def refuse(self, error: SwarmqError) -> None:
         """Let all who wait now go without a ticket."""

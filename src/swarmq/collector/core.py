@@ -19,16 +19,19 @@ What each oddity of a faulty world does, and the name it is counted under:
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
     consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
+    sent_again         a queue was deleted or emptied: what it may have held is sent once more, and recognised by its ids
+                       wherever it had arrived
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
+from swarmq.broker import topology
 from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw, misnamed
 from swarmq.collector.evals import Evals, EvalTask
@@ -46,6 +49,9 @@ EVAL_ROUNDS = "eval_rounds"
 
 MAX_TAGS_TOLD = 100
 """Agent tags without a call that are warned of, in case every episode has others."""
+
+LOST_S = 15.0
+"""Tickets that are out, in no queue and used by nobody for so long are nowhere: a client uses one within a moment."""
 
 
 class Core:
@@ -72,6 +78,8 @@ class Core:
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch, under what they were computed for."""
+        self._astray: dict[str, tuple[frozenset[str], float]] = {}
+        """Kind -> the tickets that are out while its queue is empty, and since when it is those."""
         self._restore(snapshot, now)
 
     # ------------------------------------------------------------------------------------------- events
@@ -124,6 +132,49 @@ class Core:
     def ticket_sent(self, ticket_id: str) -> list[do.Effect]:
         """The broker has confirmed a ticket."""
         return [do.TicketSent(ticket_id)]
+
+    def lost(self, queues: Collection[str]) -> list[do.Effect]:
+        """Somebody deleted or emptied these queues: what they may have held, once more. With the inbox go the begins
+        of tickets; reports that were in it are told again by the learner."""
+        run, inbox = self.rules.run, topology.inbox(self.rules.run) in queues
+        effects: list[do.Effect] = []
+        for kind, out in self.credit.out.items():
+            if inbox or topology.tickets(run, kind) in queues:
+                effects += [do.IssueTicket(ticket_id, kind) for ticket_id in sorted(out)]
+        for policy in self.rules.trained:
+            if self.steering and topology.control(run, policy) in queues and self.steering.state.number:
+                effects.append(do.Tell(policy, self.steering.state.number))
+            if topology.ready(run, policy) in queues:
+                effects += [
+                    do.Forward(episode_id, policy, group.members[policy])
+                    for group in self.groups.published.values()
+                    for episode_id in sorted(group.pending.get(policy, ()))
+                ]
+        effects += [
+            do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, one.version, one.began_at)
+            for one in self.evals.slots.values()
+            if topology.evals(run, one.kind) in queues and not one.done
+        ]
+        self.counts["sent_again"] += len(effects)
+        return effects
+
+    def tickets_seen(self, waiting: Mapping[str, int], now: float) -> list[do.Effect]:
+        """Kind -> tickets in its queue, as long as nothing is on its way to us or from us. Those that are nowhere are
+        issued once more."""
+        before, self._astray = self._astray, {}
+        effects: list[do.Effect] = []
+        for kind, num in waiting.items():
+            out = frozenset(self.credit.out.get(kind, ()))
+            if num or not out:
+                continue
+            known, since = before.get(kind, (out, now))
+            if known != out:
+                since = now
+            elif now - since >= LOST_S:
+                effects += self.lost({topology.tickets(self.rules.run, kind)})
+                since = now
+            self._astray[kind] = (out, since)
+        return effects
 
     def settle(self) -> list[do.Effect]:
         """Close a batch: tickets for the credit it freed, and the counters that changed."""
@@ -215,6 +266,8 @@ class Core:
         if report.version > self.versions.get(report.policy, 0):
             self.versions[report.policy] = report.version
             effects.append(do.SaveVersion(report.policy, report.version))
+        if not report.trained and not report.dropped:  # it waits, and nothing comes
+            return [*effects, *self.lost({topology.ready(self.rules.run, report.policy)})]
         fates = [(episode_id, "trained", "") for episode_id in report.trained]
         fates += [(episode_id, "dropped", reason) for episode_id, reason in report.dropped.items()]
         for episode_id, state, reason in fates:

@@ -1,7 +1,8 @@
 """What the core asks its shell to do.
 
 Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward`,
-`IssueTicket`, `IssueEval` and `Tell` are rows of an outbox and are published after the commit; `Emit` and `DeadLetter` are no rows.
+`IssueTicket`, `IssueEval` and `Tell` are rows of an outbox and are published after the commit; asked for once more, they are
+published once more. `Emit` and `DeadLetter` are no rows.
 """
 
 from __future__ import annotations

@@ -82,7 +82,8 @@ class Groups:
 
     def publish(self, group_id: str, pending: dict[str, set[str]]) -> None:
         group = self.open.pop(group_id)
-        self.restore(group_id, PublishedGroup(kind=group.kind, size=group.size, pending=pending))
+        members = {policy: len(ids) for policy, ids in pending.items()}
+        self.restore(group_id, PublishedGroup(kind=group.kind, size=group.size, pending=pending, members=members))
 
     def restore(self, group_id: str, published: PublishedGroup) -> None:
         self.published[group_id] = published

@@ -175,6 +175,8 @@ class PublishedGroup(msgspec.Struct, kw_only=True):
     size: int
     pending: dict[str, set[str]]
     """Policy -> episodes it has not reported on."""
+    members: dict[str, int] = {}
+    """Policy -> episodes it was sent."""
     trained: set[str] = set()
     """Episodes that some policy trained."""
 

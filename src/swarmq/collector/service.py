@@ -2,12 +2,14 @@
 
     in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
     timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
+    depths ──5 s──> look ──┤                                      │
     confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
         ^─────────────────────────────────────────────────────────────────────────────┘
 
 Order is the promise: committed, then acknowledged; committed, then published; confirmed, then marked. A crash between
 any two of them is a redelivery or a second publish. When the store cannot commit (disk full), nothing is acknowledged:
-the core is made again from the store and the same pieces are decided once more, until it can.
+the core is made again from the store and the same pieces are decided once more, until it can. Queues that somebody
+deleted are made again here and nowhere else, after it is committed that what they held is to be sent once more.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from swarmq.broker import Broker, Delivery, topology
+from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.collector.calls import assemble
 from swarmq.collector.core import Core
 from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
@@ -41,6 +43,7 @@ BATCH = 500
 WINDOW = 32
 """Messages published at once; bounds the memory that episodes take on their way out."""
 TICK_S = 1.0
+LOOK_S = 5.0
 STATE_S = 2.0
 RETRY_S = 2.0
 DRAIN_S = 10.0
@@ -69,12 +72,16 @@ class Collector:
         self._idle = asyncio.Event()
         self._events: deque[Emit] = deque()
         self._no_turns = NoTurns()
+        self._restoring = asyncio.Lock()
+        queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
+        self._queues = frozenset(queues)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish what is under way within DRAIN_S."""
-        await self._declare()
-        self._send(self._store.outbox())
+        await self._restore(at_start=True)
         await self._decide(lambda _: [])
+        self._outgoing.clear()
+        self._send(self._store.outbox())
         log.info("collecting", **figures(self._loaded()))
         async with asyncio.TaskGroup() as tasks:
             sender = tasks.create_task(self._sender())
@@ -82,6 +89,7 @@ class Collector:
                 tasks.create_task(self._intake(topology.inbox(self.job.run))),
                 tasks.create_task(self._intake(topology.control(self.job.run))),
                 tasks.create_task(self._ticker()),
+                tasks.create_task(self._warden()),
                 tasks.create_task(self._reporter()),
             ]
             await stop.wait()
@@ -111,8 +119,8 @@ class Collector:
                             await deliveries.ack_through(batch[-1])
                         await self._tell_all()
                     return
-            except UnroutableError as error:
-                await self._restore_queues(error)
+            except UnroutableError:
+                await self._restore()
 
     async def _take(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
         """Decide a batch; returns what is to be parked, with the reason.
@@ -152,6 +160,19 @@ class Collector:
             await asyncio.sleep(TICK_S)
             await self._decide(lambda core: core.tick(self._clock()))
             await self._tell_all()
+
+    async def _warden(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look()
+
+    async def _look(self) -> None:
+        """Find what somebody deleted or emptied."""
+        depths = await self._restore()
+        if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
+            kinds = {kind: topology.tickets(self.job.run, kind) for kind in self.job.task_kinds}
+            waiting = {kind: depths[queue].ready for kind, queue in kinds.items()}
+            await self._decide(lambda core: core.tickets_seen(waiting, self._clock()))
 
     async def _sender(self) -> None:
         """Publish what was decided, in order, a window at a time."""
@@ -248,8 +269,8 @@ class Collector:
             try:
                 await self._broker.publish(queue, message)
                 return
-            except UnroutableError as error:
-                await self._restore_queues(error)
+            except UnroutableError:
+                await self._restore()
 
     async def _tell_all(self) -> None:
         while self._events:
@@ -263,15 +284,19 @@ class Collector:
         event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
         await self._broker.emit(event)
 
-    async def _declare(self) -> None:
-        await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
-
-    async def _restore_queues(self, error: UnroutableError) -> None:
-        """Somebody deleted a queue: say so and make it again. What was in it is in the store, if it was ours."""
-        log.warning("queue_missing", error=str(error), retry_s=RETRY_S)
-        await asyncio.sleep(RETRY_S)
-        await self._declare()
-        await self._tell("warning", {"text": f"collector: {error}; the run's queues were made again"})
+    async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:
+        """Make the queues that are gone again, and send again what they held; what all queues hold now."""
+        async with self._restoring:
+            depths = await self._broker.depths(sorted(self._queues))
+            if gone := self._queues - depths.keys():
+                await self._decide(lambda core: core.lost(gone))  # before they are there: a crash would hide the loss
+                await self._broker.declare(self.job.run, policies=self._rules.trained, kinds=self.job.task_kinds)
+                if not at_start:
+                    names = ", ".join(sorted(gone))
+                    text = f"collector: {names} had been deleted; made again, and what it can know of is sent again"
+                    log.warning("queues_deleted", queues=names)
+                    await self._tell("warning", {"text": text})
+            return dict.fromkeys(gone, Depth(0, 0)) | depths
 
 
 def episode_of(store: Store, item: Forward) -> Episode | None:

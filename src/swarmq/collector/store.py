@@ -100,14 +100,15 @@ SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in thei
     do.FreeGroup: "DELETE FROM groups WHERE id = ?",
     do.Outcome: "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (episode, policy) "
     "DO UPDATE SET state = excluded.state, version = excluded.version, reason = excluded.reason",
-    do.Forward: "INSERT INTO outbox (episode, policy, members) VALUES (?, ?, ?)",
+    do.Forward: "INSERT INTO outbox (episode, policy, members) VALUES (?, ?, ?) ON CONFLICT (episode, policy) DO NOTHING",
     do.Forwarded: "DELETE FROM outbox WHERE episode = ? AND policy = ?",
-    do.IssueTicket: "INSERT INTO tickets (id, kind) VALUES (?, ?)",
+    do.IssueTicket: "INSERT INTO tickets (id, kind) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET sent = 0",
     do.TicketSent: "UPDATE tickets SET sent = 1 WHERE id = ?",
     do.TicketUsed: "DELETE FROM tickets WHERE id = ?",
     do.SaveCredit: "INSERT OR REPLACE INTO credit VALUES (?, ?, ?, ?, ?)",
     do.SaveEvalTask: "INSERT OR REPLACE INTO eval_tasks VALUES (?, ?, ?, ?)",
-    do.IssueEval: "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES (?, ?, ?, ?, ?)",
+    do.IssueEval: "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES (?, ?, ?, ?, ?) "
+    "ON CONFLICT (id) DO UPDATE SET sent = 0",
     do.EvalSent: "UPDATE eval_slots SET sent = 1 WHERE id = ?",
     do.EvalDone: "UPDATE eval_slots SET done = 1, reward = ?, success = ? WHERE id = ?",
     do.CloseRound: "DELETE FROM eval_slots",
@@ -294,12 +295,14 @@ class Store:
 
     def _published(self) -> dict[str, PublishedGroup]:
         groups = {
-            group_id: PublishedGroup(kind=kind, size=size, pending={})
+            group_id: PublishedGroup(kind=kind, size=size, pending={}, members={}, trained=set())
             for group_id, kind, size in self._all("SELECT id, kind, size FROM groups WHERE state = 'published'")
         }
         for group_id, episode_id, policy, state in self._all(
             "SELECT grp, episode, policy, o.state FROM outcomes o JOIN groups g ON g.id = o.grp WHERE g.state = 'published'"
         ):
+            members = groups[group_id].members
+            members[policy] = members.get(policy, 0) + 1
             if state == "pending":
                 groups[group_id].pending.setdefault(policy, set()).add(episode_id)
             elif state == "trained":

@@ -57,8 +57,12 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_known(self) -> int:
         """Of the newest logged episodes, those that may come again and must be known then."""
-        window = (self.max_staleness + 1) * self.groups_per_batch * self.group_size
-        return max(MIN_KNOWN, WINDOWS_KNOWN * window)
+        return max(MIN_KNOWN, WINDOWS_KNOWN * self.window)
+
+    @property
+    def window(self) -> int:
+        """Episodes that the collector lets be under way."""
+        return (self.max_staleness + 1) * self.groups_per_batch * self.group_size
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -8,7 +8,8 @@
 
 Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
 A record is reported on `in` once its step is done; the number in `reported` says how far that is confirmed, so a
-restart repeats at most a few reports and forgets none. When the trainer is gone this process ends; what is not in
+restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: a trainer that waits while
+nothing comes has its last reports told again and the collector asked for what it has not reported. When the trainer is gone this process ends; what is not in
 the log was not acknowledged and comes again.
 """
 
@@ -31,14 +32,14 @@ from swarmq import logs
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.broker.amqp import OPEN_S, AmqpBroker
 from swarmq.config import amqp_url
-from swarmq.errors import BrokerLostError, LearnerError, SwarmqError
+from swarmq.errors import BrokerLostError, LearnerError, SwarmqError, UnroutableError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.files import mapped
 from swarmq.learner.intake import Intake
 from swarmq.learner.lock import Fence, exclusive
 from swarmq.learner.orders import Orders
-from swarmq.learner.records import BatchRecord, Hello, Identity
+from swarmq.learner.records import BatchRecord, Hello, Identity, Index
 from swarmq.learner.reports import Reports
 from swarmq.learner.summary import describe
 from swarmq.messages import Consumed, Control, Episode, Event, EventName
@@ -48,6 +49,10 @@ log = structlog.get_logger()
 STATE_EVERY_S = 2.0
 STUCK_S = 60.0
 """Waiting this long for a batch is worth a line that says for what."""
+ASK_S = 20.0
+"""Waiting this long with nothing coming is worth a question whether something was lost on the way."""
+RETRY_S = 2.0
+"""Between tries of what the broker or the disk refuses for now."""
 DRAIN_S = 10.0
 """How long a stop waits for reports to be confirmed; the next start sends the rest."""
 PREDECESSOR_S = 15.0
@@ -130,6 +135,10 @@ class Desk:
         """Version -> what the batch handed over says of itself."""
         self.wanted_since: float | None = None
         """When the trainer asked for a batch; None while it has one."""
+        self.heard_at = time.monotonic()
+        """When an episode came that was not here before."""
+        self.asked = False
+        """Whether the collector was asked since then."""
         self.serving = asyncio.Lock()
         self.telling = asyncio.Lock()
         self.owed = asyncio.Event()
@@ -217,7 +226,11 @@ class Desk:
         if not isinstance(episode, Episode) or (episode.run, episode.policy) != (self.job.run, self.policy):
             await self.broker.dead_letter(delivery, f"not an episode of {self.job.run}.{self.policy}")
         elif self.intake.accept(episode):
-            self.unacked[episode.episode_id] = delivery
+            before, self.unacked[episode.episode_id] = self.unacked.get(episode.episode_id), delivery
+            if before is None:
+                self.heard_at, self.asked = time.monotonic(), False
+            else:
+                await _ack([before])  # this one stands for it
         else:
             await _ack([delivery])
 
@@ -279,22 +292,48 @@ class Desk:
     async def _publish_due(self) -> None:
         async with self.telling:
             for index in self.reports.due(self.version):
-                message = Consumed(
-                    run=self.job.run,
-                    policy=self.policy,
-                    record=index.record,
-                    version=index.version,
-                    trained=index.trained,
-                    dropped=index.dropped,
-                )
-                await self.broker.publish(topology.inbox(self.job.run), message)
+                await self._tell(index)
                 self.reports.confirm(index.record)
+
+    async def _tell(self, index: Index) -> None:
+        await self._to_inbox(
+            Consumed(
+                run=self.job.run,
+                policy=self.policy,
+                record=index.record,
+                version=index.version,
+                trained=index.trained,
+                dropped=index.dropped,
+            )
+        )
+
+    async def _to_inbox(self, message: Consumed) -> None:
+        """Return once it is there; a queue that was deleted is made again by the collector."""
+        while True:
+            try:
+                return await self.broker.publish(topology.inbox(self.job.run), message)
+            except UnroutableError as error:
+                log.warning("queue_missing", error=str(error), retry_s=RETRY_S)
+                await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
+            await asyncio.sleep(RETRY_S)
+
+    async def _ask(self) -> None:
+        """Reports may have been lost, and then what they told of still counts as ours; or episodes may have been."""
+        self.asked = True
+        async with self.telling:
+            for index in self.reports.told(self.intake.limits.window):
+                await self._tell(index)
+            await self._to_inbox(Consumed(run=self.job.run, policy=self.policy, version=self.version, trained=()))
+        log.info("asked_again", why="waiting for a batch, and nothing comes")
 
     async def _tick(self) -> None:
         stuck_said = 0.0
         while True:
             await self._state()
-            waited = time.monotonic() - (self.wanted_since or time.monotonic())
+            now = time.monotonic()
+            waited = now - (self.wanted_since or now)
+            if not self.asked and min(waited, now - self.heard_at) > ASK_S:
+                await self._ask()
             if waited > STUCK_S and time.monotonic() - stuck_said > STUCK_S:
                 stuck_said = time.monotonic()
                 await self._say_stuck(waited)

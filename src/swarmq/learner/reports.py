@@ -29,6 +29,18 @@ class Reports:
             if place.index.version <= version and place.index.record not in self._confirmed
         ]
 
+    def told(self, num_episodes: int) -> list[Index]:
+        """The newest records that were told of, oldest first, as many as hold `num_episodes`."""
+        newest: list[Index] = []
+        for place in reversed(self.log.places):
+            index = place.index
+            if num_episodes <= 0:
+                break
+            if index.record <= self.through or index.record in self._confirmed:
+                newest.append(index)
+                num_episodes -= len(index.trained) + len(index.dropped)
+        return newest[::-1]
+
     def confirm(self, record: int) -> None:
         """The broker has it. Losing this file repeats reports, which the collector recognises; so no fsync.
 

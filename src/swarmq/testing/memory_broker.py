@@ -37,6 +37,8 @@ class MemoryBroker:
         self._feeds: list[tuple[str, Feed]] = []
         self._present = asyncio.Event()
         self._present.set()
+        self._orphans: dict[str, list[_Consumer]] = {}
+        """Deleted queue -> consumers that wait for it to be made again."""
         self._books: dict[str, asyncio.Lock] = {}
         self._receipts: dict[str, set[str]] = {}
         self.emitted: list[Event] = []
@@ -72,7 +74,7 @@ class MemoryBroker:
             yield deliveries
         finally:
             deliveries.close()
-            source.leave(consumer)
+            consumer.leave()
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         self._park(delivery.arrival, reason)
@@ -98,7 +100,9 @@ class MemoryBroker:
     async def declare(self, run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> None:
         queues = {topology.DEAD: topology.dead_arguments(), **topology.run_queues(run, policies=policies, kinds=kinds)}
         for name, arguments in queues.items():
-            self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))
+            queue = self._queues.setdefault(name, _Queue(name, single="x-single-active-consumer" in arguments))
+            for consumer in self._orphans.pop(name, ()):
+                consumer.move(queue)
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         return {name: self._queues[name].depth for name in queues if name in self._queues}
@@ -120,8 +124,13 @@ class MemoryBroker:
             queue.push()
 
     def delete(self, queue: str) -> None:
-        """Delete a queue with all that is in it, under its consumers' feet."""
-        self._queues.pop(queue).drop(UnroutableError(f"no queue {queue}: it was deleted"))
+        """Delete a queue with all that is in it, under its consumers' feet; they wait for it to be declared again."""
+        orphans = self._orphans.setdefault(queue, [])
+        orphans += self._queues.pop(queue).drop()
+
+    def purge(self, queue: str) -> None:
+        """Remove what waits in a queue and is with no consumer."""
+        self._queue(queue).waiting.clear()
 
     def stored(self, queue: str) -> list[Stored]:
         """What waits in a queue, oldest first."""
@@ -192,10 +201,12 @@ class _Queue:
             self._take_back(consumer)
         self.push()
 
-    def drop(self, error: BrokerError) -> None:
+    def drop(self) -> list[_Consumer]:
+        """Lose everything; the consumers that are left without a queue."""
         for consumer in self.consumers:
             consumer.forget()
-            consumer.deliveries.fail(error)
+        left, self.consumers = self.consumers, []
+        return left
 
     def push(self) -> None:
         """Give what waits to whoever has room: to the first consumer only, or in turn."""
@@ -224,7 +235,19 @@ class _Consumer:
         self._queue = queue
         self._prefetch = prefetch
         self._session = _Session(queue)
+        self._closed = False
         self.deliveries = deliveries
+
+    def leave(self) -> None:
+        self._closed = True
+        self._queue.leave(self)
+
+    def move(self, queue: _Queue) -> None:
+        """Go on with a queue that was made in the place of a deleted one."""
+        self.forget()
+        self._queue, self._session = queue, _Session(queue)
+        if not self._closed:
+            queue.join(self)
 
     @property
     def has_room(self) -> bool:

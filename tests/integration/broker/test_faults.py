@@ -21,7 +21,7 @@ from swarmq.testing.relay import Way
 pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCKED = "publisher blocked by the broker's memory or disk alarm"
-WAITING = "broker unreachable, waiting"
+WAITING = "broker or queue unreachable, waiting"
 SHORT_HEARTBEAT = "?heartbeat=1"
 
 
@@ -265,15 +265,17 @@ async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
         assert any("recycled" in event.get("reason", "") for event in logs.events)
 
 
-async def test_a_deleted_queue_ends_its_consumer_with_its_name(node: PrivateNode, run_name: str) -> None:
+async def test_a_consumer_waits_for_a_deleted_queue_to_be_made_again(node: PrivateNode, run_name: str, logs) -> None:
     async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
         inbox = topology.inbox(run_name)
         async with broker.consume(inbox, prefetch=1) as deliveries:
             await node.ctl("delete_queue", inbox)
             with pytest.raises(UnroutableError, match=inbox):
-                await anext(deliveries)
-        with pytest.raises(UnroutableError, match=inbox):
-            await broker.publish(inbox, end(run_name, 1))
+                await broker.publish(inbox, end(run_name, 1))
+            await logs.seen(WAITING)
+            await broker.declare(run_name, policies=["main"], kinds=["math"])
+            await broker.publish(inbox, end(run_name, 2))
+            assert (await anext(deliveries)).key == "e2:end"
 
 
 async def test_a_queue_with_other_arguments_is_refused_with_its_name(node: PrivateNode, run_name: str) -> None:

@@ -13,8 +13,9 @@ from collections import defaultdict
 
 import pytest
 
-from swarmq.broker import topology
+from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.session import open_session
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError
@@ -174,3 +175,34 @@ async def test_a_drained_collector_leaves_nothing_unsent(job):
                 assert await process.wait() == 0
             issued = [await anext(tickets) for _ in range(5 * 2 * GROUP_SIZE - 1)]
     assert len(issued) == 39
+
+
+async def test_what_was_in_deleted_queues_comes_again(job):
+    tickets, ready = topology.tickets(job.run, "math"), topology.ready(job.run, "main")
+    window = 5 * 2 * GROUP_SIZE
+    async with AmqpBroker.open(job.broker.url, name="test") as broker, collector(job):
+        await held_by(broker, tickets, window)
+        for repeat in range(GROUP_SIZE):
+            slot = Slot(task_id="t", repeat=repeat)
+            for piece in episode(job.run, f"e{repeat}", slot, f"math.{repeat + 1}"):
+                await broker.publish(topology.inbox(job.run), piece)
+        await held_by(broker, ready, GROUP_SIZE)
+        async with broker.events(job.run) as events, open_session(job.broker.url, name="operator") as session:
+            for queue in (tickets, ready):
+                await session.call(session.channel.queue_delete(queue))
+            told = await anext(event async for event in events if event.name == "warning")
+            assert tickets in told.fields["text"]
+        async with broker.consume(ready, prefetch=GROUP_SIZE) as deliveries:
+            again = [(await anext(deliveries)).message for _ in range(GROUP_SIZE)]
+        assert [message.episode_id for message in again] == [f"e{repeat}" for repeat in range(GROUP_SIZE)]
+        assert {message.group_members for message in again} == {GROUP_SIZE}
+        async with broker.consume(tickets, prefetch=window) as deliveries:
+            names = {(await anext(deliveries)).message.ticket_id for _ in range(window - GROUP_SIZE)}
+        assert names == {f"math.{number}" for number in range(GROUP_SIZE + 1, window + 1)}
+
+
+async def held_by(broker, queue, num):
+    """Returns once so many messages wait there."""
+    while (depths := await broker.depths([queue])).get(queue, Depth(0, 0)).ready < num:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    assert depths[queue].ready == num

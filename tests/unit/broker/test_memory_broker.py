@@ -50,11 +50,29 @@ async def test_a_publisher_waits_for_an_absent_broker(broker: MemoryBroker) -> N
     assert (await broker.depths([INBOX]))[INBOX].ready == 1
 
 
-async def test_a_deleted_queue_ends_its_consumer(broker: MemoryBroker) -> None:
+async def test_consumers_of_a_deleted_queue_go_on_when_it_is_made_again(broker: MemoryBroker) -> None:
     async with broker.consume(INBOX, prefetch=1) as deliveries:
+        await broker.publish(INBOX, end(1))
+        held = await anext(deliveries)
         broker.delete(INBOX)
         with pytest.raises(UnroutableError):
-            await anext(deliveries)
+            await broker.publish(INBOX, end(2))
+        await broker.declare("r", policies=["main"], kinds=["math"])
+        await broker.publish(INBOX, end(2))
+        assert (await anext(deliveries)).message == end(2)
+        with pytest.raises(BrokerLostError):
+            await held.ack()
+
+
+async def test_a_purge_leaves_what_consumers_hold(broker: MemoryBroker) -> None:
+    async with broker.consume(INBOX, prefetch=1) as deliveries:
+        await broker.publish(INBOX, end(1))
+        await broker.publish(INBOX, end(2))
+        held = await anext(deliveries)
+        broker.purge(INBOX)
+        await held.ack()
+        await broker.publish(INBOX, end(3))
+        assert (await anext(deliveries)).message == end(3)
 
 
 async def test_events_are_kept_for_the_test_to_see(broker: MemoryBroker) -> None:

@@ -162,12 +162,13 @@ class MemoryStore:
 
     def _published(self) -> dict[str, PublishedGroup]:
         groups = {
-            g.group_id: PublishedGroup(kind=g.kind, size=g.size, pending={}, trained=set())
+            g.group_id: PublishedGroup(kind=g.kind, size=g.size, pending={}, members={}, trained=set())
             for g in self._groups.values()
             if g.state == "published"
         }
         for outcome in self._outcomes.values():
             if group := groups.get(outcome.group_id):
+                group.members[outcome.policy] = group.members.get(outcome.policy, 0) + 1
                 if outcome.state == "pending":
                     group.pending.setdefault(outcome.policy, set()).add(outcome.episode_id)
                 elif outcome.state == "trained":
@@ -224,6 +225,14 @@ class MemoryStore:
         self._delete(self._begins, effect.episode_id)
         self._delete(self._ends, effect.episode_id)
 
+    def _forward(self, effect: do.Forward) -> None:
+        if (key := (effect.episode_id, effect.policy)) not in self._outbox:
+            self._set(self._outbox, key, (self._next(), effect))
+
+    def _issue_eval(self, effect: do.IssueEval) -> None:
+        _, _, done = self._eval_slots.get(effect.slot_id, (effect, False, None))
+        self._set(self._eval_slots, effect.slot_id, (effect, False, done))
+
     def _ticket_sent(self, effect: do.TicketSent) -> None:
         if row := self._tickets.get(effect.ticket_id):
             self._set(self._tickets, effect.ticket_id, (row[0], True))
@@ -258,14 +267,14 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.SaveGroup: lambda s, e: s._set(s._groups, e.group_id, e),
     do.FreeGroup: lambda s, e: s._delete(s._groups, e.group_id),
     do.Outcome: lambda s, e: s._set(s._outcomes, (e.episode_id, e.policy), e),
-    do.Forward: lambda s, e: s._insert(s._outbox, (e.episode_id, e.policy), (s._next(), e)),
+    do.Forward: MemoryStore._forward,
     do.Forwarded: lambda s, e: s._delete(s._outbox, (e.episode_id, e.policy)),
-    do.IssueTicket: lambda s, e: s._insert(s._tickets, e.ticket_id, (e, False)),
+    do.IssueTicket: lambda s, e: s._set(s._tickets, e.ticket_id, (e, False)),
     do.TicketSent: MemoryStore._ticket_sent,
     do.TicketUsed: lambda s, e: s._delete(s._tickets, e.ticket_id),
     do.SaveCredit: lambda s, e: s._set(s._credit, e.kind, e),
     do.SaveEvalTask: lambda s, e: s._set(s._eval_tasks, e.task_id, e),
-    do.IssueEval: lambda s, e: s._insert(s._eval_slots, e.slot_id, (e, False, None)),
+    do.IssueEval: MemoryStore._issue_eval,
     do.EvalSent: MemoryStore._eval_sent,
     do.EvalDone: MemoryStore._eval_done,
     do.CloseRound: lambda s, _: [s._delete(s._eval_slots, key) for key in list(s._eval_slots)],

@@ -5,7 +5,8 @@
 
 Everything that may go wrong does, as often as `Chaos` says: pieces sent twice and late, answers lost on the way to the
 agent, agents that fail, vanish or come back from the dead, second attempts at a slot, a collector that dies between
-delivery, commit, acknowledgement, publish and mark: at random, or at the steps that are asked for. `World.run` then lets the world come to rest and checks what
+delivery, commit, acknowledgement, publish and mark: at random, or at the steps that are asked for; and somebody who
+deletes queues, empties them, or takes reports out of the inbox. `World.run` then lets the world come to rest and checks what
 must hold for every schedule. Negative controls subclass `Shell` and break one rule each.
 """
 
@@ -16,10 +17,12 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import msgspec
 
+from swarmq.broker import topology
 from swarmq.collector import effects as do
 from swarmq.collector.core import Core
 from swarmq.collector.records import Rules, Usage
@@ -63,6 +66,9 @@ class Chaos(msgspec.Struct, frozen=True, kw_only=True):
     """Groups that a learner drops for equal rewards."""
     ticket_twice: float = 0.1
     """Clients that die between the confirm of a begin and the acknowledgement of its ticket."""
+    meddling: float = 0.01
+    """Somebody deletes or empties a queue of tickets or episodes, or takes the reports out of the inbox. Never at all:
+    then nobody looks for what is lost either, so that a broken rule cannot hide behind it."""
 
 
 class Scene(msgspec.Struct, frozen=True, kw_only=True):
@@ -122,7 +128,7 @@ class Shell:
         core = self.core
         credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.credit.kinds.items()}
         groups = {gid: (g.kind, g.size, sorted(g.running), sorted(g.winners)) for gid, g in core.groups.open.items()}
-        published = {gid: (g.pending, g.trained) for gid, g in core.groups.published.items()}
+        published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
         opened = {e.episode_id: (e.begin, e.end, e.calls, e.tainted) for e in core.open.values()}
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
         return figures(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
@@ -149,17 +155,24 @@ class Shell:
     def decide(self, batch: list[bytes]) -> Iterator[str]:
         effects: list[do.Effect] = []
         confirmed = len(self.confirmed)
+        gone = frozenset(self.world.gone)
+        issued_before = self.core.credit.serial
         self.deciding = True
         with self.store.transaction():
-            for effect in self.decisions(batch):
+            for effect in chain(self.core.lost(gone) if gone else (), self.decisions(batch)):
                 self.store.write(effect)
                 effects.append(effect)
             yield "written"
         self.deciding = False
+        self.world.gone -= gone
         del self.confirmed[:confirmed]
         outgoing = [effect for effect in effects if isinstance(effect, OUTGOING)]
         self.outgoing += outgoing
-        if issued := Counter(effect.kind for effect in outgoing if isinstance(effect, do.IssueTicket)):
+        if issued := Counter(
+            effect.kind
+            for effect in outgoing
+            if isinstance(effect, do.IssueTicket) and int(effect.ticket_id.partition(".")[2]) > issued_before
+        ):
             self.world.check_credit(self.core, issued)
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
@@ -172,12 +185,17 @@ class Shell:
             yield from self.core.take(self.world.decoded(body), body, self.world.now)
         if self.decided_at != self.world.now:
             yield from self.core.tick(self.world.now)
+            if self.world.chaos.meddling and not self.outgoing and not self.world.inbox:
+                waiting = {kind: len(self.world.tickets[kind]) for kind in self.world.scene.rules.mix}
+                yield from self.core.tickets_seen(waiting, self.world.now)
         yield from self.core.settle()
         self.decided_at = self.world.now
 
     def publish(self) -> Iterator[str]:
         while self.outgoing:
             item = self.outgoing.popleft()
+            while self.world.queue_of(item) in self.world.gone:
+                yield from self.decide([])
             if isinstance(item, do.IssueTicket):
                 self.world.tickets[item.kind].append(item.ticket_id)
             elif message := episode_of(self.store, item):
@@ -314,6 +332,8 @@ class Learner:
         self.whole: list[list[Episode]] = []
         self.trained: list[str] = []
         self.record = self.version = 0
+        self.reports: list[Consumed] = []
+        self.asked = False
 
     def step(self) -> None:
         ready, rules = self.world.ready[self.policy], self.world.scene.rules
@@ -325,6 +345,7 @@ class Learner:
             self.report([episode.episode_id for group in batch for episode in group], {})
 
     def take(self, episode: Episode) -> None:
+        self.asked = self.asked and episode.episode_id in self.seen
         if self.seen.setdefault(episode.episode_id, episode) != episode:
             raise BrokenError(f"{episode.episode_id} was forwarded twice, and differently")
         members = self.groups[episode.group_id]
@@ -340,7 +361,7 @@ class Learner:
         self.record += 1
         self.trained += trained
         self.world.stirred()
-        self.world.send(
+        self.reports.append(
             Consumed(
                 run=RUN,
                 policy=self.policy,
@@ -350,6 +371,20 @@ class Learner:
                 dropped=dropped,
             )
         )
+        self.world.send(self.reports[-1])
+
+    def ask(self) -> None:
+        """Nothing comes: tell the reports again, and ask for what was not reported."""
+        if not self.asked:
+            self.asked = True
+            for report in self.reports:
+                self.world.send(report)
+            self.world.send(Consumed(run=RUN, policy=self.policy, version=self.version, trained=()))
+
+    def lacks(self, episode_id: str) -> bool:
+        """The collector waits for a report on an episode that is not here, or whose report it has not got."""
+        reported = any(episode_id in report.trained or episode_id in report.dropped for report in self.reports)
+        return reported or episode_id not in self.seen
 
 
 # -------------------------------------------------------------------------------------------------- world
@@ -392,6 +427,8 @@ class World:
         self.truths: dict[str, Truth] = {}
         self.busy = 0
         self.overdrafts = 0
+        self.gone: set[str] = set()
+        """Queues that somebody deleted and nobody has made again."""
         self.moved, self.resting = True, False
         self.crashes = 0
         self.slots = self._slots()
@@ -403,6 +440,8 @@ class World:
         """A stretch of chaos, then rest, then the reckoning."""
         for _ in range(num_steps):
             self.act()
+            if self.rng.random() < self.chaos.meddling:
+                self.meddle()
             if self.rng.random() < self.chaos.crash:
                 self.crashes += 1
                 self.shell.crash()
@@ -442,8 +481,10 @@ class World:
             for learner in self.learners:
                 learner.step()
             if not self.moved and not self.inbox:
-                if self.done and not self.busy and not self.shell.core.open and not self.waiting:
+                if self.done and not self.busy and not self.shell.core.open and not self.waiting and not self.astray:
                     return
+                for learner in self.learners if self.chaos.meddling else ():
+                    learner.ask()
                 self.now += PAUSE_S
                 waited_s += PAUSE_S
             else:
@@ -477,6 +518,23 @@ class World:
         self.inbox.extendleft(reversed(self.held))
         self.held.clear()
 
+    def meddle(self) -> None:
+        queues = {topology.ready(RUN, policy): queue for policy, queue in self.ready.items()}
+        queues |= {topology.tickets(RUN, kind): self.tickets[kind] for kind in self.scene.rules.mix}
+        if (choice := self.rng.randrange(3)) == 0:
+            self.inbox = deque(body for body in self.inbox if not isinstance(self.decoded(body), Consumed))
+            return
+        name = self.rng.choice(list(queues))
+        queues[name].clear()
+        if choice == 1:
+            self.gone.add(name)
+
+    def queue_of(self, item: do.Effect) -> str:
+        if isinstance(item, do.IssueTicket):
+            return topology.tickets(RUN, item.kind)
+        assert isinstance(item, do.Forward)
+        return topology.ready(RUN, item.policy)
+
     # ---- bookkeeping
 
     def stirred(self) -> None:
@@ -491,6 +549,17 @@ class World:
     @property
     def waiting(self) -> bool:
         return any(group.winners for group in self.shell.core.groups.open.values())
+
+    @property
+    def astray(self) -> bool:
+        """Somebody's meddling is not made good yet."""
+        core = self.shell.core
+        pending = ((learner, group) for learner in self.learners for group in core.groups.published.values())
+        return any(out - set(self.tickets[kind]) for kind, out in core.credit.out.items()) or any(
+            learner.lacks(episode_id)
+            for learner, group in pending
+            for episode_id in group.pending.get(learner.policy, ())
+        )
 
     def _slots(self) -> dict[str, deque[tuple[Slot, int]]]:
         rules = self.scene.rules

@@ -10,7 +10,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.delivery import REASON_HEADER
-from swarmq.collector import service
+from swarmq.collector import core, service
 from swarmq.collector.effects import Forward
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
@@ -147,7 +147,7 @@ async def test_a_piece_that_breaks_the_core_is_parked_and_its_neighbours_are_not
 
 
 async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):
-    monkeypatch.setattr(service, "RETRY_S", 0.0)
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
     async with broker.events("r") as events, collecting(job, broker, Store(None, run="r")):
         await arrivals(broker, topology.tickets("r", "math"), 2)
         broker.delete(IN)
@@ -166,3 +166,56 @@ async def test_an_episode_that_called_no_model_is_a_warning_that_people_see(job,
             await asyncio.sleep(0)
     [warning] = warnings
     assert "does the agent use ep.base_url and ep.api_key?" in warning
+
+
+async def test_what_deleted_queues_held_is_sent_again(job, broker, say, monkeypatch):
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    tickets = topology.tickets("r", "math")
+    async with broker.events("r") as events, collecting(job, broker, Store(None, run="r")):
+        for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        (before,) = await arrivals(broker, READY, 1)
+        await arrivals(broker, tickets, 1)
+        broker.delete(READY)
+        broker.delete(tickets)
+        told = await anext(event async for event in events if event.name == "warning")
+        assert READY in told.fields["text"]
+        assert (await arrivals(broker, READY, 1)) == [before]
+        assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 1)] == ["math.2"]
+        await broker.publish(IN, say.consumed("e"))
+        assert len(await arrivals(broker, tickets, 2)) == 2
+
+
+async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_next(job, broker, say):
+    store = Store(None, run="r")
+    async with collecting(job, broker, store):
+        for piece in (say.begin(), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        before = await arrivals(broker, READY, 1)
+    broker.delete(READY)
+    async with collecting(job, broker, store):
+        while READY not in await broker.depths([READY]):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await arrivals(broker, READY, 1) == before
+
+
+async def test_tickets_that_are_in_no_queue_and_used_by_nobody_are_issued_again(job, broker, monkeypatch):
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    monkeypatch.setattr(core, "LOST_S", 0.0)
+    tickets = topology.tickets("r", "math")
+    async with collecting(job, broker, Store(None, run="r")):
+        await arrivals(broker, tickets, 2)
+        broker.purge(tickets)
+        assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 2)] == ["math.1", "math.2"]
+
+
+async def test_a_learner_that_asks_gets_what_it_has_not_reported_once_more(job, broker, say):
+    async with collecting(job, broker, Store(None, run="r")):
+        for name in ("a", "b"):
+            for piece in (say.begin(name, name), say.turn(episode=name), say.end(name)):
+                await broker.publish(IN, piece)
+        _, second = await arrivals(broker, READY, 2)
+        await broker.publish(IN, say.consumed("a"))
+        broker.purge(READY)
+        await broker.publish(IN, say.consumed())
+        assert await arrivals(broker, READY, 1) == [second]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 import msgspec
 import pytest
@@ -197,7 +197,7 @@ class _WithoutEnds(_WithoutSlots):
 )
 @pytest.mark.parametrize("size", ["long", "small"])
 def test_a_broken_rule_is_found_out(rule, size):
-    chaos = Chaos(crash=0.2, vanishes=0.3, undead=0.8)
+    chaos = Chaos(crash=0.2, vanishes=0.3, undead=0.8, meddling=0.0)
     found = scene(num_clients=6, chaos=chaos) if size == "long" else small(num_tasks=2, chaos=chaos)
     num, steps = (100, 150) if size == "long" else (2000, SMALL_STEPS)
     with pytest.raises((BrokenError, CollectorError)):  # a table's primary key finds some first
@@ -205,6 +205,23 @@ def test_a_broken_rule_is_found_out(rule, size):
 
 
 def test_an_acknowledgement_before_the_commit_loses_something_in_every_schedule_that_dies_between_them():
-    calm = small(chaos=Chaos(crash=0.0))
+    calm = small(chaos=Chaos(crash=0.0, meddling=0.0))
     with pytest.raises(BrokenError):
         every_crash(0, calm, AcknowledgesFirst, num_steps=SMALL_STEPS)
+
+
+class SendsNothingAgain(Shell):
+    def make_core(self) -> Core:
+        return _SendsNothingAgain(self.world.scene.rules, self.store, self.store.snapshot(), now=self.world.now)
+
+
+class _SendsNothingAgain(Core):
+    def lost(self, queues: Collection[str]) -> list[do.Effect]:
+        return []
+
+
+def test_a_collector_that_sends_nothing_again_is_found_out():
+    chaos = Chaos(crash=0.0, meddling=0.1)
+    assert worlds(0, 20, small(num_tasks=2, chaos=chaos), num_steps=SMALL_STEPS) == 0
+    with pytest.raises(BrokenError, match="nothing moves any more"):
+        worlds(0, 20, small(num_tasks=2, chaos=chaos), SendsNothingAgain, num_steps=SMALL_STEPS)

@@ -271,6 +271,43 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, mon
                     break
 
 
+async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what_is_not_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_process, "STATE_EVERY_S", 0.0)
+    half, other = make_group("b")
+    broker = await broker_with(make_group("a"), [half])
+    async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=9) as inbox:
+        await trainer.batch()
+        await trainer.tell(records.Stepped(version=1))
+        report = (await anext(inbox)).message
+        monkeypatch.setattr(io_process, "ASK_S", 0.0)
+        await trainer.tell(records.Next())
+        assert [(await anext(inbox)).message for _ in range(2)] == [
+            report,
+            Consumed(run="r", policy="main", version=1, trained=()),
+        ]
+        for episode in (half, other):  # as the collector answers
+            await broker.publish(READY, episode)
+        while not isinstance(message := await trainer.hear(), records.Batch):
+            assert isinstance(message, records.Waiting)
+        assert decode_record(message.record).index.trained == ("b-0", "b-1")
+        assert unacked(broker) == 0
+
+
+async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(io_process, "RETRY_S", 0.0)
+    broker = await broker_with(make_group("a"))
+    async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
+        await trainer.batch()
+        broker.delete(topology.inbox("r"))
+        await trainer.tell(records.Stepped(version=1))
+        await anext(event async for event in events if event.name == "warning" and "waits" in event.fields["text"])
+        await broker.declare("r", policies=["main"], kinds=["default"])
+        await stopped(trainer)
+    assert [c.trained for c in consumed(broker)] == [("a-0", "a-1")]
+
+
 def test_the_io_process_never_loads_torch() -> None:
     import subprocess
     import sys
