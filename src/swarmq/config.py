@@ -65,6 +65,8 @@ class Proxy(Settings, frozen=True, kw_only=True):
     key_lifetime_s: Positive = 7200.0
     request_timeout_s: Positive = 600.0
     """Deadline of a call, from its arrival to its last byte; later it is answered 504."""
+    receive_timeout_s: Positive = 60.0
+    """How long the head of a request may take to arrive, and how long its body; later it is answered 408."""
     max_body_bytes: Count = 10 * 1024 * 1024
     confirm_timeout_s: Positive = 15.0
     """How long an answer waits for the broker's confirm before the agent gets a 503."""

@@ -39,6 +39,7 @@ from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.learner.memory import judges
 from swarmq.messages import Event
+from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement, place_all
 from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
 from swarmq.proxies import Proxies
@@ -158,6 +159,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
 
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
+    raise_file_limit()
     models = {name: check_model(policy.model) for name, policy in job.policies.items() if not policy.engine.urls}
     placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():

@@ -17,6 +17,8 @@ from aiohttp import ClientSession
 from litestar import Litestar
 
 from swarmq import keys
+from swarmq.config import Proxy
+from swarmq.proxy.main import server_config
 
 ROOT = b"r" * 32
 
@@ -42,12 +44,18 @@ class Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def served(app: Litestar, *, tls: Path | None = None) -> AsyncIterator[str]:
+async def served(
+    app: Litestar, *, tls: Path | None = None, settings: Proxy | None = None, most_connections: int = 4096
+) -> AsyncIterator[str]:
     """The url under which `app` answers; by https with the certificate in the folder `tls`."""
+    settings = settings or Proxy()
+    if tls:
+        files = {"certificate": str(tls / "cert.pem"), "key": str(tls / "key.pem")}
+        settings = msgspec.structs.replace(settings, **files)
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:  # or every answer waits 40 ms
         listener.bind(("127.0.0.1", 0))
-        files = {"ssl_certfile": tls / "cert.pem", "ssl_keyfile": tls / "key.pem"} if tls else {}
-        config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=2, **files)
+        config = server_config(app, settings, most_connections=most_connections)
+        config.timeout_graceful_shutdown = 2
         server = Server(config)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve(sockets=[listener]))

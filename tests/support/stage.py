@@ -47,6 +47,7 @@ async def staged(
     number: int = 0,
     watchers: Any = (),
     frozen: bool = False,
+    most_connections: int = 4096,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -84,7 +85,7 @@ async def staged(
         number=number,
         watchers=watchers,
     )
-    async with served(app) as url, ClientSession() as http:
+    async with served(app, settings=job.proxy, most_connections=most_connections) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)
         stage.engines, stage.broker, stage.job, stage.app, stage.episodes = scripted, broker, job, app, episodes
         yield stage

@@ -145,7 +145,7 @@ def create_app(
         pools=pools,
         episodes=episodes,
         meter=meter,
-        body_timeout_s=job.proxy.request_timeout_s,
+        body_timeout_s=job.proxy.receive_timeout_s,
     )
     return Litestar(
         [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],

@@ -19,19 +19,24 @@ from types import FrameType
 import structlog
 import uvicorn
 import uvloop
+from litestar import Litestar
 
 from swarmq import keys, logs
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.config import SwarmJob, amqp_url
+from swarmq.config import Proxy, SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
+from swarmq.open_files import raise_file_limit
 from swarmq.proxies import Proxies
 from swarmq.proxy.app import create_app, follow
+from swarmq.proxy.connections import Door, most_connections
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.tuning import Tuning
 
 DRAIN_S = 10
+KEEP_S = 30
+"""A connection between two calls."""
 LEAVE_S = 30.0
 """Episodes that have begun at a proxy stay with it: one that leaves serves until it has not been asked for so long."""
 LOOK_S = 0.5
@@ -91,23 +96,29 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
             watchers=watchers,
         )
         log.info("listening", url=own_url)
-        config = uvicorn.Config(
-            app,
-            http="httptools",
-            log_config=None,
-            access_log=False,
-            ssl_certfile=job.proxy.certificate,
-            ssl_keyfile=job.proxy.key,
-            lifespan="on",
-            timeout_graceful_shutdown=DRAIN_S,
-            timeout_keep_alive=30,
-        )
-        server = Server(config)
+        server = Server(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
         if join:
             server.visit = visit
             staying = tasks.create_task(_stay(server, visit, Proxies(job.run_folder.proxies), own_url))
             stack.callback(staying.cancel)
         await server.serve(sockets=[listener])
+
+
+def server_config(app: Litestar, proxy: Proxy, *, most_connections: int) -> uvicorn.Config:
+    """How uvicorn is to serve the proxy."""
+    door = Door(most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=KEEP_S, read_s=proxy.request_timeout_s)
+    return uvicorn.Config(
+        app,
+        http=door.protocol(),
+        ws="none",
+        log_config=None,
+        access_log=False,
+        ssl_certfile=proxy.certificate,
+        ssl_keyfile=proxy.key,
+        lifespan="on",
+        timeout_graceful_shutdown=DRAIN_S,
+        timeout_keep_alive=KEEP_S,
+    )
 
 
 class Visit:
@@ -151,6 +162,19 @@ async def _stay(server: Server, visit: Visit, proxies: Proxies, url: str) -> Non
     while server.server_state.tasks or visit.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
         await asyncio.sleep(LOOK_S)
     server.should_exit = True
+
+
+def _most_connections(proxy: Proxy) -> int:
+    """As many as the calls that the proxy takes need, or as many as the host allows, with a warning."""
+    files, calls = raise_file_limit(), proxy.max_open_calls + proxy.max_waiting_calls
+    most = most_connections(files, calls=calls)
+    if most < calls:
+        log.warning(
+            "warning",
+            text=f"this process may open {files} files: the proxy holds {most} connections, not the {calls} of "
+            "proxy.max_open_calls and proxy.max_waiting_calls; raise the limit (ulimit -n, LimitNOFILE=)",
+        )
+    return most
 
 
 def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[Turn, float], None]]:

@@ -125,26 +125,13 @@ async def test_fifty_megabytes_are_413_before_they_are_read(stage, path):
     async def body():
         nonlocal pieces
         yield b'{"model": "'
-        for pieces in range(50):  # noqa: B007
+        for pieces in range(50):  # noqa: B007 - counts what was taken from us
             yield b"x" * 2**20
 
     async with undisturbed(stage), stage.http.post(stage.url + path, data=body(), headers=key) as response:
         assert response.status == 413
         assert (await response.json())["error"]["type"] in ("invalid_request_error", "request_too_large")
-
-
-async def test_connections_that_dawdle_keep_nobody_waiting(stage):
-    host, port = stage.url.removeprefix("http://").split(":")
-    slow = []
-    for _ in range(100):
-        _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
-        await writer.drain()
-        slow.append(writer)
-    async with asyncio.timeout(60):
-        await stage.ask(USER, max_tokens=4)
-    for writer in slow:
-        writer.close()
+        assert pieces < 40, "it was read to its end"
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/messages/count_tokens"])
