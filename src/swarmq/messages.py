@@ -102,6 +102,18 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     top_k: int = 0
     max_tokens: int | None = None
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    logit_bias: dict[str, float] = {}
+    """Token id -> what was added to its logit."""
+    stop: tuple[str, ...] = ()
+    grammar: str = ""
+    """Kind and digest of what the answer was held to."""
+    others: tuple[str, ...] = ()
+    """Names of what else changed the distribution."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

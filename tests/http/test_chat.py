@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from support.proxy import events
-from swarmq.messages import VersionSpan, unpack_floats, unpack_ids
+from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
 from swarmq.testing.scripted_engine import END, encode
 
 HI = {"role": "user", "content": "hi"}
@@ -151,9 +151,55 @@ async def test_training_keeps_to_the_run_s_sampling_and_says_so(stage):
     assert (turn.sampling.temperature, turn.sampling.max_tokens) == (0.8, 200)
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"min_p": 0.1},
+        {"watermarking": True},
+        {"repetition_detection": {"max_pattern_size": 2}},
+        {"vllm_xargs": {"a": 1}},
+        {"invented_later": 0.5},
+    ],
+    ids=lambda asked: next(iter(asked)),
+)
+async def test_no_parameter_of_an_engine_changes_what_is_trained(stage, asked):
+    stage.engine.say("x")
+    _, headers, _ = await stage.post({"model": "main", "messages": [HI], "stop": ["q"], "seed": 3, **asked})
+    assert headers["x-swarmq-overridden"] == next(iter(asked))
+    [sampled] = stage.engine.requests
+    expected = {"temperature": 0.8, "max_tokens": 200, "logprobs": 0, "stop": ["q"], "seed": 3}
+    assert sampled.sampling == expected
+    assert stage.turns()[0].sampling == Sampling(temperature=0.8, max_tokens=200, stop=("q",), seed=3)
+
+
+async def test_a_turn_says_what_it_was_sampled_with(stage):
+    stage.engine.say("x")
+    asked = {
+        "temperature": 0.5,
+        "min_p": 0.1,
+        "presence_penalty": 1.5,
+        "logit_bias": {"7": -2},
+        "stop": "q",
+        "watermarking": True,
+        "structured_outputs": {"regex": "x+"},
+    }
+    await stage.ask(HI, key=stage.key(mode="eval"), **asked)
+    sampling = stage.turns()[0].sampling
+    assert sampling.grammar.startswith("regex ")
+    assert msgspec.structs.replace(sampling, grammar="") == Sampling(
+        temperature=0.5,
+        max_tokens=200,
+        min_p=0.1,
+        presence_penalty=1.5,
+        logit_bias={"7": -2.0},
+        stop=("q",),
+        others=("watermarking",),
+    )
+
+
 async def test_what_agrees_with_the_run_is_no_override(stage):
     stage.engine.say("x")
-    body = {"model": "main", "messages": [HI], "temperature": 0.8, "top_p": 1, "max_tokens": 3}
+    body = {"model": "main", "messages": [HI], "temperature": 0.8, "top_p": 1, "watermarking": False, "max_tokens": 3}
     _, headers, _ = await stage.post(body)
     assert "x-swarmq-overridden" not in headers
     assert stage.turns()[0].sampling.max_tokens == 3

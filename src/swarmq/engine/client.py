@@ -23,6 +23,7 @@ FIRST_VERSION = "default"
 """What vLLM calls the weights it was started with."""
 CARRIED = ("features", "reasoning_ended", "reasoning_parser_kwargs")
 """What of a rendering goes back into `generate` as it is."""
+ENDINGS = ("stop", "length", "repetition")
 TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
 
 
@@ -260,7 +261,7 @@ def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
 
 def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
     last = pieces[-1]
-    if last.finish_reason not in (None, "stop", "length"):
+    if last.finish_reason not in (None, *ENDINGS):
         raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
     token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]

@@ -58,7 +58,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     entries: list[Logprob] = []
     """The same with the tokens' text and alternatives, where that was asked for."""
     finish_reason: str | None = None
-    """`stop` or `length`, in the last delta of a choice."""
+    """`stop`, `length` or `repetition` (where that was to be detected), in the last delta of a choice."""
     stop_reason: str | int | None = None
     """The stop string or stop token that was met; None for the end-of-turn token."""
     versions: tuple[VersionSpan, ...] = ()

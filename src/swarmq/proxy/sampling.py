@@ -6,6 +6,7 @@ for beyond that is overridden and named; evaluation honours it, and takes the ru
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import msgspec
@@ -16,6 +17,23 @@ from swarmq.proxy.refusals import RefusedError, too_long
 
 Json = dict[str, Any]
 
+_canonical = msgspec.json.Encoder(order="deterministic")
+KEPT = frozenset(
+    {
+        *("n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "structured_outputs"),
+        *(
+            "logprobs",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "output_kind",
+            "skip_clone",
+        ),
+        *("stream_interval", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
+    }
+)
+"""What of the engine's parameters a training episode may choose: where an answer ends, what it is held to and how it is
+told. Everything else is the run's, so that no parameter which an engine learns some day changes what is trained."""
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_p": (1, 1.0),
     "top_k": (0, -1),
@@ -28,8 +46,17 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "thinking_token_budget": (),
+    "watermarking": (False,),
+    "repetition_detection": (),
+    "extra_args": ({},),
 }
-"""What changes the distribution, and the values at which it does not."""
+"""What changes the distribution, and the values at which it does not; for any other parameter false, 0 and nothing."""
+AS_ASKED = {"extra_args": "vllm_xargs"}
+"""What a request calls them, where that is another name."""
+OWN = frozenset({"temperature", "max_tokens"})
+"""Set for every training episode, and told apart."""
+RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
+"""By the names that the engine has for them."""
 
 
 class Effective(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,8 +88,8 @@ def effective(
     params["logprobs"] = (chat.get("top_logprobs") or 0) if chat.get("logprobs") else 0
     overridden: list[str] = []
     if mode == "train":
-        overridden = _conflicts(chat, setting)
-        params = {key: value for key, value in params.items() if key not in NEUTRAL}
+        overridden = _conflicts(chat, params, setting)
+        params = {key: value for key, value in params.items() if key in KEPT}
         params["temperature"] = setting.temperature
         limit = min(asked or setting.max_tokens, setting.max_tokens, room)
         if asked and asked > setting.max_tokens:
@@ -84,14 +111,31 @@ def effective(
         if "max_tokens" not in overridden:
             overridden.append("max_tokens")
     params["max_tokens"] = limit
-    record = Sampling(
-        temperature=params["temperature"],
-        top_p=params.get("top_p", 1.0),
-        top_k=max(params.get("top_k", 0), 0),
-        max_tokens=limit,
-        seed=params.get("seed"),
+    return Effective(params=params, record=record_of(params), overridden=tuple(overridden))
+
+
+def record_of(params: Json) -> Sampling:
+    """The engine's parameters as a turn records them."""
+    known = {name: params[name] for name in RECORDED if params.get(name) is not None}
+    stop = known.pop("stop", ())
+    bias = {str(token): float(value) for token, value in known.pop("logit_bias", {}).items()}
+    others = sorted(AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name)))
+    return Sampling(
+        **{**known, "top_k": max(known.get("top_k", 0), 0)},
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        logit_bias=bias,
+        grammar=_grammar(params.get("structured_outputs")),
+        others=tuple(others),
     )
-    return Effective(params=params, record=record, overridden=tuple(overridden))
+
+
+def _grammar(outputs: Json | None) -> str:
+    """Its kind, and a digest by which two turns tell whether they were held to the same."""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    found = {kind: outputs[kind] for kind in kinds if outputs.get(kind) is not None} if outputs else {}
+    if not found:
+        return ""
+    return f"{', '.join(found)} {hashlib.sha256(_canonical.encode(found)).hexdigest()[:16]}"
 
 
 def check_limits(chat: Json) -> None:
@@ -105,7 +149,14 @@ def check_limits(chat: Json) -> None:
             raise RefusedError(f"{name} must be a whole number {bounds}, not {value!r}", param=name)
 
 
-def _conflicts(chat: Json, setting: SamplingDefaults) -> list[str]:
+def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
+    """What was asked for and does not count. What nobody asked for is the engine's own way of writing a rendering."""
     wanted = chat.get("temperature")
     names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
-    return names + [name for name, ok in NEUTRAL.items() if chat.get(name) is not None and chat[name] not in ok]
+    theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]
+    asked = {name: chat.get(AS_ASKED.get(name, name)) for name in (*NEUTRAL, *theirs) if name not in OWN}
+    return names + [AS_ASKED.get(name, name) for name, value in asked.items() if _changes(name, value)]
+
+
+def _changes(name: str, value: Any) -> bool:
+    return value is not None and value not in NEUTRAL.get(name, (False, 0, "", [], {}))

@@ -23,7 +23,10 @@ from swarmq.messages import VersionSpan
 SPECIAL = ("<|start|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</think>")
 END = 1
 """Id of `<|end|>`, the end-of-turn token."""
-PARAMETERS = ("temperature", "top_p", "top_k", "presence_penalty", "logit_bias", "seed", "stop", "n")
+PARAMETERS = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "logit_bias", "seed", "stop", "n"),
+    *("structured_outputs", "watermarking", "invented_later"),
+)
 _CHARACTERS = 1000
 _PAIRS = 2_000_000
 _PAIR_RANGE = 128
