@@ -79,8 +79,6 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.parser is None:
-            return
         super().data_received(data)
         if self in self.door.waiting and self._begun:
             self._head_bytes += len(data)
