@@ -9,19 +9,23 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from click.testing import CliRunner
 
 from support.episodes import make_group
+from swarmq.cli import main
 from swarmq.config import Engine, Policy, SwarmJob, Train
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, tree
 from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.doctor.checks import checks
-from swarmq.learner.doctor.examine import examine
+from swarmq.learner.doctor import checks as doctor_checks
+from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
+from swarmq.learner.doctor.examine import examine, head_agrees
 from swarmq.learner.doctor.findings import Finding
 from swarmq.learner.doctor.signs import SIGNS, signs
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
+from swarmq.learner.tree_head import score
 from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats
 
 pytestmark = pytest.mark.slow
@@ -134,7 +138,12 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
     group = make_group("a", (0.0, 1.0), turns=2)
     first = group[0].turns[0]
     broken = msgspec.structs.replace(
-        first, sampling=Sampling(top_p=0.9), versions=(), repaired=True, logprobs=bytes(len(first.logprobs))
+        first,
+        sampling=Sampling(top_p=0.9),
+        versions=(),
+       
+        repaired=True,
+        logprobs=bytes(len(first.logprobs)),
     )
     group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
@@ -145,3 +154,57 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
     assert found["every token names its weights"] == "warning"
     assert found["same tokens in engine and learner"] == "error"
     assert found["each token trained once"] == "ok"
+    assert found["nothing is tokenised again"] == "warning"
+
+
+def test_of_engines_that_others_started_nothing_is_promised() -> None:
+    arguments = levels([_engine_arguments(Policy(model="m", engine=Engine(urls=("http://gpu:8000",))))])
+    assert arguments == {"engine reports what it samples": "note"}
+    assert levels([_engine_arguments(Policy(model="m"))]) == {"engine reports what it samples": "ok"}
+
+
+def test_a_token_that_folding_weighs_otherwise_or_loses_is_found(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    engine = Trainer(str(tiny_qwen), TRAIN).engine
+    assert levels(list(_weights([record], engine))) == {
+        "each token trained once": "ok",
+        "weights are set before folding": "ok",
+    }
+
+    def heavier(*args: Any, **kwargs: Any) -> Any:
+        work = work_of(*args, **kwargs)
+        work.passes[0].advantages[0] += 1
+        return work
+
+    monkeypatch.setattr(doctor_checks, "work_of", heavier)
+    assert levels(list(_weights([record], engine)))["weights are set before folding"] == "error"
+
+    def fewer(*args: Any, **kwargs: Any) -> Any:
+        work = work_of(*args, **kwargs)
+        return msgspec.structs.replace(work, passes=work.passes[1:])
+
+    monkeypatch.setattr(doctor_checks, "work_of", fewer)
+    assert levels(list(_weights([record], engine))) == {"each token trained once": "error"}
+
+
+def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    assert head_agrees(trainer, record).level == "ok"
+    at_one = lambda hidden, head, targets, _: score(hidden, head, targets, torch.ones(len(targets)))  # noqa: E731
+    monkeypatch.setattr(tree, "score", at_one)
+    assert head_agrees(trainer, record).level == "error"
+
+
+def test_the_command_says_what_it_found_and_its_status_whether_something_is_wrong(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    for engine, status in (("sound", 0), ("cut", 1)):
+        job = run_with(engine, tiny_qwen, tmp_path / engine)
+        (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
+        made = CliRunner().invoke(main, ["doctor", str(job.run_folder.path), "--batches", "1"])
+        assert made.exit_code == status, made.output
+        assert "log-softmax in chunks and in FP32" in made.output
+        assert ("cause: truncated support" in made.output) == bool(status)

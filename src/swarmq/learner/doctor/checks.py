@@ -9,10 +9,12 @@ import numpy as np
 
 from swarmq.config import Policy, Train
 from swarmq.drift import Drift
+from swarmq.learner.algorithms.advantages import advantages, groups_of
+from swarmq.learner.algorithms.normalisation import token_weight
 from swarmq.learner.doctor.findings import Finding, judged
-from swarmq.learner.passes import Engine, sampled_tokens, work_of
+from swarmq.learner.passes import Credit, Engine, Pass, sampled_tokens, work_of
 from swarmq.learner.records import BatchRecord
-from swarmq.messages import Turn, unpack_floats, unpack_ids
+from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
 
 REPLACED = ("--logprobs-mode", "--generation-config")
 """Arguments of vLLM that make it report another distribution than it samples from, when they are changed."""
@@ -33,12 +35,17 @@ def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab
 
 def _engine_arguments(policy: Policy) -> Finding:
     given = [word for word in policy.engine.arguments if word.partition("=")[0] in REPLACED]
-    return judged(
-        "engine reports what it samples",
-        bad=bool(given),
-        ok="engines that we start report processed log-probabilities, under vLLM's own sampling defaults",
-        wrong=f"policy.engine.arguments changes {', '.join(given)}: take it out",
-    )
+    check, ours = "engine reports what it samples", "engines that we start report processed log-probabilities"
+    if given:
+        text = f"policy.engine.arguments changes {', '.join(given)}: take it out"
+        return Finding(level="error", check=check, text=text)
+    if policy.engine.urls:
+        text = (
+            f"{ours}, under vLLM's own sampling defaults; of others among {', '.join(policy.engine.urls)} the settings "
+            "are not known here: `mismatch: arithmetic alone` is what they do"
+        )
+        return Finding(level="note", check=check, text=text)
+    return Finding(level="ok", check=check, text=f"{ours}, under vLLM's own sampling defaults")
 
 
 def _sampling(turns: Sequence[Turn]) -> Finding:
@@ -88,39 +95,61 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 
 def _drift(turns: Sequence[Turn]) -> Finding:
     drift = Drift.of(turns)
-    rate = drift.drifted / max(drift.continued, 1)
     return judged(
         "nothing is tokenised again",
-        bad=rate > DRIFT_LIMIT,
+        bad=drift.rate > DRIFT_LIMIT,
         ok=f"{drift.drifted} of {drift.continued} continued turns would have drifted ({drift.repaired} repaired); "
         f"branches {drift.branches}",
-        wrong=f"{rate:.1%} of continued turns drifted (limit {DRIFT_LIMIT:.0%}), branches {drift.branches}: "
+        wrong=f"{drift.rate:.1%} of continued turns drifted (limit {DRIFT_LIMIT:.0%}), branches {drift.branches}: "
         "look at one with `swarmq inspect`",
         level="warning",
     )
 
 
 def _weights(records: Sequence[BatchRecord], engine: Engine) -> Iterator[Finding]:
-    """Each sampled token once, with the weight that its episode had before anything was folded."""
+    """Folded, packed and dealt out, each sampled token is there once, with what its episode gave it before that."""
+    tokens = apart = 0
     for record in records:
         train = record.settings or Train()
-        work = work_of(record.episodes, train, engine)
-        keys = [
-            key
-            for one in work.passes
-            for key in zip(
-                one.layout.episodes.tolist(), one.layout.turns.tolist(), one.layout.offsets.tolist(), strict=True
-            )
-        ]
-        wanted = sum(sampled_tokens(episode) for episode in record.episodes)
-        once = len(keys) == len(set(keys)) == wanted
-        if not once:
+        credit = advantages(groups_of(record.episodes), train, record.baselines)
+        laid = [key for one in work_of(record.episodes, train, engine, credit=credit).passes for key in _placed(one)]
+        wanted = set(_unfolded(record.episodes, train, credit))
+        if len(laid) != len(wanted) or {key[:3] for key in laid} != {key[:3] for key in wanted}:
             yield Finding(
                 level="error",
                 check="each token trained once",
-                text=f"batch {record.index.version}: {len(set(keys))} of {wanted} tokens in {len(keys)} places",
+                text=f"batch {record.index.version}: {len(wanted)} sampled tokens are in {len(laid)} places; set "
+                "train.layout = 'rows' and report it",
             )
             return
-    yield Finding(
-        level="ok", check="each token trained once", text=f"in all {len(records)} batches, folded and packed as trained"
+        tokens += len(laid)
+        apart += len(set(laid) - wanted)
+    yield Finding(level="ok", check="each token trained once", text=f"all {tokens} of {len(records)} batches")
+    yield judged(
+        "weights are set before folding",
+        bad=apart > 0,
+        ok=f"weight and advantage of all {tokens} tokens are those of their episodes and calls",
+        wrong=f"{apart} of {tokens} tokens weigh otherwise than their episodes say: report it",
     )
+
+
+Key = tuple[int, int, int, float, float]
+"""Episode, turn, offset, weight, advantage."""
+
+
+def _placed(one: Pass) -> Iterator[Key]:
+    layout = one.layout
+    columns = (layout.episodes, layout.turns, layout.offsets, one.weights, one.advantages)
+    return zip(*(column.tolist() for column in columns), strict=True)
+
+
+def _unfolded(episodes: Sequence[Episode], train: Train, credit: Credit) -> Iterator[Key]:
+    for e, episode in enumerate(episodes):
+        weight = np.float32(
+            token_weight(
+                train.normalisation, episode_tokens=sampled_tokens(episode), constant_length=train.constant_length
+            )
+        )
+        for t, (turn, value) in enumerate(zip(episode.turns, credit[episode.episode_id], strict=True)):
+            for offset in range(len(turn.sampled_ids) // 4):
+                yield e, t, offset, float(weight), float(np.float32(value))

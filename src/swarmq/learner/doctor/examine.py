@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
+import torch
 from torch import Tensor
 
 from swarmq.config import SwarmJob, Train
@@ -17,9 +18,14 @@ from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.passes import totals, work_of
 from swarmq.learner.records import BatchRecord, Identity
 from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
 from swarmq.messages import Episode
-from swarmq.timeline import resolve
+from swarmq.timeline import resolve, row_layouts
 
+HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
+"""Largest difference of two log-probabilities that rounding can make: the model's own logits are BF16 under autocast."""
+WARM = 0.7
+"""A temperature that would show where it was left out."""
 LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
 """Relative difference of two layouts' gradients that rounding can make."""
 
@@ -46,6 +52,7 @@ def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding
         f"weights of version {trainer.version}",
     )
     yield from checks(settings, stored, trainer.engine, trainer.vocab_size)
+    yield head_agrees(trainer, stored[0])
     yield layouts_agree(trainer, stored[0])
     compared = []
     for record in stored:
@@ -66,6 +73,35 @@ def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpo
             sound.append(checkpoint.Checkpoint(path=path, version=manifest.version))
     enough = [each for each in sound if each.version <= last - batches]
     return enough[-1] if enough else None
+
+
+def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
+    """The log-probabilities of a short turn, by the head in chunks and from all its logits at once."""
+    assert record.settings is not None
+    check = "log-softmax in chunks and in FP32"
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    if not policy.head_apart:
+        return Finding(
+            level="note", check=check, text="this model's head is its own: all logits of a pass exist at once, in FP32"
+        )
+    turn = min((turn for episode in record.episodes for turn in resolve(episode.turns)), key=len)
+    (layout,) = row_layouts([[turn]], budget=len(turn))
+    placed, device = Placed.of(layout, trainer.accelerator.device), trainer.accelerator.device
+    temperatures = torch.full((layout.num_trained,), WARM, device=device)
+    with torch.no_grad():
+        chunked = trainer.model(placed, temperatures).logprobs
+        policy.head_apart = False
+        try:
+            whole = trainer.model(placed, temperatures).logprobs
+        finally:
+            policy.head_apart = True
+    apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.train.mixed_precision]
+    return judged(
+        check,
+        bad=apart > limit or chunked.dtype != torch.float32,
+        ok=f"{len(whole)} log-probabilities in FP32, within {apart:.2g} of those of whole logits",
+        wrong=f"log-probabilities in {chunked.dtype}, {apart:.2g} from those of whole logits (limit {limit:g}): report it",
+    )
 
 
 def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
