@@ -8,10 +8,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+import torch
 
+from swarmq.config import Lora, Train
 from swarmq.engine.control import EngineControl, Parcel, Status
 from swarmq.engine.transfers import SHARED_MEMORY
 from swarmq.errors import EngineError
+from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import Placed
+from swarmq.timeline import lay_rows, standalone, unfold
 
 from .conftest import TOLERANCE, disturb, logprobs_in, logprobs_of
 
@@ -29,6 +34,25 @@ async def test_the_engine_samples_from_the_pushed_weights(vllm, network, push):
     choice = await vllm.generate(PROMPT, 32)
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
     assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 32}]
+
+
+async def test_what_adapters_learned_is_what_the_engine_samples_from(vllm, network, pusher, tiny_model):
+    train = Train(lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=False, token_log=False)
+    trainer = Trainer(str(tiny_model), train)
+    with torch.no_grad():
+        for name, parameter in trainer.lm.named_parameters():
+            if ".lora_B" in name:  # zero when training begins
+                parameter.normal_(std=0.05)
+    await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 1)
+    choice = await vllm.generate(PROMPT, 16)
+    plain, adapted = logprobs_of(network, PROMPT, choice["token_ids"]), logprobs_in(choice)
+    network.load_state_dict(dict(trainer.named_tensors()))
+    assert adapted == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+    assert max(abs(a - b) for a, b in zip(adapted, plain, strict=True)) > 0.1, "the adapters change nothing"
+    layout = lay_rows([(0, unfold([standalone(PROMPT, choice["token_ids"], adapted)])[0])])
+    with torch.no_grad():
+        learner = trainer.model(Placed.of(layout, torch.device("cpu"))).logprobs
+    assert adapted == pytest.approx(learner.tolist(), abs=TOLERANCE)
 
 
 async def test_a_prefix_that_was_cached_under_old_weights_is_computed_again(vllm, network, push):

@@ -141,7 +141,6 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
         first,
         sampling=Sampling(top_p=0.9),
         versions=(),
-       
         repaired=True,
         logprobs=bytes(len(first.logprobs)),
     )
