@@ -112,7 +112,7 @@ def main() -> None:
 @click.option("--folder", default="runs", show_default=True, help="Where run folders go.")
 @click.option("--seed", default=0, show_default=True, help="Seed of sampling, tasks and training.")
 @click.option("--model", help="A Hugging Face model folder or name to train instead of the demo's own small model.")
-@click.option("--steps", type=int, help="Optimizer steps; fewer make a shorter demo.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; fewer make a shorter demo.")
 @click.option("--plain", is_flag=True, help="Lines instead of a live picture.")
 @SETS
 def demo(
@@ -283,7 +283,7 @@ def checkpoint(run: Path) -> None:
 
 @main.command()
 @RUN
-@click.option("--after", type=int, required=True, metavar="STEP", help="The last step.")
+@click.option("--after", type=click.IntRange(min=0), required=True, metavar="STEP", help="The last step.")
 @click.option("--policy", help="Only this one; all trained ones by default.")
 def stop(run: Path, after: int, policy: str | None) -> None:
     """Let learners end after a step, with a checkpoint.
@@ -322,10 +322,12 @@ def _resolved(run: Path) -> SwarmJob:
 @RUN
 @click.argument("data")
 @click.option("--kind", help="Task kind; needed when the job has several.")
-@click.option("--repeats", type=int, help="Attempts per task and epoch; the job's group size by default.")
-@click.option("--epochs", default=1, show_default=True)
+@click.option(
+    "--repeats", type=click.IntRange(min=1), help="Attempts per task and epoch; the job's group size by default."
+)
+@click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1))
 @click.option("--seed", type=int, help="Shuffle, differently in each epoch.")
-@click.option("--limit", type=int, help="Only the first N tasks of DATA.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks of DATA.")
 @click.option("--require", multiple=True, metavar="FIELD", help="A field that every row must have; may be repeated.")
 @click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
 @click.option(
@@ -446,9 +448,21 @@ async def _feed(
 @click.argument("targets", nargs=-1, required=True)
 @click.option("--invite", help="Invite text, file or run folder; $SWARMQ_INVITE by default.")
 @click.option("--kind", "kinds", multiple=True, help="Task kind; needed when the run has several. May be repeated.")
-@click.option("--concurrency", default=16, show_default=True, help="Episodes at a time, per kind and process.")
+@click.option(
+    "--concurrency",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Episodes at a time, per kind and process.",
+)
 @click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="For agents that compute.")
-@click.option("--max-attempts", default=3, show_default=True, help="Attempts per task before it is given up.")
+@click.option(
+    "--max-attempts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Attempts per task before it is given up.",
+)
 @click.option(
     "--attempt-timeout",
     type=click.FloatRange(min=0, min_open=True),
@@ -609,7 +623,7 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 @engine.command("start")
 @RUN
 @POLICY
-@click.option("--port", type=int, default=0, help="A free one by default.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
 @click.option("--gpu", "gpus", type=int, multiple=True, help="A GPU it may use; may be repeated. All by default.")
 def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
     """Start one more vLLM of a policy on this host; it serves until Ctrl-C, which drains it first.
@@ -863,7 +877,7 @@ async def _dead_purge(job: SwarmJob, ids: tuple[str, ...] | None) -> None:
 @click.option(
     "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
 )
-@click.option("--until", type=int, help="Stop at this weight version.")
+@click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
 def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
     """Train again from the batch log alone and write the checkpoint into the new folder TO.
 
@@ -892,7 +906,9 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
 @main.command()
 @RUN
 @click.option("--policy", help="Which policy; needed when the run trains several.")
-@click.option("--batches", default=3, show_default=True, help="How many stored batches to replay.")
+@click.option(
+    "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
+)
 def doctor(run: Path, policy: str | None, batches: int) -> None:
     """Examine a run: is what is trained what was sampled, and is the training alive?
 
@@ -946,7 +962,9 @@ def _one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) 
     help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
 )
 @click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
-@click.option("--days", default=30.0, show_default=True, help="How long it is valid.")
+@click.option(
+    "--days", default=30.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="How long it is valid."
+)
 def token(run: Path, roles: tuple[Role, ...], name: str, days: float) -> None:
     """Print an operator token for the proxy's control routes (docs/control.md).
 
@@ -1019,8 +1037,10 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
     "swarmq-proxy runs/math/resolved.toml\n"
     "swarmq-proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
 )
-@click.option("--port", type=int, help="Override proxy.port, e.g. for a second proxy.")
-@click.option("--number", default=0, show_default=True, help="Its own among proxy.count proxies.")
+@click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
+@click.option(
+    "--number", default=0, show_default=True, type=click.IntRange(min=0), help="Its own among proxy.count proxies."
+)
 @click.option(
     "--join", is_flag=True, help="Beside the proxies of a run that is up, until Ctrl-C; on a free port without --port."
 )
@@ -1044,7 +1064,7 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
     "swarmq-learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
 )
 @click.option("--policy", help="Which policy; needed when the job trains several.")
-@click.option("--num-gpus", default=1, show_default=True, help="Ranks to start.")
+@click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks to start.")
 @click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
 def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
     need("learner")

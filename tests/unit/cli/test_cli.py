@@ -163,6 +163,28 @@ def test_a_missing_extra_is_named(monkeypatch):
     assert "pip install 'swarmq[learner]'" in result.output
 
 
+@pytest.mark.parametrize(
+    ("command", "option"),
+    [
+        *(("demo", o) for o in ("--steps=-3", "--steps=0")),
+        *(("feed", o) for o in ("--repeats=0", "--epochs=0", "--limit=-1")),
+        *(("worker", o) for o in ("--concurrency=0", "--processes=0", "--max-attempts=0")),
+        *(("proxy", o) for o in ("--port=70000", "--number=-1")),
+        ("engine start", "--port=-1"),
+        ("stop", "--after=-1"),
+        ("replay", "--until=-1"),
+        ("doctor", "--batches=0"),
+        ("token", "--days=0"),
+        ("learner", "--num-gpus=0"),
+    ],
+)
+def test_a_number_out_of_range_is_refused_before_anything_starts(command, option):
+    result = swarmq(*command.split(), option)
+    assert result.exit_code == 2
+    assert "not in the range" in result.output
+    assert option.split("=")[0] in result.output
+
+
 def test_help_needs_nothing_heavy():
     script = "import sys; from swarmq import cli; heavy = {'torch', 'vllm', 'litestar', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", script], check=True)
