@@ -287,6 +287,8 @@ class Kind(Settings, frozen=True, kw_only=True):
     """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens`."""
     episode_tokens: Count | None = None
     """Most tokens that the calls of one episode may sample together: the last one is cut, later ones are refused."""
+    episode_calls: Count | None = None
+    """Most model calls of one episode; later ones are refused."""
 
 
 class Eval(Settings, frozen=True, kw_only=True):

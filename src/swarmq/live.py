@@ -28,6 +28,7 @@ LIVE = (
     "kinds.*.advantage",
     "kinds.*.max_tokens",
     "kinds.*.episode_tokens",
+    "kinds.*.episode_calls",
     "groups.group_size",
     "groups.min_group",
     "groups.deadline_s",

@@ -140,6 +140,15 @@ async def test_a_kind_limits_all_that_its_episodes_sample_and_not_one_answer_onl
             await stage.ask(HI, key=other)
 
 
+async def test_a_kind_limits_the_calls_of_its_episodes(stages):
+    async with stages(kinds={"long": {"episode_calls": 2}}) as stage:
+        for key in [stage.key("e1", kind="long")] * 2 + [stage.key("e2", kind="long"), stage.key("e3", kind="short")]:
+            stage.engine.say("abc")
+            await stage.ask(HI, key=key)
+        status, error = await stage.refused(BODY, key=stage.key("e1", kind="long"))
+        assert (status, error["code"]) == (403, "episode_calls_exhausted")
+
+
 def test_what_a_call_did_not_sample_comes_back():
     budget = Budget()
     reserved = Reservation(budget, 2, 5)

@@ -98,7 +98,7 @@ class Completions:
             memory = self._episodes.open_call(call.claims.episode_id)
             held.callback(self._episodes.close_call, memory)
             allowed = self._tuning.episode_tokens(call.claims)
-            memory.budget.take_call(max_calls=call.claims.max_calls, max_tokens=allowed)
+            memory.budget.take_call(max_calls=self._tuning.episode_calls(call.claims), max_tokens=allowed)
             self._meter.calls += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:

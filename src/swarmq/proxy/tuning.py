@@ -33,8 +33,12 @@ class Tuning:
     def episode_tokens(self, claims: Claims) -> int:
         """Tokens that the episode may sample: the least of what its key and its kind allow; 0: no limit."""
         own = self.job.kinds.get(claims.kind)
-        limits = [limit for limit in (claims.max_tokens, own.episode_tokens if own else None) if limit]
-        return min(limits, default=0)
+        return _least(claims.max_tokens, own.episode_tokens if own else None)
+
+    def episode_calls(self, claims: Claims) -> int:
+        """Calls that the episode may make, in the same way."""
+        own = self.job.kinds.get(claims.kind)
+        return _least(claims.max_calls, own.episode_calls if own else None)
 
     def hear(self, event: Event) -> None:
         """An event of the run, to learn what was changed."""
@@ -43,3 +47,7 @@ class Tuning:
         changes = msgspec.convert(event.fields.get("changes", []), list[Change])
         self.job, self.number = live.applied(self._file, changes), event.fields["control"]
         log.info("settings", control=self.number)
+
+
+def _least(*limits: int | None) -> int:
+    return min((limit for limit in limits if limit), default=0)

@@ -13,7 +13,7 @@ JOB = SwarmJob.build(
     {
         "run": "r",
         "mix": {"math": 0.5, "code": 0.5},
-        "kinds": {"code": {"max_tokens": 32, "episode_tokens": 100}},
+        "kinds": {"code": {"max_tokens": 32, "episode_tokens": 100, "episode_calls": 4}},
         "policies": {"main": {"model": "m", "sampling": {"max_tokens": 64}}},
     }
 )
@@ -40,6 +40,17 @@ def test_an_episode_may_sample_the_least_of_what_its_key_and_its_kind_allow():
 
     assert [allowed("code", limit) for limit in (0, 50, 200)] == [100, 50, 100]
     assert [allowed("math", limit) for limit in (0, 50)] == [0, 50]
+
+
+def test_an_episode_may_make_the_fewest_calls_of_what_its_key_and_its_kind_allow():
+    def allowed(kind: str, max_calls: int) -> int:
+        claims = Claims(
+            run="r", client="c", episode_id="e", policies=("main",), expires_at=0.0, kind=kind, max_calls=max_calls
+        )
+        return Tuning(JOB).episode_calls(claims)
+
+    assert [allowed("code", limit) for limit in (0, 3, 9)] == [4, 3, 4]
+    assert [allowed("math", limit) for limit in (0, 3)] == [0, 3]
 
 
 def test_what_the_collector_repeats_is_in_effect_and_what_others_say_is_not():
