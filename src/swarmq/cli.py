@@ -314,7 +314,10 @@ def _resolved(run: Path) -> SwarmJob:
     """The settings of a run that is up, by its folder."""
     path = run / "resolved.toml"
     if not path.exists():
-        raise ConfigError(f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default")
+        raise ConfigError(
+            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "
+            "are started one by one, `swarmq invite JOB` makes it"
+        )
     return SwarmJob.load(path)
 
 
@@ -637,6 +640,34 @@ def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]
     run_until_signalled(
         serve(job, _one_policy(job, policy, frozen_too=True), port=port, gpus=gpus or None, report=click.echo)
     )
+
+
+@main.command("invite")
+@JOB
+@SETS
+@click.option(
+    "--amqp",
+    envvar="SWARMQ_CLIENTS_AMQP_URL",
+    metavar="URL",
+    help="Where clients find RabbitMQ, with user and password, if not where this command does.",
+)
+@click.option(
+    "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Where clients find the proxy; ends in /v1."
+)
+def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: str | None) -> None:
+    """Open the run folder of a run whose parts are started one by one, and print the host's invite.
+
+    `swarmq up` does this by itself. Afterwards every other command finds the run by its folder: feed, status, set,
+    client add, ...
+
+    \b
+    swarmq invite job.toml --set broker.url=amqp://user:password@host:5672/ --proxy http://host:8000/v1
+    docker compose run --rm swarmq invite /etc/swarmq/job.toml --set folder=/runs
+    """
+    from swarmq.client.invitations import invite_host
+
+    made = invite_host(SwarmJob.load(job, sets=sets), amqp=amqp, proxy=proxy)
+    click.echo(f"export SWARMQ_INVITE={made.encode()}")
 
 
 @main.group()

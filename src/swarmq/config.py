@@ -420,6 +420,11 @@ class RunFolder:
         return self.path / "job.toml"
 
     @property
+    def resolved(self) -> Path:
+        """The job with every address filled in."""
+        return self.path / "resolved.toml"
+
+    @property
     def root_secret(self) -> Path:
         return self.path / "secret"
 

@@ -31,6 +31,7 @@ from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
+from swarmq.client.invitations import host_invite
 from swarmq.config import Policy, SwarmJob, amqp_url
 from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
@@ -52,8 +53,6 @@ BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
 SERVE_S = 60.0
 PROBE_S = 0.1
-HOST_CLIENT = "local"
-"""Name of the client whose invite `up` writes into the run folder."""
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -175,7 +174,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             proxies = _proxies(job, engines)
             resolved = _resolve(job, url, engines, proxies, placements)
             Roster(resolved).forget()  # engines that were added to an earlier start
-            deployment = Deployment(resolved, node, _invite(resolved, proxies))
+            deployment = Deployment(resolved, node, host_invite(resolved, tuple(map(job.proxy.url, proxies.values()))))
             Proxies(folder.proxies).write(deployment.invite.base_urls)
             deployment.engines = engines
             deployment.placements = placements
@@ -412,26 +411,6 @@ def _resolve(
             )
             for name, policy in job.policies.items()
         },
-    )
-
-
-def _invite(job: SwarmJob, proxies: dict[str, int]) -> keys.Invite:
-    assert job.broker.url
-    base_urls = tuple(map(job.proxy.url, proxies.values()))
-    root = keys.load_root(job.run_folder.root_secret)
-    return keys.Invite(
-        run=job.run,
-        client=HOST_CLIENT,
-        secret=keys.client_secret(root, HOST_CLIENT),
-        amqp_url=job.broker.url,
-        base_url=base_urls[0],
-        base_urls=base_urls,
-        ca=keys.read_certificate(Path(job.proxy.certificate)) if job.proxy.certificate else b"",
-        policies=tuple(job.policies),
-        kinds=job.task_kinds,
-        group_size=job.groups.group_size,
-        frozen=job.frozen,
-        group_sizes={kind: job.group_size(kind) for kind in job.kinds},
     )
 
 

@@ -1,4 +1,4 @@
-"""`swarmq client add | list | remove`: who may take part in a run, from the side of who runs it."""
+"""`swarmq invite`, `swarmq client add | list | remove`: who may take part in a run, from the side of who runs it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import msgspec
 
 from swarmq import keys
 from swarmq.broker.access import MAX_CHANNELS, MAX_CONNECTIONS, Management
-from swarmq.config import RunFolder
+from swarmq.config import RunFolder, SwarmJob, amqp_url
 from swarmq.errors import ConfigError
 from swarmq.keys import Invite
 from swarmq.members import Member, Members
+from swarmq.sheets import write_whole
+
+HOST_CLIENT = "local"
+"""Name of the client whose invite lies in the run folder."""
 
 
 class Reach(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +32,50 @@ class Reach(msgspec.Struct, frozen=True, kw_only=True):
     """PEM certificate of the authority behind both, if machines do not know it."""
     http: bool = False
     """Through the proxy alone: no RabbitMQ user."""
+
+
+def host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None = None) -> Invite:
+    """The host's own, with an operator's rights on the broker. `job` is resolved; `base_urls` are its proxies'."""
+    assert job.broker.url
+    return Invite(
+        run=job.run,
+        client=HOST_CLIENT,
+        secret=keys.client_secret(keys.load_root(job.run_folder.root_secret), HOST_CLIENT),
+        amqp_url=amqp or job.broker.url,
+        base_url=base_urls[0],
+        base_urls=base_urls,
+        ca=keys.read_certificate(Path(job.proxy.certificate)) if job.proxy.certificate else b"",
+        policies=tuple(job.policies),
+        kinds=job.task_kinds,
+        group_size=job.groups.group_size,
+        frozen=job.frozen,
+        group_sizes={kind: job.group_size(kind) for kind in job.kinds},
+    )
+
+
+def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = None) -> Invite:
+    """For a run whose parts were started one by one: what `swarmq up` would write into its folder, so that every command
+    finds broker and settings, and its invite. `amqp` and `proxy` are the addresses for clients, where they have others
+    than we. Raises ConfigError; then nothing is written."""
+    folder, url = job.run_folder, amqp_url(job.broker)
+    if folder.endpoints.exists():
+        raise ConfigError(f"{folder.path}: this run was started by `swarmq up`, whose invite is in {folder.invite}")
+    if url is None:
+        raise ConfigError("broker.url: say which RabbitMQ the parts of this run use, there or in $SWARMQ_AMQP_URL")
+    if proxy is None and not job.proxy.port:
+        raise ConfigError("--proxy: say where clients find the proxy, or set proxy.port and proxy.host to where it is")
+    _check_url("--amqp", amqp or "", ("amqp", "amqps"))
+    _check_url("--proxy", proxy or "", ("http", "https"))
+    resolved = msgspec.structs.replace(
+        job, folder=str(Path(job.folder).resolve()), broker=msgspec.structs.replace(job.broker, url=url)
+    )
+    ports = range(job.proxy.port, job.proxy.port + job.proxy.count)
+    invite = host_invite(resolved, (proxy,) if proxy else tuple(map(job.proxy.url, ports)), amqp=amqp)
+    if proxy:
+        invite = msgspec.structs.replace(invite, base_urls=())
+    write_whole(folder.resolved, resolved.to_toml().encode())
+    write_whole(folder.invite, invite.encode().encode() + b"\n")
+    return invite
 
 
 def add_client(

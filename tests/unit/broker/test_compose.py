@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from swarmq import cli
 from swarmq.broker.node_files import CONFIG
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the learner's packages")
@@ -20,8 +21,9 @@ def compose() -> dict[str, Any]:
 
 
 def test_the_services_are_there_and_each_says_whether_it_is_healthy(compose: dict[str, Any]) -> None:
-    assert set(compose["services"]) == {"rabbitmq", "proxy", "learner"}
-    assert all("healthcheck" in service for service in compose["services"].values())
+    daemons = {name for name, service in compose["services"].items() if "profiles" not in service}
+    assert daemons == {"rabbitmq", "proxy", "learner"}
+    assert all("healthcheck" in compose["services"][name] for name in daemons)
     assert compose["services"]["rabbitmq"]["image"] == "rabbitmq:4-management"
 
 
@@ -50,6 +52,25 @@ def test_the_commands_are_ours(compose: dict[str, Any]) -> None:
     scripts = (ROOT / "pyproject.toml").read_text()
     for name in ("proxy", "learner"):
         assert f'\n{compose["services"][name]["command"][0]} = "swarmq.cli:' in scripts
+
+
+def test_commands_see_the_run_that_the_daemons_work_on(compose: dict[str, Any]) -> None:
+    tool, learner = compose["services"]["swarmq"], compose["services"]["learner"]
+    assert (tool["entrypoint"], tool["profiles"]) == (["swarmq"], ["commands"])
+    for what in ("build", "configs", "volumes"):
+        assert tool[what] == learner[what]
+    assert tool["environment"].items() >= learner["environment"].items()
+    options = {parameter.envvar for parameter in cli.main.commands["invite"].params}
+    assert set(tool["environment"]) - set(learner["environment"]) <= options
+
+
+def test_clients_are_invited_to_the_ports_that_are_published(compose: dict[str, Any]) -> None:
+    said = compose["services"]["swarmq"]["environment"]
+    for name, service, inside in (("AMQP", "rabbitmq", "5672"), ("PROXY", "proxy", "8000")):
+        [port] = [
+            p.removesuffix(f":{inside}") for p in compose["services"][service]["ports"] if p.endswith(f":{inside}")
+        ]
+        assert port in said[f"SWARMQ_CLIENTS_{name}_URL"]
 
 
 def test_the_broker_is_as_patient_as_the_private_node(compose: dict[str, Any]) -> None:

@@ -76,3 +76,34 @@ def test_several_runs_must_be_told_apart(run):
     (run.parent / "second" / "resolved.toml").touch()
     done = swarmq("client", "list")
     assert (done.exit_code, "there are math, second" in done.output) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "broker.url: say which RabbitMQ"),
+        (["--set", "broker.url=amqp://u:p@h/"], "--proxy: say where clients find the proxy"),
+        (["--set", "broker.url=amqp://u:p@h/", "--proxy", "h:8000"], "--proxy 'h:8000': give http:// or https://"),
+        (["--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1", "--amqp", "h"], "--amqp 'h': give amqp://"),
+    ],
+)
+def test_a_run_that_cannot_be_opened_is_not_opened(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "m"\n')
+    done = swarmq("invite", "job.toml", *arguments)
+    assert (done.exit_code, says in done.output) == (1, True), done.output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_every_proxy_of_a_run_in_parts_is_in_its_invite(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text(
+        'run = "r"\n[policies.main]\nmodel = "m"\n[broker]\nurl = "amqp://u:p@h/"\n[proxy]\nport = 8000\ncount = 2\n'
+    )
+    done = swarmq("invite", "job.toml")
+    invite = Invite.decode(done.output.removeprefix("export SWARMQ_INVITE="))
+    assert invite.base_urls == ("http://127.0.0.1:8000/v1", "http://127.0.0.1:8001/v1")
+    (tmp_path / "runs" / "r" / "endpoints.json").touch()
+    again = swarmq("invite", "job.toml")
+    assert (again.exit_code, "started by `swarmq up`" in again.output) == (1, True)
