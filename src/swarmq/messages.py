@@ -154,6 +154,8 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     sampling: Sampling = Sampling()
     finish_reason: str = "stop"
     agent: str | None = None
+    client_id: str = ""
+    """Whose key it was called with."""
     branch: str | None = None
     """Why no earlier turn could be continued, when one was expected (`history_edited`, `drift`, ...)."""
     repaired: bool = False

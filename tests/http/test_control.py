@@ -107,6 +107,33 @@ async def test_an_episode_that_is_given_up_has_no_reward(stage, status):
     assert (end.status, end.reason, end.rewards) == (status, "api balance", {})
 
 
+async def test_a_client_ends_only_what_it_began(stage):
+    eve, alice = (token("rollout", name=name, by_client=True) for name in ("eve", "alice"))
+    await call(stage, "POST", "/episodes", {**BEGIN, "client_id": "alice@host-1"}, as_=alice)
+    for path, body in (("end", {"reward": 1.0, "policies": ["main"]}), ("abort", {})):
+        status, fault = await call(stage, "POST", f"/episodes/e-1/{path}", body, as_=eve)
+        assert (status, fault["error"]["code"]) == (403, "episode_foreign")
+    assert pieces(stage, EpisodeEnd) == []
+    status, _ = await call(stage, "POST", "/episodes/e-1/end", {"reward": 1.0}, as_=alice)
+    assert (status, pieces(stage, EpisodeEnd)[0].client_id) == (200, "alice")
+
+
+async def test_an_operator_ends_what_anybody_began(stage):
+    alice = token("rollout", name="alice", by_client=True)
+    await call(stage, "POST", "/episodes", BEGIN, as_=alice)
+    status, _ = await call(stage, "POST", "/episodes/e-1/abort", {})
+    assert (status, pieces(stage, EpisodeEnd)[0].client_id) == (200, "@ops")
+
+
+async def test_the_keys_of_a_client_that_begins_over_http_are_in_its_name(stage):
+    _, begun = await call(stage, "POST", "/episodes", BEGIN, as_=token("rollout", name="alice", by_client=True))
+    stage.engine.say("x")
+    await stage.ask({"role": "user", "content": "hi"}, key=begun["api_key"])
+    assert pieces(stage, Turn)[0].client_id == "alice"
+    status, error = await stage.refused({"model": "main", "messages": []}, key=stage.key("e-1", client="eve"))
+    assert (status, error["code"]) == (403, "episode_foreign")
+
+
 @pytest.mark.parametrize(
     ("path", "body", "code"),
     [

@@ -85,7 +85,7 @@ class Agent:
     ) -> str:
         fields = {"run": self.run, "client": "c", **claims}
         made = keys.Claims(episode_id=episode, policies=policies, expires_at=time.time() + expires_in, **fields)
-        return keys.mint(keys.client_secret(root, "c"), made)
+        return keys.mint(keys.client_secret(root, made.client), made)
 
     async def post(
         self, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None, raw: bytes | None = None

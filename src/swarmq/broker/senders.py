@@ -9,7 +9,13 @@ from __future__ import annotations
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Task
 
 NAME_MARK = "@"
-"""Between a client's name and the process that uses it, in `client_id`."""
+"""Between a client's name and the process that uses it, in `client_id`. What begins with it is no client: an operator."""
+
+
+def is_foreign(client_id: str, owner_id: str) -> bool:
+    """Whether a client speaks for an episode that another one began. Operators may."""
+    name, owner = (one.partition(NAME_MARK)[0] for one in (client_id, owner_id))
+    return bool(name and owner) and name != owner
 
 
 def objection(user: str, queue: str, message: Message) -> str:

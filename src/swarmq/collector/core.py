@@ -32,6 +32,7 @@ from collections.abc import Collection, Iterable, Mapping
 import msgspec
 
 from swarmq.broker import topology
+from swarmq.broker.senders import is_foreign
 from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw, misnamed
 from swarmq.collector.evals import Evals, EvalTask
@@ -209,6 +210,8 @@ class Core:
             self.counts["duplicates"] += 1
             return self._use_ticket(begin)
         if episode and episode.begin:
+            if self._foreign(begin, episode):
+                return self._use_ticket(begin)
             self.counts["conflicting_begin"] += 1
             episode.tainted = True
             return [do.Taint(begin.episode_id), *self._use_ticket(begin)]
@@ -238,6 +241,8 @@ class Core:
         if known := episode.calls.get(turn.call_id):
             self.counts["duplicates" if known == call else "conflicting_turn"] += 1
             return []
+        if self._foreign(turn, episode):
+            return []
         if episode.end and not self._named(episode, call):
             self.counts["late_turn"] += 1
             return []
@@ -254,12 +259,21 @@ class Core:
                 self.counts[_kind_of_repeat(ended.reason, ended.digest, body)] += 1
                 return []
             episode, effects = self._open(end.episode_id, now)
+        if self._foreign(end, episode):
+            return []
         if episode.end:
             self.counts["duplicates" if episode.end == end else "conflicting_end"] += 1
             return []
         episode.end, episode.end_body, episode.held_since = end, body, now
         decided = self._resume(episode, now)
         return [*effects, *(decided or [do.SaveEnd(body, end.episode_id)])]
+
+    def _foreign(self, piece: EpisodeBegin | Turn | EpisodeEnd, episode: OpenEpisode) -> bool:
+        """Whether a client speaks for an episode that another one began."""
+        if episode.begin is None or not is_foreign(piece.client_id, episode.begin.client_id):
+            return False
+        self.counts["foreign"] += 1
+        return True
 
     def _consumed(self, report: Consumed) -> list[do.Effect]:
         effects: list[do.Effect] = []

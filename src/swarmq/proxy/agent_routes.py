@@ -74,7 +74,7 @@ def agent_routes(
 
     async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> Call:
         claims = claims_of(request)
-        conversations = episodes.of(claims.episode_id).conversations
+        conversations = episodes.of(claims.episode_id, claims.client).conversations
         call = read(dialect, await body_of(request), claims, request.headers, conversations)
         if call.policy not in pools:
             raise _no_model(call.policy)

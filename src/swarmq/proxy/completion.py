@@ -95,7 +95,7 @@ class Completions:
     async def begin(self, call: Call) -> Begun:
         """Raises RefusedError, EngineRefusedError, DeadlineError, or EngineError when no engine could start it."""
         with ExitStack() as held:
-            memory = self._episodes.open_call(call.claims.episode_id)
+            memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
             held.callback(self._episodes.close_call, memory)
             allowed = self._tuning.episode_tokens(call.claims)
             memory.budget.take_call(max_calls=self._tuning.episode_calls(call.claims), max_tokens=allowed)
@@ -154,7 +154,7 @@ class Completions:
 
     async def count(self, call: Call) -> int:
         """Tokens of the prompt. Raises EngineRefusedError or EngineError."""
-        memory = self._episodes.of(call.claims.episode_id)
+        memory = self._episodes.of(call.claims.episode_id, call.claims.client)
         lane, *_ = self._pools[call.policy].order(memory.lanes.get(call.policy))
         return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
 
@@ -200,6 +200,7 @@ class Completions:
             retry=call.retry,
             request_digest=call.digest,
             agent=call.agent,
+            client_id=call.claims.client,
             messages=chat["messages"],
             history=history,
             stitched=stitched,

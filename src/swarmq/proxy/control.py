@@ -20,14 +20,15 @@ from msgspec import Meta
 
 from swarmq import keys
 from swarmq.broker import Broker, TicketDesk, topology
+from swarmq.broker.senders import NAME_MARK, is_foreign
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
 from swarmq.outcome import Ends, Outcome, finished, unfinished, untrainable
 from swarmq.proxy.ledger import Entry, Ledger
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.refusals import RefusedError, foreign_episode
 
-HTTP_SECRET_NAME = "http"  # noqa: S105 - a name
-"""The client in whose name keys of episodes begun over HTTP are signed."""
+OPERATORS = NAME_MARK + "http"
+"""In whose name the keys of episodes are signed that operators begin; no client can have it."""
 MAX_WAIT_S = 120.0
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -138,7 +139,7 @@ class Control:
     ) -> None:
         self._job = job
         self._broker = broker
-        self._secret = keys.client_secret(root, HTTP_SECRET_NAME)
+        self._root = root
         self._now = now
         self._ticketed = ticketed
         self._inbox = topology.inbox(job.run)
@@ -156,7 +157,7 @@ class Control:
                 for desk in desks:
                     desk.cancel()
 
-    async def begin(self, asked: BeginRequest, *, operator: str, base_url: str) -> BegunEpisode:
+    async def begin(self, asked: BeginRequest, *, operator: str, by_client: bool, base_url: str) -> BegunEpisode:
         """Raises RefusedError, BrokerError."""
         begin = self._begin_of(asked, operator)
         entry = self._ledger.of(begin.episode_id)
@@ -169,7 +170,7 @@ class Control:
         expires_at = self._now() + (asked.lifetime_s or self._job.proxy.key_lifetime_s)
         claims = keys.Claims(
             run=begin.run,
-            client=HTTP_SECRET_NAME,
+            client=operator if by_client else OPERATORS,
             episode_id=begin.episode_id,
             policies=begin.policies,
             kind=begin.kind,
@@ -188,14 +189,14 @@ class Control:
             policies=begin.policies,
             model=begin.policies[0],
             base_url=base_url,
-            api_key=keys.mint(self._secret, claims),
+            api_key=keys.mint(keys.client_secret(self._root, claims.client), claims),
             expires_at=expires_at,
             repeated=repeated,
         )
 
-    async def end(self, episode_id: str, asked: EndRequest, *, operator: str) -> EndedEpisode:
+    async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndedEpisode:
         """Raises OutcomeError for what is no reward, RefusedError, BrokerError."""
-        entry = self._ledger.of(episode_id)
+        entry = self._owned(episode_id, client_id)
         outcome = Outcome(
             reward=asked.reward,
             rewards=asked.rewards,
@@ -205,14 +206,21 @@ class Control:
             agent_rewards=asked.agent_rewards,
             call_rewards=asked.call_rewards,
         )
-        end = finished(self._ending(episode_id, entry, asked, operator), outcome, frozen=self._job.frozen)
+        end = finished(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
         return await self._end(entry, msgspec.structs.replace(end, calls=asked.calls), asked.outcome_id)
 
-    async def abort(self, episode_id: str, asked: AbortRequest, *, operator: str) -> EndedEpisode:
-        """Raises BrokerError."""
-        entry = self._ledger.of(episode_id)
-        who = Ends(run=self._job.run, episode_id=episode_id, client_id=operator, policies=())
+    async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndedEpisode:
+        """Raises RefusedError, BrokerError."""
+        entry = self._owned(episode_id, client_id)
+        who = Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
         return await self._end(entry, unfinished(who, asked.status, asked.reason), asked.outcome_id)
+
+    def _owned(self, episode_id: str, client_id: str) -> Entry:
+        """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""
+        entry = self._ledger.of(episode_id)
+        if entry.begin and is_foreign(client_id, entry.begin.client_id):
+            raise foreign_episode(episode_id)
+        return entry
 
     async def _send(self, begin: EpisodeBegin, wait_s: float) -> EpisodeBegin:
         if begin.mode == "eval" or not self._ticketed:
@@ -270,7 +278,7 @@ class Control:
             silence_s=asked.silence_s,
         )
 
-    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, operator: str) -> Ends:
+    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> Ends:
         """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies
@@ -281,7 +289,7 @@ class Control:
                 "another proxy began this episode: give `policies` beside `reward`, or `rewards` for each",
                 param="policies",
             )
-        return Ends(run=self._job.run, episode_id=episode_id, client_id=operator, policies=policies)
+        return Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=policies)
 
 
 def _conflict(message: str) -> RefusedError:

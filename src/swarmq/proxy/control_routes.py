@@ -79,7 +79,7 @@ class ProxyStatus(msgspec.Struct, frozen=True, kw_only=True):
 FAULTS = {
     400: ResponseSpec(FaultBody, description="The request is wrong; the message names the field."),
     401: ResponseSpec(FaultBody, description="No token, or one that is forged, expired or of another run."),
-    403: ResponseSpec(FaultBody, description="The token lacks the role."),
+    403: ResponseSpec(FaultBody, description="The token lacks the role, or the episode is another client's."),
     503: ResponseSpec(FaultBody, description="Not confirmed in time; send it again after `Retry-After` seconds."),
 }
 CONFLICT = ResponseSpec(FaultBody, description="The episode has begun or ended otherwise; nothing was sent.")
@@ -169,7 +169,8 @@ def control_routes(
         """Begin an episode; answered when the broker has confirmed it. Repeatable with an `episode_id`."""
         _check_name(request, data.client_id)
         base_url = str(request.base_url).rstrip("/") + "/v1"
-        return await control.begin(data, operator=_operator(request), base_url=base_url)
+        by_client = bool(request.state[BY_CLIENT])
+        return await control.begin(data, operator=_operator(request), by_client=by_client, base_url=base_url)
 
     @post(
         PATH + "/episodes/{episode_id:str}/end",
@@ -183,7 +184,7 @@ def control_routes(
         episode_id: EpisodeId, data: Annotated[EndRequest, Body()], request: Request[Any, Any, Any]
     ) -> EndedEpisode:
         """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
-        return await control.end(episode_id, data, operator=_operator(request))
+        return await control.end(episode_id, data, client_id=_client_id(request))
 
     @post(
         PATH + "/episodes/{episode_id:str}/abort",
@@ -197,7 +198,7 @@ def control_routes(
         episode_id: EpisodeId, data: Annotated[AbortRequest, Body()], request: Request[Any, Any, Any]
     ) -> EndedEpisode:
         """Give an episode up: never trained, never a reward of 0. Repeatable."""
-        return await control.abort(episode_id, data, operator=_operator(request))
+        return await control.abort(episode_id, data, client_id=_client_id(request))
 
     @post(
         PATH + "/engines/add",
@@ -230,6 +231,11 @@ def control_routes(
 
 def _operator(request: Request[Any, Any, Any]) -> str:
     return cast("str", request.state[OPERATOR])
+
+
+def _client_id(request: Request[Any, Any, Any]) -> str:
+    """Of whom an end is; an operator's is marked as such."""
+    return _operator(request) if request.state[BY_CLIENT] else NAME_MARK + _operator(request)
 
 
 def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:

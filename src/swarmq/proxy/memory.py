@@ -25,7 +25,7 @@ from swarmq.proxy.budget import Budget
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.graph import Graph
 from swarmq.proxy.pool import Lane
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.refusals import RefusedError, foreign_episode
 
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
@@ -52,9 +52,21 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
 class Memory:
     """Of one episode."""
 
-    __slots__ = ("budget", "conversations", "counted_bytes", "graphs", "lanes", "lost", "open_calls", "used_at")
+    __slots__ = (
+        "budget",
+        "client",
+        "conversations",
+        "counted_bytes",
+        "graphs",
+        "lanes",
+        "lost",
+        "open_calls",
+        "used_at",
+    )
 
-    def __init__(self, *, lost: bool = False, budget: Budget | None = None) -> None:
+    def __init__(self, *, client: str = "", lost: bool = False, budget: Budget | None = None) -> None:
+        self.client = client
+        """Whose keys it was called with."""
         self.lost = lost
         """There may have been calls that we know nothing of."""
         self.graphs: dict[str, Graph] = {}
@@ -95,7 +107,8 @@ class Episodes:
         self._is_home = is_home
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self._forgotten: OrderedDict[str, Budget] = OrderedDict()
+        self._forgotten: OrderedDict[str, tuple[str, Budget]] = OrderedDict()
+        """Client and budget."""
         self.size_bytes = 0
         """Tokens, keys and messages of all memories together."""
         self.counts: Counter[str] = Counter()
@@ -117,18 +130,20 @@ class Episodes:
     def __len__(self) -> int:
         return len(self._memories)
 
-    def of(self, episode_id: str) -> Memory:
-        """Raises RefusedError when the episode is known to have ended."""
+    def of(self, episode_id: str, client: str = "") -> Memory:
+        """Raises RefusedError when the episode is known to have ended, or to be another client's."""
         memory = self._memories.get(episode_id)
         if memory is None:
-            memory = self._memories[episode_id] = self._begun(episode_id)
+            memory = self._memories[episode_id] = self._begun(episode_id, client)
             self._count(memory)
+        if memory.client != client:
+            raise foreign_episode(episode_id)
         self._touch(episode_id, memory)
         return memory
 
-    def open_call(self, episode_id: str) -> Memory:
+    def open_call(self, episode_id: str, client: str = "") -> Memory:
         """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
-        memory = self.of(episode_id)
+        memory = self.of(episode_id, client)
         memory.open_calls += 1
         return memory
 
@@ -194,11 +209,11 @@ class Episodes:
 
     # ---------------------------------------------------------------------------------------------- forgetting
 
-    def _begun(self, episode_id: str) -> Memory:
+    def _begun(self, episode_id: str, client: str) -> Memory:
         if episode_id in self._ended:
             raise RefusedError(f"episode {episode_id} has ended; begin a new one", status=403, code="episode_ended")
-        budget = self._forgotten.pop(episode_id, None)
-        return Memory(lost=budget is not None or not self._is_home(episode_id), budget=budget)
+        owner, budget = self._forgotten.pop(episode_id, (client, None))
+        return Memory(client=owner, lost=budget is not None or not self._is_home(episode_id), budget=budget)
 
     def _touch(self, episode_id: str, memory: Memory) -> None:
         memory.used_at = self._clock()
@@ -220,7 +235,7 @@ class Episodes:
             del self._memories[episode_id]
             self._uncount(memory)
             self.counts[reason] += 1
-            _keep(self._forgotten, episode_id, memory.budget)
+            _keep(self._forgotten, episode_id, (memory.client, memory.budget))
 
     def _count(self, memory: Memory) -> None:
         self._uncount(memory)

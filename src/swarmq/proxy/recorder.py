@@ -49,6 +49,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     retry: int
     request_digest: str
     agent: str | None
+    client_id: str
     messages: list[Json]
     history: History
     stitched: Stitched
@@ -116,6 +117,7 @@ def turn_of(asked: Asked, sampled: Sampled) -> Turn:
         sampling=asked.sampling,
         finish_reason=sampled.finish_reason,
         agent=asked.agent,
+        client_id=asked.client_id,
         branch=stitched.branch,
         repaired=stitched.repaired,
         timings=sampled.timings,

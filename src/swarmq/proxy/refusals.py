@@ -65,6 +65,12 @@ def too_long(message: str) -> RefusedError:
     return RefusedError(message, code="context_length_exceeded", param="messages")
 
 
+def foreign_episode(episode_id: str) -> RefusedError:
+    return RefusedError(
+        f"episode {episode_id} was begun by another client: begin one of your own", status=403, code="episode_foreign"
+    )
+
+
 def refusal_of(error: Exception) -> Refusal:
     """An agent's faults are told as they are; of ours only what to do: their details are for the log."""
     match error:

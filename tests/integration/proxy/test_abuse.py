@@ -166,6 +166,20 @@ async def test_an_episode_cannot_reach_another_s_conversation(stage):
         assert (await response.json())["error"]["code"] == "previous_response_not_found"
 
 
+async def test_a_client_cannot_use_another_s_episode_though_it_knows_its_id(stage):
+    body = {"model": "main", "input": "secret", "max_output_tokens": 4}
+    mine, theirs = ({"authorization": f"Bearer {stage.key('shared', client=client)}"} for client in ("eve", "alice"))
+    async with stage.http.post(f"{stage.url}/v1/responses", json=body, headers=theirs) as response:
+        name = (await response.json())["id"]
+    for asked in (body | {"previous_response_id": name}, body):
+        async with stage.http.post(f"{stage.url}/v1/responses", json=asked, headers=mine) as response:
+            assert response.status == 403
+            assert (await response.json())["error"]["code"] == "episode_foreign"
+    async with stage.http.post(f"{stage.url}/v1/responses", json=body, headers=theirs) as response:
+        assert response.status == 200
+    assert [turn.client_id for turn in await stage.turns(2)] == ["alice", "alice"]
+
+
 @pytest.mark.parametrize(
     "header",
     [

@@ -52,6 +52,24 @@ def test_a_different_second_end_is_ignored(bench, say):
     assert bench.episodes[0].reward == 1.0
 
 
+def test_a_client_has_no_part_in_what_another_one_began(bench, say):
+    mine = {"client_id": "alice@one"}
+    theirs = (
+        say.turn("b", client_id="eve"),
+        say.end(reward=0.0, client_id="eve@two"),
+        say.begin("e", client_id="eve@two"),
+    )
+    bench.take(say.begin(**mine), say.turn("a", client_id="alice"), *theirs, say.end(client_id="alice@three"))
+    assert bench.core.counts["foreign"] == 3
+    [episode] = bench.episodes
+    assert (episode.reward, [turn.call_id for turn in episode.turns]) == (1.0, ["a"])
+
+
+def test_an_operator_ends_what_anybody_began(bench, say):
+    bench.take(say.begin(client_id="alice@one"), say.turn("a", client_id="alice"), say.end(client_id="@ops"))
+    assert len(bench.sent) == 1
+
+
 def test_a_turn_after_the_end_is_not_trained(bench, say):
     bench.take(say.begin(), say.turn("a"), say.end(), say.turn("b"))
     assert bench.core.counts["late_turn"] == 1
@@ -216,16 +234,18 @@ def test_a_trained_slot_is_never_trained_again(bench, say):
     assert bench.dropped == {"superseded": 1}
 
 
-def test_two_clients_with_one_episode_id_are_not_mixed_up(bench, say):
-    bench.take(say.begin(client_id="c"), say.begin(client_id="d"))
+def test_two_processes_with_one_episode_id_are_not_mixed_up(bench, say):
+    bench.take(say.begin(client_id="c@one"), say.begin(client_id="c@two"))
     bench.restart()
     bench.take(say.turn("a"), say.turn("b"), say.end())
     assert bench.core.counts["conflicting_begin"] == 1
     assert bench.dropped == {"two_clients": 1}
 
 
-def test_two_clients_with_one_episode_id_are_told_apart_by_the_calls_they_name(bench, say):
-    bench.take(say.begin(client_id="c"), say.begin(client_id="d"), say.turn("a"), say.turn("b"), say.end(calls=("b",)))
+def test_two_processes_with_one_episode_id_are_told_apart_by_the_calls_they_name(bench, say):
+    bench.take(
+        say.begin(client_id="c@1"), say.begin(client_id="c@2"), say.turn("a"), say.turn("b"), say.end(calls=("b",))
+    )
     assert [turn.call_id for turn in bench.episodes[0].turns] == ["b"]
 
 

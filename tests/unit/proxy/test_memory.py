@@ -169,6 +169,18 @@ def test_people_are_told_when_open_episodes_are_forgotten_and_again_when_it_has_
     assert told == [1, 1, 0, 1, 0, 0, 0, 1]
 
 
+def test_an_episode_stays_its_client_s_even_when_it_was_forgotten():
+    now = 0.0
+    episodes = Episodes(idle_s=10, clock=lambda: now)
+    episodes.of("e1", "alice")
+    now = 20.0
+    episodes.sweep()
+    assert len(episodes) == 0
+    with pytest.raises(RefusedError, match="another client"):
+        episodes.of("e1", "eve")
+    assert episodes.of("e1", "alice").client == "alice"
+
+
 async def test_a_conversation_that_was_forgotten_goes_on_as_a_branch_with_exactly_the_rendered_tokens(stages):
     async with stages(max_memory_bytes=1) as stage:
         for text in ("one", "two"):

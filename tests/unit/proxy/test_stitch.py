@@ -48,6 +48,7 @@ class Episode:
             retry=0,
             request_digest="",
             agent=None,
+            client_id="c",
             messages=messages,
             history=history,
             stitched=stitched,
