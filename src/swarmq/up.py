@@ -29,6 +29,8 @@ import structlog
 from swarmq import keys
 from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.container import find_container
+from swarmq.broker.install import find_server
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.client.invitations import host_invite
@@ -244,6 +246,9 @@ async def _broker(
     if url := amqp_url(job.broker):
         report("broker: the one you named")
         return None, url
+    if find_server() is None and (container := await asyncio.to_thread(find_container)):
+        report(f"broker: {container.place}")
+        return None, container.amqp_url
     report("broker: starting a private RabbitMQ")
     node = await stack.enter_async_context(
         PrivateNode(job.run_folder.broker, port=job.broker.port, config=tls_listener(job.broker))

@@ -1,8 +1,9 @@
 """Find a RabbitMQ server on this machine, or get one: `python -m swarmq.broker.install`.
 
 In this order: `$SWARMQ_RABBITMQ_HOME`, the system's package, Homebrew, a copy under the user's folder. Getting one means
-the system's package when we are root, else Debian's packages unpacked under the user's folder: 33 MB, no root, no
-docker, and nothing of the system is touched.
+the system's package when we are root, else Debian's packages unpacked under the user's folder (33 MB, no root, no
+docker, and nothing of the system is touched), else `brew install rabbitmq`, else a container (container.py). A way that
+fails is reported, and the next one is tried.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 
+from swarmq.broker.container import Container, find_container, start_container
+from swarmq.broker.programs import must, run, user_folder
 from swarmq.errors import BrokerError, SwarmqError
 
 HOME_VARIABLE = "SWARMQ_RABBITMQ_HOME"
@@ -63,6 +65,10 @@ class Server(msgspec.Struct, frozen=True, kw_only=True):
     """Holds `erl`; goes first in PATH."""
     epmd: Path
 
+    @property
+    def place(self) -> str:
+        return str(self.home)
+
 
 def find_server() -> Server | None:
     """The first usable server in the order above. Raises BrokerError when $SWARMQ_RABBITMQ_HOME holds none."""
@@ -75,28 +81,35 @@ def find_server() -> Server | None:
     return next((server for home in _homes() if (server := _server_at(home)) is not None), None)
 
 
-def install(report: Callable[[str], None]) -> Server:
-    """The server found, or a freshly installed one. Raises BrokerError that names the other ways."""
-    server = find_server()
-    if server is not None:
-        report(f"RabbitMQ is at {server.home}")
-        return server
-    if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise BrokerError(f"no RabbitMQ here, and no apt-get to fetch it: {OTHER_WAYS}")
-    if os.geteuid() == 0:
-        _install_as_root(report)
-    else:
-        _install_for_user(user_folder(), report)
-    server = find_server()
-    if server is None:
-        raise BrokerError(f"the packages are in place but hold no usable server: {OTHER_WAYS}")
-    report(f"RabbitMQ is at {server.home}")
-    return server
+def install(report: Callable[[str], None]) -> Server | Container:
+    """What was found, or was just installed. Raises BrokerError that names what failed and the other ways."""
+    if (found := find_server() or find_container()) is not None:
+        report(f"RabbitMQ is at {found.place}")
+        return found
+    failures: list[str] = []
+    for get in _ways():
+        try:
+            get(report)
+        except BrokerError as error:
+            failures.append(str(error))
+            report(f"that did not work: {error}")
+            continue
+        if (found := find_server() or find_container()) is not None:
+            report(f"RabbitMQ is at {found.place}")
+            return found
+        failures.append("what was installed holds no usable server")
+    why = "; ".join(failures) or "no RabbitMQ here, and neither apt-get nor brew nor docker to get it"
+    raise BrokerError(f"{why}: {OTHER_WAYS}")
 
 
-def user_folder() -> Path:
-    data = os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share"
-    return Path(data) / "swarmq" / "rabbitmq"
+def _ways() -> Iterator[Callable[[Callable[[str], None]], None]]:
+    """How this machine could get a server, the best first: all but a container can be nodes of our own."""
+    if shutil.which("apt-get") and shutil.which("dpkg"):
+        yield _install_as_root if os.geteuid() == 0 else _install_for_user
+    if shutil.which("brew"):
+        yield _install_with_brew
+    if shutil.which("docker"):
+        yield start_container
 
 
 def _homes() -> Iterator[Path]:
@@ -115,7 +128,7 @@ def _package_homes(root: Path) -> list[Path]:
 def _server_at(home: Path) -> Server | None:
     if not (home / "sbin" / "rabbitmq-server").is_file():
         return None
-    erlang_bin = _packed_erlang(home)
+    erlang_bin = _packed_erlang(home) or _brewed_erlang(home)
     if erlang_bin is None and (found := shutil.which("erl")):
         erlang_bin = Path(found).parent
     if erlang_bin is None:
@@ -130,6 +143,12 @@ def _packed_erlang(home: Path) -> Path | None:
         return None
     erlang_bin = home.parents[4] / "usr/lib/erlang/bin"
     return erlang_bin if (erlang_bin / "erl").is_file() else None
+
+
+def _brewed_erlang(home: Path) -> Path | None:
+    """Homebrew's, where `home` is `<prefix>/opt/rabbitmq`: it need not be in PATH."""
+    erlang_bin = home.parents[1] / "opt/erlang/bin"
+    return erlang_bin if home.parent.name == "opt" and (erlang_bin / "erl").is_file() else None
 
 
 def _epmd(erlang_bin: Path) -> Path | None:
@@ -150,19 +169,20 @@ def _install_as_root(report: Callable[[str], None]) -> None:
         POLICY.chmod(0o755)
     try:
         command = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
-        if not _run(command, cwd=None).ok:
+        if not run(command).ok:
             report("refreshing the package lists")
-            _must(["apt-get", "update"], cwd=None)
-            _must(command, cwd=None)
+            must(["apt-get", "update"])
+            must(command)
         if shutil.which("systemctl"):
-            _run(["systemctl", "disable", "rabbitmq-server"], cwd=None)
+            run(["systemctl", "disable", "rabbitmq-server"])
     finally:
         if ours:
             POLICY.unlink(missing_ok=True)
 
 
-def _install_for_user(folder: Path, report: Callable[[str], None]) -> None:
-    """Debian's packages, unpacked into `folder`, which appears only when it is complete."""
+def _install_for_user(report: Callable[[str], None]) -> None:
+    """Debian's packages, unpacked into the user's folder, which appears only when it is complete."""
+    folder = user_folder()
     building = folder.with_name(folder.name + ".building")
     shutil.rmtree(building, ignore_errors=True)
     downloads, root = building / "debs", building / "root"
@@ -172,48 +192,34 @@ def _install_for_user(folder: Path, report: Callable[[str], None]) -> None:
     _download(downloads, report)
     report(f"unpacking into {folder}")
     for package in sorted(downloads.glob("*.deb")):
-        _must(["dpkg", "-x", str(package), str(root)], cwd=None)
+        must(["dpkg", "-x", str(package), str(root)])
     starter = root / "usr/lib/erlang/bin/erl"
     starter.write_text(starter.read_text().replace("/usr/lib/erlang", str(folder / "usr/lib/erlang")))
     shutil.rmtree(folder, ignore_errors=True)
     root.rename(folder)
     shutil.rmtree(building)
-    answer = _run([str(folder / "usr/lib/erlang/bin/erl"), "-noshell", "-eval", "crypto:start(), halt(0)."], cwd=None)
+    answer = run([str(folder / "usr/lib/erlang/bin/erl"), "-noshell", "-eval", "crypto:start(), halt(0)."])
     if not answer.ok:
         shutil.rmtree(folder)
-        raise BrokerError(f"Erlang does not start here ({answer.tail}): {OTHER_WAYS}")
+        raise BrokerError(f"Erlang does not start here ({answer.tail})")
+
+
+def _install_with_brew(report: Callable[[str], None]) -> None:
+    report("installing rabbitmq with brew (its service stays off)")
+    must(["brew", "install", "rabbitmq"])
 
 
 def _download(folder: Path, report: Callable[[str], None]) -> None:
     download = ["apt-get", "download", *PACKAGES]
-    if _run(download, cwd=folder).ok:
+    if run(download, cwd=folder).ok:
         return
     report("the system's package lists are missing or old: fetching our own")
     lists = folder.parent / "apt"
     (lists / "lists" / "partial").mkdir(parents=True)
     (lists / "cache" / "archives" / "partial").mkdir(parents=True)
     ours = [f"-oDir::State::lists={lists / 'lists'}", f"-oDir::Cache={lists / 'cache'}"]
-    _must(["apt-get", *ours, "update"], cwd=folder)
-    _must(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
-
-
-class _Answer(msgspec.Struct, frozen=True):
-    ok: bool
-    tail: str
-
-
-def _run(command: Sequence[str], *, cwd: Path | None) -> _Answer:
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    done = subprocess.run(
-        command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
-    )
-    return _Answer(done.returncode == 0, " / ".join((done.stdout + done.stderr).strip().splitlines()[-3:]))
-
-
-def _must(command: Sequence[str], *, cwd: Path | None) -> None:
-    answer = _run(command, cwd=cwd)
-    if not answer.ok:
-        raise BrokerError(f"`{' '.join(command[:3])} ...` failed ({answer.tail}): {OTHER_WAYS}")
+    must(["apt-get", *ours, "update"], cwd=folder)
+    must(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
 
 
 def main() -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.broker import install
+from swarmq.broker.container import Container, find_container
 from swarmq.broker.install import find_server
 from swarmq.errors import BrokerError
 
@@ -119,6 +120,7 @@ def test_a_chosen_server_comes_first_and_must_be_one(machine: Path, monkeypatch:
 def test_where_it_cannot_be_installed_the_other_ways_are_named(machine: Path) -> None:
     with pytest.raises(BrokerError) as refusal:
         install.install(lambda _: None)
+    assert "neither apt-get nor brew nor docker" in str(refusal.value)
     for way in ("apt-get install", "brew install rabbitmq", "docker compose up", "SWARMQ_AMQP_URL"):
         assert way in str(refusal.value)
 
@@ -126,7 +128,7 @@ def test_where_it_cannot_be_installed_the_other_ways_are_named(machine: Path) ->
 def test_an_installed_server_is_reported_and_not_installed_again(machine: Path) -> None:
     home = plant(machine / "system", "3.10.8")
     said: list[str] = []
-    assert install.install(said.append).home == home
+    assert install.install(said.append).place == str(home)
     assert said == [f"RabbitMQ is at {home}"]
 
 
@@ -137,6 +139,7 @@ def test_without_root_the_packages_are_unpacked_into_the_users_folder_once(
     plant_apt(machine, erlang_exits=0)
     said: list[str] = []
     server = install.install(said.append)
+    assert isinstance(server, install.Server)
     folder = machine / "data/swarmq/rabbitmq"
     assert server.home == folder / "usr/lib/rabbitmq/lib/rabbitmq_server-4.0.5"
     assert f"ROOTDIR={folder}/usr/lib/erlang" in (server.erlang_bin / "erl").read_text()
@@ -153,3 +156,116 @@ def test_an_erlang_that_does_not_start_is_not_kept(machine: Path, monkeypatch: p
         install.install(lambda _: None)
     assert find_server() is None
     assert not (machine / "data/swarmq/rabbitmq").exists()
+
+
+ROOT_APT_GET = """\
+import pathlib, sys
+log, policy, machine = map(pathlib.Path, LOG_POLICY_MACHINE)
+with log.open("a") as file:
+    print(*sys.argv[1:], policy.read_text().split()[-1] if policy.exists() else "starts its service", file=file)
+if "install" in sys.argv:
+    if "update" not in log.read_text():
+        sys.exit("E: Unable to locate package rabbitmq-server")
+    for name in ("rabbitmq/lib/rabbitmq_server-4.0.5/sbin/rabbitmq-server", "erlang/bin/erl", "erlang/bin/epmd"):
+        path = machine / "system/usr/lib" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+"""
+
+
+def program(machine: Path, name: str, code: str) -> None:
+    executable(machine / "bin" / name)
+    (machine / "bin" / name).write_text(f"#!{sys.executable} -IS\n{code}")
+
+
+def test_as_root_the_systems_package_is_installed_and_its_service_stays_off(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log, policy = machine / "log", machine / "policy-rc.d"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(install, "POLICY", policy)
+    program(
+        machine, "apt-get", ROOT_APT_GET.replace("LOG_POLICY_MACHINE", repr(tuple(map(str, (log, policy, machine)))))
+    )
+    program(machine, "dpkg", "")
+    program(machine, "systemctl", f"import sys; open({str(log)!r}, 'a').write(' '.join(sys.argv[1:]))")
+    said: list[str] = []
+    assert install.install(said.append).place.startswith(str(machine / "system"))
+    assert "refreshing the package lists" in said
+    install_line = "install -y --no-install-recommends rabbitmq-server 101"
+    assert log.read_text().splitlines() == [install_line, "update 101", install_line, "disable rabbitmq-server"]
+    assert not policy.exists()
+
+
+def test_where_apt_fails_brew_is_asked_and_its_erlang_need_not_be_in_path(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    plant_apt(machine, erlang_exits=1)
+    program(
+        machine,
+        "brew",
+        "import pathlib, sys\n"
+        "assert sys.argv[1:] == ['install', 'rabbitmq']\n"
+        f"for name in ('rabbitmq/sbin/rabbitmq-server', 'erlang/bin/erl', 'erlang/bin/epmd'):\n"
+        f"    path = pathlib.Path({str(machine / 'brew/opt')!r}, name)\n"
+        "    path.parent.mkdir(parents=True, exist_ok=True)\n"
+        "    path.touch()\n",
+    )
+    said: list[str] = []
+    server = install.install(said.append)
+    assert isinstance(server, install.Server)
+    assert (server.home, server.erlang_bin) == (machine / "brew/opt/rabbitmq", machine / "brew/opt/erlang/bin")
+    assert any("that did not work: Erlang does not start here" in line for line in said)
+
+
+DOCKER = """\
+import os, pathlib, sys
+machine = pathlib.Path(MACHINE)
+state = machine / "container"
+with (machine / "log").open("a") as log:
+    print(*sys.argv[1:], file=log)
+match sys.argv[1]:
+    case "run":
+        if (machine / "broken").exists():
+            sys.exit("docker: Cannot connect to the Docker daemon")
+        state.write_text(os.environ["RABBITMQ_DEFAULT_PASS"])
+    case "start" | "exec":
+        sys.exit(not state.exists())
+    case "rm":
+        state.unlink(missing_ok=True)
+"""
+
+
+def test_where_nothing_else_is_docker_runs_one_on_loopback_with_a_password_of_its_own(machine: Path) -> None:
+    program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
+    made = install.install(lambda _: None)
+    assert isinstance(made, Container)
+    [line] = [line for line in (machine / "log").read_text().splitlines() if line.startswith("run ")]
+    assert f"--publish 127.0.0.1:{made.amqp_port}:5672 --publish 127.0.0.1:{made.management_port}:15672" in line
+    assert line.endswith("rabbitmq:4-management")
+    assert made.password == (machine / "container").read_text()
+    assert made.password not in line, "other users see command lines"
+    assert (machine / "data/swarmq/container.json").stat().st_mode & 0o77 == 0
+    said: list[str] = []
+    assert install.install(said.append) == made, "it is found again, and started if it was not"
+    assert said == [f"RabbitMQ is at {made.place}"]
+    assert made.amqp_url == f"amqp://swarmq:{made.password}@127.0.0.1:{made.amqp_port}/"
+
+
+def test_a_container_that_does_not_start_keeps_its_queues(machine: Path) -> None:
+    program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
+    install.install(lambda _: None)
+    (machine / "container").unlink()
+    (machine / "log").unlink()
+    with pytest.raises(BrokerError, match="`docker start swarmq-rabbitmq` says why"):
+        install.install(lambda _: None)
+    assert {line.split()[0] for line in (machine / "log").read_text().splitlines()} == {"start"}
+
+
+def test_a_docker_that_does_not_work_leaves_the_other_ways(machine: Path) -> None:
+    program(machine, "docker", DOCKER.replace("MACHINE", repr(str(machine))))
+    (machine / "broken").touch()
+    with pytest.raises(BrokerError, match=r"Cannot connect to the Docker daemon.*: get RabbitMQ 3\.10 or newer"):
+        install.install(lambda _: None)
+    assert find_container() is None
