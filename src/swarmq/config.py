@@ -76,6 +76,10 @@ class Proxy(Settings, frozen=True, kw_only=True):
     """Calls that wait; what is beyond is answered 429 with `Retry-After`."""
     max_memory_bytes: Count = 512 * 1024 * 1024
     """For the conversations of open episodes in one proxy; beyond it the least recently used are forgotten."""
+    max_episode_calls: Count = 256
+    """Calls of one episode at a time, so that no key takes all places; what is beyond is answered 429."""
+    remote_images: bool = False
+    """Engines fetch images from https urls that agents name, with the rights of the engine's host in its network."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
     traces: bool = False

@@ -29,6 +29,32 @@ async def test_a_model_that_does_not_says_so(stage):
     assert (status, error["message"]) == (400, "the model takes no images")
 
 
+@pytest.mark.parametrize("url", ["http://10.0.0.1/", "file:///etc/passwd", "HTTPS://x/a.png", " data:x", "ftp://x", ""])
+async def test_an_engine_fetches_nothing_for_an_agent(seeing, url):
+    for part in (
+        {"type": "image_url", "image_url": {"url": url}},
+        {"image_url": url},
+        {"type": "video_url", "video_url": {"url": url}},
+    ):
+        body = {"model": "main", "messages": [{"role": "user", "content": [part]}]}
+        status, error = await seeing.refused(body, key=seeing.key(mode="eval"))
+        assert (status, error["param"]) == (400, "messages")
+        assert "data:" in error["message"]
+    assert seeing.engine.requests == []
+
+
+async def test_an_engine_fetches_from_https_where_the_run_says_so(stages):
+    async with stages(remote_images=True) as stage:
+        stage.engine.sees = True
+        stage.engine.say("a cat")
+        seen = {"type": "image_url", "image_url": {"url": "https://example.org/cat.png"}}
+        key = stage.key(mode="eval")
+        await stage.ask({"role": "user", "content": [seen]}, key=key)
+        away = {"type": "image_url", "image_url": {"url": "http://10.0.0.1/"}}
+        status, _ = await stage.refused({"model": "main", "messages": [{"role": "user", "content": [away]}]}, key=key)
+        assert status == 400
+
+
 async def test_a_training_episode_with_images_is_refused_and_nothing_is_sampled(seeing):
     status, error = await seeing.refused({"model": "main", "messages": [LOOK]})
     assert (status, error["param"]) == (400, "messages")

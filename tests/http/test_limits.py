@@ -31,6 +31,54 @@ async def test_what_is_beyond_the_limit_waits_its_turn_and_what_is_beyond_that_i
         await _waiting(stage, 0, calls=0)
 
 
+async def test_one_episode_cannot_take_every_place(stages):
+    async with stages(max_episode_calls=1) as stage:
+        gate = asyncio.Event()
+        stage.engine.say("first", gate=gate)
+        stage.engine.say("other")
+        async with asyncio.TaskGroup() as tasks:
+            first = tasks.create_task(stage.ask(HI))
+            await stage.engine.asked.wait()
+            status, headers, raw = await stage.post(BODY)
+            assert (status, b"episode_calls_open" in raw, int(headers["retry-after"]) >= 1) == (429, True, True)
+            await stage.ask(HI, key=stage.key("e2"))
+            gate.set()
+        assert first.result()["choices"]
+
+
+async def test_a_body_that_dribbles_counts_as_a_call_of_its_episode(stages):
+    async with stages(max_episode_calls=1) as stage:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+
+        async def dribble():
+            yield b"{"
+            begun.set()
+            await go_on.wait()
+
+        async def late():
+            headers = {"authorization": f"Bearer {stage.key()}"}
+            async with stage.http.post(f"{stage.url}/v1/responses", data=dribble(), headers=headers) as response:
+                return response.status
+
+        async with asyncio.TaskGroup() as tasks:
+            held = tasks.create_task(late())
+            await begun.wait()
+            while not stage.episodes.of("e1", "c").open_calls:
+                await stage.http.get(f"{stage.url}/health")
+            status, error = await stage.refused(BODY)
+            assert (status, error["code"]) == (429, "episode_calls_open")
+            go_on.set()
+        assert held.result() == 400
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop": ["x"] * 65}, {"stop": "x" * 1025}, {"logit_bias": {str(i): 1 for i in range(1025)}}], ids=str
+)
+async def test_what_is_looked_at_for_every_token_has_its_measure(stage, fields):
+    status, error = await stage.refused({**BODY, **fields}, key=stage.key(mode="eval"))
+    assert (status, error["param"]) == (400, next(iter(fields)))
+
+
 async def test_places_are_given_back_whatever_becomes_of_a_call(stages):
     async with stages(max_open_calls=1, max_waiting_calls=0) as stage:
         stage.engine.say("abcd", error="it broke")

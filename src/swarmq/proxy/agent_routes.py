@@ -60,6 +60,7 @@ def agent_routes(
     episodes: Episodes,
     meter: Meter,
     body_timeout_s: float,
+    remote_images: bool,
 ) -> list[HTTPRouteHandler]:
     """`claims_of` reads a request's key, or raises RefusedError."""
 
@@ -74,8 +75,9 @@ def agent_routes(
 
     async def read_call(request: Request[Any, Any, Any], dialect: Dialect) -> Call:
         claims = claims_of(request)
-        conversations = episodes.of(claims.episode_id, claims.client).conversations
-        call = read(dialect, await body_of(request), claims, request.headers, conversations)
+        with episodes.arriving(claims) as memory:
+            raw = await body_of(request)
+            call = read(dialect, raw, claims, request.headers, memory.conversations, remote_images=remote_images)
         if call.policy not in pools:
             raise _no_model(call.policy)
         return call

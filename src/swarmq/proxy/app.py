@@ -146,6 +146,7 @@ def create_app(
         episodes=episodes,
         meter=meter,
         body_timeout_s=job.proxy.receive_timeout_s,
+        remote_images=job.proxy.remote_images,
     )
     return Litestar(
         [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],

@@ -153,10 +153,13 @@ class Completions:
                 return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
 
     async def count(self, call: Call) -> int:
-        """Tokens of the prompt. Raises EngineRefusedError or EngineError."""
-        memory = self._episodes.of(call.claims.episode_id, call.claims.client)
-        lane, *_ = self._pools[call.policy].order(memory.lanes.get(call.policy))
-        return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
+        """Tokens of the prompt. Raises RefusedError, EngineRefusedError or EngineError."""
+        with ExitStack() as held:
+            memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
+            held.callback(self._episodes.close_call, memory)
+            held.callback((await self._gate.enter()).give_back)
+            lane, *_ = self._pools[call.policy].order(memory.lanes.get(call.policy))
+            return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
 
     async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
         chat = _for_engine(call.chat)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -30,6 +31,8 @@ from swarmq.proxy.refusals import RefusedError, foreign_episode
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
 """Of a memory without any turns, by tracemalloc."""
+MAX_CALLS = 256
+"""Of an episode at a time."""
 MAX_GONE = 10_000
 """Ids of ended episodes, and of forgotten ones, that are kept."""
 ENDINGS = frozenset({"episode", "eval"})
@@ -97,12 +100,14 @@ class Episodes:
         *,
         idle_s: float,
         limit_bytes: int = LIMIT_BYTES,
+        max_calls: int = MAX_CALLS,
         clock: Callable[[], float] = time.monotonic,
         is_home: Callable[[str], bool] = lambda _: True,
     ) -> None:
         """`is_home` says of an episode's id whether its first call was to come here, and not before we were there."""
         self._idle_s = idle_s
         self._limit_bytes = limit_bytes
+        self._max_calls = max_calls
         self._clock = clock
         self._is_home = is_home
         self._memories: OrderedDict[str, Memory] = OrderedDict()
@@ -125,7 +130,12 @@ class Episodes:
             place, count = (urls.index(url), len(urls)) if url in urls else (number, job.proxy.count)
             return keys.home_of(episode_id, count) == place and (made is None or made >= started_at)
 
-        return cls(idle_s=job.proxy.key_lifetime_s, limit_bytes=job.proxy.max_memory_bytes, is_home=is_home)
+        return cls(
+            idle_s=job.proxy.key_lifetime_s,
+            limit_bytes=job.proxy.max_memory_bytes,
+            max_calls=job.proxy.max_episode_calls,
+            is_home=is_home,
+        )
 
     def __len__(self) -> int:
         return len(self._memories)
@@ -144,6 +154,11 @@ class Episodes:
     def open_call(self, episode_id: str, client: str = "") -> Memory:
         """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
         memory = self.of(episode_id, client)
+        if memory.open_calls >= self._max_calls:
+            raise RefusedError(
+                f"the episode has {memory.open_calls} calls open at this proxy, and may have no more",
+                status=429, code="episode_calls_open",
+            )  # fmt: skip
         memory.open_calls += 1
         return memory
 
@@ -152,6 +167,15 @@ class Episodes:
         if memory.counted_bytes:
             self._count(memory)
             self._make_room()
+
+    @contextmanager
+    def arriving(self, claims: keys.Claims) -> Iterator[Memory]:
+        """The memory of a call whose body is still to come. Raises RefusedError."""
+        memory = self.open_call(claims.episode_id, claims.client)
+        try:
+            yield memory
+        finally:
+            memory.open_calls -= 1  # and no room is made yet: the call goes on in a moment
 
     def hear(self, event: Event) -> None:
         """An event of the run, to learn which episodes have ended."""

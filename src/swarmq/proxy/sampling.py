@@ -53,6 +53,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 """What changes the distribution, and the values at which it does not; for any other parameter false, 0 and nothing."""
 AS_ASKED = {"extra_args": "vllm_xargs"}
 """What a request calls them, where that is another name."""
+MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
+"""Entries that are looked at for every token that is sampled."""
+MAX_WORD = 1024
+"""Characters of a text among them."""
 OWN = frozenset({"temperature", "max_tokens"})
 """Set for every training episode, and told apart."""
 RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
@@ -146,7 +150,15 @@ def check_limits(chat: Json) -> None:
             continue
         if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
             bounds = f"from {low} to {high}" if high else f"of at least {low}"
-            raise RefusedError(f"{name} must be a whole number {bounds}, not {value!r}", param=name)
+            raise RefusedError(f"{name} must be a whole number {bounds}, not {value!r:.100}", param=name)
+    for name, most in MOST.items():
+        value = chat.get(name)
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise RefusedError(f"{name} may have {most} entries, not {len(value)}", param=name)
+        if any(
+            isinstance(text, str) and len(text) > MAX_WORD for text in (value if isinstance(value, list) else (value,))
+        ):
+            raise RefusedError(f"no entry of {name} may have more than {MAX_WORD} characters", param=name)
 
 
 def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:

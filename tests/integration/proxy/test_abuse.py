@@ -72,6 +72,8 @@ REQUESTS = {
     "a server of the inside as an image": {
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/"}}]}]
     },
+    "a great many stops": {"stop": [str(i) for i in range(10_000)]},
+    "a great many biases": {"logit_bias": {str(i): 1 for i in range(5000)}},
     "a bias beyond the vocabulary": {"logit_bias": {"-1": 1}},
 }
 

@@ -25,6 +25,7 @@ from swarmq.proxy.calls import Ask, Call, Ended, Gained
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects.grammars import check_schemas
+from swarmq.proxy.dialects.media import check_media
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.recorder import call_id
 from swarmq.proxy.refusals import Refusal, RefusedError, refusal_of
@@ -80,13 +81,22 @@ class Writer(Protocol):
         """Nothing follows."""
 
 
-def read(dialect: Dialect, raw: bytes, claims: Claims, told: Mapping[str, str], conversations: Conversations) -> Call:
+def read(
+    dialect: Dialect,
+    raw: bytes,
+    claims: Claims,
+    told: Mapping[str, str],
+    conversations: Conversations,
+    *,
+    remote_images: bool = False,
+) -> Call:
     """`told`: the request's headers. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
     body = _object(raw)
     ask = dialect.ask(body, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
     check_limits(chat)
     check_schemas(chat)
+    check_media(chat, remote=remote_images)
     agent = told.get("x-swarmq-agent")
     if agent is not None and not AGENT.fullmatch(agent):
         raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
