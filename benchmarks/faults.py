@@ -26,7 +26,7 @@ from pathlib import Path
 import msgspec
 
 from benchmarks.faults_check import Verdict, Weights, judge, replayed
-from benchmarks.faults_inject import FAULTS, HANG_S, HangError, Nemesis, plan
+from benchmarks.faults_inject import FAULTS, HANG_S, HangError, Nemesis, plan, possible
 from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
 from benchmarks.report import parser, save, table
@@ -88,7 +88,7 @@ async def play(
         try:
             await _until(lambda: world.segment() is not None and bool(world.lines()), HANG_S, "the first batch")
             world.watching.set()
-            await nemesis.run(plan(injections, seed=seed, only=only), gap_s=gap_s)
+            await nemesis.run(plan(injections, seed=seed, only=only or possible(world)), gap_s=gap_s)
         except HangError as hang:
             hangs.append(str(hang))
         hangs += await _drain(world, broken=bool(broken))

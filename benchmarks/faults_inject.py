@@ -393,6 +393,23 @@ def nemesis_sends(nemesis: Nemesis, queue: str, messages: list[Message]) -> str 
     return f"{len(messages)} on {queue}"
 
 
+def queue_emptied(action: str) -> Fault:
+    """An operator's slip: what the collector had sent and nobody has answered for must come again."""
+
+    async def fault(nemesis: Nemesis) -> str | None:
+        queue = nemesis.rng.choice((topology.tickets(RUN, KIND), topology.ready(RUN, POLICY)))
+
+        async def empty() -> None:
+            async with nemesis.alone("broker"):
+                with contextlib.suppress(SwarmqError):  # it may be busy dying, or the queue be gone already
+                    await nemesis.world.node.ctl(action, queue)
+
+        nemesis.lasting(empty())
+        return queue
+
+    return fault
+
+
 # ------------------------------------------------------------------------------------------ memory and disk
 
 
@@ -466,6 +483,8 @@ def _seconds(rng: random.Random, longest: float) -> float:
     return 0.2 + (longest - 0.2) * rng.random() ** 2
 
 
+DISK_FULL = "batch log's disk full"
+
 FAULTS: dict[str, Fault] = {
     "client killed": killed(*CLIENTS),
     "client killed around an outcome": killed_while_ending,
@@ -501,7 +520,9 @@ FAULTS: dict[str, Fault] = {
     "reports sent again": report_again,
     "tasks sent again": task_again,
     "tickets sent again": ticket_again,
-    "batch log's disk full": disk_full,
+    "queue deleted": queue_emptied("delete_queue"),
+    "queue purged": queue_emptied("purge_queue"),
+    DISK_FULL: disk_full,
 }
 
 SHARES = {
@@ -537,9 +558,16 @@ SHARES = {
     "reports sent again": 15,
     "tasks sent again": 30,
     "tickets sent again": 10,
-    "batch log's disk full": 8,
+    "queue deleted": 12,
+    "queue purged": 12,
+    DISK_FULL: 8,
 }
 """Of about a thousand. Starting a learner takes ten seconds of processor time, a RabbitMQ five: those are rarer."""
+
+
+def possible(world: World) -> tuple[str, ...]:
+    """The faults that can be injected here: a file system of its own can be mounted by root alone."""
+    return tuple(name for name in FAULTS if name != DISK_FULL or world.disk)
 
 
 def plan(injections: int, *, seed: int, only: tuple[str, ...] = ()) -> list[str]:
@@ -547,9 +575,11 @@ def plan(injections: int, *, seed: int, only: tuple[str, ...] = ()) -> list[str]
     rng = random.Random(seed)
     names = [name for name in SHARES if not only or name in only]
     wanted = sum(SHARES[name] for name in names)
-    chosen = [name for name in names for _ in range(max(1, injections * SHARES[name] // wanted))]
+    more = [name for name in names for _ in range(injections * SHARES[name] // wanted - 1)]
+    rng.shuffle(more)
+    more += rng.choices(names, [SHARES[name] for name in names], k=max(0, injections - len(names) - len(more)))
+    chosen = names + more[: max(0, injections - len(names))]
     rng.shuffle(chosen)
-    chosen += rng.choices(names, [SHARES[name] for name in names], k=max(0, injections - len(chosen)))
     return chosen[:injections]
 
 

@@ -10,8 +10,10 @@ hold is used; one that is damaged is passed over, aloud.
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 import time
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -19,9 +21,10 @@ from typing import Any
 import msgspec
 import structlog
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from safetensors import SafetensorError
 
 from swarmq.errors import LearnerError
-from swarmq.learner.files import fsync_folder, fsync_tree, mapped, sha256
+from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
@@ -33,6 +36,8 @@ STATE = "state"
 OPTIMIZER = "optimizer.bin"
 """As accelerate calls it."""
 DRAFT = ".draft-"
+TORCH_CANNOT_WRITE = ("inline_container", "iostream")
+"""What stands in a RuntimeError of `torch.save` that is one of the disk; it gives no other sign."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -74,7 +79,7 @@ def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep
     accelerator = trainer.accelerator
     name = f"step-{trainer.version:08d}"
     draft, target = folder / f"{DRAFT}{name}", folder / name
-    with mapped(folder):
+    with mapped(folder), _drafting(draft):
         if accelerator.is_main_process:
             clean(folder)
             draft.mkdir(parents=True)
@@ -163,6 +168,24 @@ def copy_tokenizer(model: str, folder: Path) -> None:
     from transformers import AutoTokenizer  # noqa: PLC0415  (seldom needed and slow to import)
 
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+
+
+@contextlib.contextmanager
+def _drafting(draft: Path) -> Iterator[None]:
+    """A draft that cannot be finished is removed, since the disk may be full of it. Raises LearnerError where torch
+    and safetensors say so in errors of their own, neither of which tells a full disk from another."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
+            raise
+        shutil.rmtree(draft, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise
+        raise DiskFullError(
+            f"{draft.parent}: the checkpoint cannot be written ({error}): free space there and start again; "
+            "the checkpoints before it and the batch log are as they were, nothing is lost"
+        ) from error
 
 
 def _optimizer(trainer: Trainer) -> Any:

@@ -12,15 +12,20 @@ from pathlib import Path
 from swarmq.errors import LearnerError
 
 
+class DiskFullError(LearnerError):
+    """There is no room; what was tried can be tried again."""
+
+
 @contextlib.contextmanager
 def mapped(path: Path) -> Iterator[None]:
-    """Raise LearnerError for an OSError at `path`."""
+    """Raise LearnerError for an OSError at `path`, DiskFullError where it is one of room."""
     try:
         yield
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        advice = "free space there and start again, nothing is lost" if full else "check the folder and its rights"
-        raise LearnerError(f"{error.filename or path}: {error.strerror}: {advice}") from error
+        what = f"{error.filename or path}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(f"{what}: free space there, nothing is lost") from error
+        raise LearnerError(f"{what}: check the folder and its rights") from error
 
 
 def fsync_folder(folder: Path) -> None:

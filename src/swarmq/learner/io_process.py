@@ -23,8 +23,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import structlog
 
@@ -35,7 +36,7 @@ from swarmq.config import amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SwarmqError, UnroutableError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.files import mapped
+from swarmq.learner.files import DiskFullError, mapped
 from swarmq.learner.intake import Intake
 from swarmq.learner.lock import Fence, exclusive
 from swarmq.learner.orders import Orders
@@ -62,6 +63,7 @@ CHUNK = 256
 
 OpenBroker = Callable[[Hello], AbstractAsyncContextManager[Broker]]
 Hear = Callable[[], Awaitable[records.ToIO]]
+T = TypeVar("T")
 
 
 def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
@@ -180,7 +182,7 @@ class Desk:
                         spare = self.intake.limits.num_known
                         self.log.prune(oldest, reported=self.reports.through, spare=spare)
                     if asked:
-                        self.orders.saved(asked)
+                        await self._written(partial(self.orders.saved, asked))
                         await self._emit("control", self.orders.answer(self.next_step) | {"checkpoint": self.version})
                 case records.Stop():
                     with contextlib.suppress(TimeoutError):
@@ -204,7 +206,7 @@ class Desk:
                 if not isinstance(state, Control) or state.run != self.job.run:
                     await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
                     continue
-                if self.orders.take(state):
+                if await self._written(partial(self.orders.take, state)):
                     self.intake.change(self.orders.limits(**self.reach))
                     log.info("control", number=state.number, pace=state.pace, changes=len(state.changes))
                 if state.number == self.orders.state.number and state.command_id and not self.orders.checkpoint_due:
@@ -260,10 +262,31 @@ class Desk:
             self.owed.set()
 
     async def _commit(self, record: BatchRecord) -> None:
-        self.fence.check()
-        self.log.append(record)  # durable,
+        def append() -> None:
+            self.fence.check()
+            self.log.append(record)
+
+        await self._written(append)  # durable,
         ids = (*record.index.trained, *record.index.dropped)
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
+
+    async def _written(self, write: Callable[[], T]) -> T:
+        """The result of `write`, once the disk has room for it. Until then nothing is acknowledged and no batch is
+        trained, visibly; a stop need not wait for it, since the queue has it all."""
+        full = False
+        while True:
+            try:
+                result = write()
+            except DiskFullError as error:
+                if not full:
+                    log.warning("disk_full", error=str(error), retry_s=RETRY_S)
+                    await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
+                full = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            if full:
+                log.info("disk_has_room")
+            return result
 
     async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
         version = record.index.version
@@ -293,7 +316,8 @@ class Desk:
         async with self.telling:
             for index in self.reports.due(self.version):
                 await self._tell(index)
-                self.reports.confirm(index.record)
+                with contextlib.suppress(DiskFullError):  # known here; the next number that fits covers it
+                    self.reports.confirm(index.record)
 
     async def _tell(self, index: Index) -> None:
         await self._to_inbox(

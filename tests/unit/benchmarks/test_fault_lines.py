@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.faults_client import Lines
-from benchmarks.faults_inject import plan
+from benchmarks.faults_inject import FAULTS, plan
 
 
 def test_lines_of_earlier_processes_are_found_and_one_that_a_kill_has_cut_is_not(tmp_path):
@@ -22,3 +22,11 @@ def test_what_is_left_to_inject_is_the_rest_of_the_same_plan():
     whole = plan(50, seed=7)
     assert (len(whole), plan(50, seed=7)) == (50, whole)
     assert plan(50, seed=8) != whole
+
+
+def test_a_plan_has_every_fault_where_there_is_room():
+    for seed in range(20):
+        assert sorted(plan(len(FAULTS), seed=seed)) == sorted(FAULTS)
+        assert set(plan(40, seed=seed)) == FAULTS.keys()
+    assert len(plan(8, seed=0, only=("proxy killed",))) == 8
+    assert len(plan(5, seed=0)) == 5

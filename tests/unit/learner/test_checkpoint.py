@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -183,6 +184,28 @@ def test_a_folder_that_cannot_be_written_is_said(tiny_qwen: Path, tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(LearnerError, match="Not a directory"):
         save(tmp_path / "file" / "checkpoints", Trainer(str(tiny_qwen), TRAIN), model=str(tiny_qwen))
+
+
+@pytest.mark.parametrize("steps", [0, 1], ids=["weights", "optimizer"])
+def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path: Path, steps: int) -> None:
+    """Without a step there is no optimizer state to write, and the weights are the first that do not fit."""
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    save(tmp_path, trainer)
+    for version in range(1, steps + 1):
+        trainer.step(batch(version))
+    trainer.version += 1 - steps
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        with pytest.raises(LearnerError, match="cannot be written .*: free space there and start again"):
+            save(tmp_path, trainer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+    assert checkpoint.newest(tmp_path, OURS) == checkpoint.Checkpoint(path=tmp_path / "step-00000000", version=0)
+    save(tmp_path, trainer)
+    assert (found := checkpoint.newest(tmp_path, OURS))
+    assert found.version == 1
 
 
 def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny_qwen: Path, tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,10 +18,12 @@ from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log, io_process, records, wire
+from swarmq.learner.files import mapped
 from swarmq.learner.intake import Limits
 from swarmq.learner.io_process import Desk
 from swarmq.learner.lock import exclusive
 from swarmq.learner.records import BatchRecord, Hello, decode_record
+from swarmq.learner.reports import Reports
 from swarmq.messages import Consumed, Ticket, decode
 from swarmq.testing import MemoryBroker
 
@@ -314,6 +318,42 @@ def test_the_io_process_never_loads_torch() -> None:
 
     code = "import sys, swarmq.learner.io_process; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(io_process, "RETRY_S", 0.0)
+    append, confirm = batch_log.BatchLog.append, Reports.confirm
+    full = True
+
+    def refusing(work: Callable[..., None]) -> Callable[..., None]:
+        def refused(*given: object) -> None:
+            with mapped(tmp_path):
+                if full:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            work(*given)
+
+        return refused
+
+    monkeypatch.setattr(batch_log.BatchLog, "append", refusing(append))
+    monkeypatch.setattr(Reports, "confirm", refusing(confirm))
+    broker = await broker_with(make_group("a"))
+    async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
+        await trainer.tell(records.Next())
+        warning = await anext(event async for event in events if event.name == "warning")
+        assert "No space left on device: free space there" in warning.fields["text"]
+        assert (unacked(broker), logged(tmp_path)) == (2, [])
+        full = False
+        while not isinstance(message := await trainer.hear(), records.Batch):
+            assert isinstance(message, records.Waiting)
+        record = decode_record(message.record)
+        assert record.index.trained == ("a-0", "a-1")
+        assert (unacked(broker), logged(tmp_path)) == (0, [record])
+        full = True
+        await trainer.tell(records.Stepped(version=1))
+        await stopped(trainer)
+    assert [c.trained for c in consumed(broker)] == [("a-0", "a-1")], "told, although the number told could not be kept"
 
 
 async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(

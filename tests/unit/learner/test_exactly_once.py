@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -79,11 +80,10 @@ class Queue:
 class Digester:
     """Stands where a trainer does: its weights are a digest of all that it was trained on."""
 
-    is_main_process = True
-
     def __init__(self) -> None:
         self.version, self.weights = 0, START
-        self.accelerator = self
+        self.accelerator, self.optimizer = Ranks(), NoOptimizer()
+        self.model = torch.nn.Module()
 
     def step(self, record: BatchRecord) -> None:
         self.version += 1
@@ -93,16 +93,20 @@ class Digester:
     def save_weights(self, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(self.weights)
 
-    def save_state(self, folder: str) -> None:
-        Path(folder).mkdir()
+
+class Ranks:
+    """One process, as accelerate would describe it."""
+
+    is_main_process = True
+    process_index = step = 0
 
     def wait_for_everyone(self) -> None:
         pass
 
-    def register_save_state_pre_hook(self, _: object) -> None:
-        pass
 
-    register_load_state_pre_hook = register_save_state_pre_hook
+class NoOptimizer:
+    def state_dict(self) -> dict[str, object]:
+        return {}
 
 
 def trained_on(weights: bytes, record: BatchRecord) -> bytes:
