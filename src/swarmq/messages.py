@@ -326,6 +326,8 @@ def encode(message: Message) -> bytes:
 
 def decode(body: bytes) -> Message:
     """The record in `body`, checked. Raises MessageError with the reason."""
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"{len(body)} bytes are over the limit of {MAX_MESSAGE_BYTES}: no swarmq sent this")
     try:
         message = _decoder.decode(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:

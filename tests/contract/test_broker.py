@@ -13,7 +13,7 @@ from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
-from swarmq.messages import EpisodeEnd, Event, Slot, Task, encode, key_of
+from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, Slot, Task, encode, key_of
 from swarmq.testing import MemoryBroker
 
 SOON_S = 30.0
@@ -278,6 +278,15 @@ async def test_poison_is_parked_with_its_reason_and_its_neighbours_arrive(bench:
     [(dead_body, _, queue, reason)] = await bench.dead()
     assert (dead_body, queue) == (body, bench.inbox)
     assert "not a swarmq record" in reason
+
+
+async def test_a_record_of_absurd_size_is_poison(bench: Bench) -> None:
+    huge = EpisodeEnd(run=bench.run, episode_id="e", status="failed", metadata={"x": "y" * MAX_MESSAGE_BYTES})
+    await bench.put(bench.inbox, msgspec.msgpack.encode(huge))
+    await bench.broker.publish(bench.inbox, end(bench.run, 2))
+    await take(bench, bench.inbox, 1)
+    [(_, _, _, reason)] = await bench.dead()
+    assert f"over the limit of {MAX_MESSAGE_BYTES}" in reason
 
 
 async def test_an_infinite_reward_is_poison(bench: Bench) -> None:
