@@ -16,10 +16,11 @@ class Look(NamedTuple):
     busy: float
     """0 to 1."""
     used_bytes: int
+    gpu: int = 0
 
 
 class GpuWatch:
-    """`with GpuWatch() as watch:` looks at the first GPU until the end; without a GPU, or NVML, there are no looks."""
+    """`with GpuWatch() as watch:` looks at all GPUs until the end; without a GPU, or NVML, there are no looks."""
 
     def __init__(self) -> None:
         self.looks: list[Look] = []
@@ -34,9 +35,11 @@ class GpuWatch:
         self._stop.set()
         self._thread.join()
 
-    def busy(self, begin: float, end: float) -> float | None:
-        """Mean over the time between, in Unix time; None when nobody could look."""
-        looks = [look.busy for look in self.looks if begin <= look.at <= end]
+    def busy(self, *spans: tuple[float, float], gpu: int = 0) -> float | None:
+        """Mean over these times, in Unix time; None when nobody could look."""
+        looks = [
+            look.busy for look in self.looks if look.gpu == gpu and any(begin <= look.at <= end for begin, end in spans)
+        ]
         return sum(looks) / len(looks) if looks else None
 
     def most_used_gib(self) -> float:
@@ -49,7 +52,8 @@ class GpuWatch:
             nvml: Any = pynvml
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlInit()
-                gpu = nvml.nvmlDeviceGetHandleByIndex(0)
+                gpus = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
                 while not self._stop.wait(LOOK_S):
-                    busy = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
-                    self.looks.append(Look(time.time(), busy, nvml.nvmlDeviceGetMemoryInfo(gpu).used))
+                    for number, gpu in enumerate(gpus):
+                        busy = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100
+                        self.looks.append(Look(time.time(), busy, nvml.nvmlDeviceGetMemoryInfo(gpu).used, number))

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -74,13 +75,14 @@ GROUP_SIZE = 8
 
 def main() -> None:
     arguments = parse()
-    name = f"loop_{report.place(arguments.device)}"
+    kind = "loop" if arguments.placement != "split" else "loop_split"
+    name = f"{kind}_{report.place(arguments.device)}"
     figures, detail = report.kept(name, out=arguments.out)
     models, failed = arguments.model.split(","), 0
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
             try:
-                found, detail[model] = asyncio.run(measure(Path(folder), model, arguments))
+                found, detail[model] = asyncio.run(measure(Path(folder), model, SIZES[model], arguments))
             except Exception:  # the other model is measured all the same
                 failed += 1
                 traceback.print_exc()
@@ -102,16 +104,21 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--warm-up", type=int, default=3, help="steps before the measured ones")
     parser.add_argument("--deadline", type=float, default=420.0, help="seconds for one model, its start included")
+    parser.add_argument(
+        "--placement", default="auto", choices=("auto", "shared", "split"), help="of learner and engine"
+    )
     parser.add_argument("--scratch", help="where model and run folder are written")
     return parser.parse_args()
 
 
-async def measure(folder: Path, model: str, arguments: argparse.Namespace) -> tuple[dict[str, float], dict[str, Any]]:
+async def measure(
+    folder: Path, model: str, size: Size, arguments: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Figures and detail of one model."""
-    began, size = time.monotonic(), SIZES[model]
+    began = time.monotonic()
     (folder / "model").mkdir()
     make_model(folder / "model", model, arguments.device)
-    job = job_of(folder, size, cuda=arguments.device == "cuda")
+    job = job_of(folder, size, cuda=arguments.device == "cuda", placement=arguments.placement)
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
@@ -133,10 +140,11 @@ async def measure(folder: Path, model: str, arguments: argparse.Namespace) -> tu
     return summary(steps, events, watch, warm_up=arguments.warm_up)
 
 
-def job_of(folder: Path, size: Size, *, cuda: bool) -> SwarmJob:
+def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
     policy = {
         "model": str(folder / "model"),
+        "placement": placement,
         "engine": {
             "max_model_len": length,
             "gpu_memory_utilization": size.gpu_share,
@@ -226,8 +234,13 @@ def summary(
         "sampled_tokens_per_s": sampled_between(events, begin, end) / seconds,
         "trained_tokens_per_s": trained / seconds,
     }
-    if (busy := watch.busy(begin, end)) is not None:
+    if (busy := watch.busy((begin, end))) is not None:
         figures["gpu_idle_share"] = 1 - busy
+    computing = [training(event) for event in measured]
+    shares = {str(gpu): watch.busy(*computing, gpu=gpu) for gpu in sorted({look.gpu for look in watch.looks})}
+    staleness: Counter[str] = Counter()
+    for event in measured:
+        staleness.update(event.fields["staleness"])
     pick = (
         "layout",
         "folding",
@@ -244,9 +257,17 @@ def summary(
         "phases": {phase: spread._asdict() for phase, spread in phases.items()},
         "steps": [{key: event.fields.get(key) for key in pick} for event in measured],
         "gpu_most_used_gib": watch.most_used_gib(),
+        "gpu_busy_while_the_learner_computes": shares,
+        "staleness": dict(sorted(staleness.items())),
         "warnings": [event.fields.get("text") for event in events if event.name == "warning"][:20],
     }
     return figures, detail
+
+
+def training(step: Event) -> tuple[float, float]:
+    """From when until when, in Unix time, the learner computed: after its wait, before its push."""
+    begin = step.at - step.fields["step_s"] + step.fields["wait_s"]
+    return begin, begin + float(step.fields["train_s"])
 
 
 def sampled_between(events: Sequence[Event], begin: float, end: float) -> float:

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from swarmq.learner.algorithms.advantages import groups_of, length_penalty
+from swarmq.config import Train
+from swarmq.drift import Drift
+from swarmq.learner.algorithms.advantages import credited_by, groups_of, length_penalty
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.messages import Episode
 
@@ -64,11 +66,18 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "staleness": dict(sorted(Counter(str(record.index.version - 1 - oldest_version(e)) for e in episodes).items())),
         "truncated": _share(turn.finish_reason == "length" for turn in turns),
         "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
-        "drifted": _share(turn.repaired or turn.branch == "drift" for turn in turns),
+        "drifted": Drift.of(turns).rate,
+        "credited": _credited(episodes, record.settings or Train()),
         "repaired": _share(turn.repaired for turn in turns),
         "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
     }
+
+
+def _credited(episodes: Sequence[Episode], train: Train) -> dict[str, float]:
+    """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
+    counts = Counter(level for episode in episodes for level in credited_by(episode, train))
+    return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 
 def _share(those: Iterable[bool]) -> float:

@@ -129,6 +129,11 @@ def length_penalty(episode: Episode, train: Train) -> float:
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
+def credited_by(episode: Episode, train: Train) -> list[str]:
+    """What the reward of each turn is that of: `call`, `agent` or `episode`."""
+    return [_credit(episode, turn, train)[0][0] for turn in episode.turns]
+
+
 def _compared(by_tag: Values, within: Callable[[Sequence[float]], list[float]]) -> Values:
     return {
         tag: dict(zip(of, within(list(of.values())), strict=True)) if len(of) > 1 else {} for tag, of in by_tag.items()

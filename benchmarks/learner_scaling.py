@@ -1,0 +1,163 @@
+"""The learner on several GPUs: FSDP2's scaling efficiency, and engines that go on while the learner computes.
+
+Each number of ranks trains as many tokens a rank, so efficiency is the speed of n ranks over n times that of one, which
+holds the whole model. With `--split` the whole loop runs on two GPUs, one for the learner and one for an engine that gets
+its weights by NCCL: how busy that engine's GPU is while the learner computes, and how stale episodes are.
+
+    python -m benchmarks.learner_scaling --device cpu --model tiny --ranks 1,2 --row 128 --tokens 512 --repeats 2 --out /tmp/out
+    python -m benchmarks.learner_scaling --model 4b --ranks 1,2,4 --tokens 65536 --split 1.7b       # four H200
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import report
+from benchmarks.learner import episodes, make_model, peak
+from benchmarks.timelines import SHAPES, wait
+from swarmq.config import Train
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.sharding import is_sharded
+from swarmq.learner.trainer import Trainer
+
+HEADS = ["ranks", "sharded", "s/step", "tokens/s", "efficiency", "GiB"]
+ENGINE_GPU = "1"
+"""Of two GPUs, the first is the learner's."""
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.into:
+        rank(arguments)
+        return
+    device = torch.device(arguments.device)
+    name = f"scaling_{report.place(device.type)}"
+    figures, detail = report.kept(name, out=arguments.out)
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+        make_model(arguments.model, folder, device)
+        rows: list[list[object]] = []
+        one: float | None = None
+        for count in map(int, arguments.ranks.split(",")):
+            made = on_ranks(count, Path(folder), arguments)
+            spread = report.Spread.of(made["samples"])
+            speed = made["tokens"] / spread.median
+            one = one or speed / count
+            figures[f"tokens_per_s_{count}"] = speed
+            if count > 1:
+                figures[f"fsdp2_efficiency_{count}"] = speed / count / one
+            detail[f"ranks_{count}"] = made | {"seconds": spread._asdict(), "model": arguments.model}
+            rows.append([count, made["sharded"], spread.median, speed, speed / count / one, made["peak_gib"]])
+            print(report.table(HEADS, rows[-1:]), flush=True)
+            report.save(name, figures, detail=detail, out=arguments.out, finished=False)
+    if arguments.split:
+        found = split(arguments)
+        figures["split_staleness_mean"] = found["staleness_mean"]
+        if found["engine_busy"] is not None:
+            figures["split_engine_busy"] = found["engine_busy"]
+        detail["split"] = found
+    print(report.table(HEADS, rows))
+    print(report.save(name, figures, detail=detail, out=arguments.out))
+
+
+def parse() -> argparse.Namespace:
+    parser = report.parser(__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--model", default="tiny", choices=SHAPES)
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--row", type=int, default=2048, help="tokens of an episode")
+    parser.add_argument("--tokens", type=int, default=65536, help="of one optimizer step and rank")
+    parser.add_argument("--pass-tokens", type=int, default=16384, help="of one forward and backward pass")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(
+        "--split", metavar="MODEL", help="also the whole loop on two GPUs, with this model of benchmarks.loop"
+    )
+    parser.add_argument("--steps", type=int, default=16, help="of the loop")
+    parser.add_argument("--scratch", help="where the random weights are written, 2 bytes a parameter")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def on_ranks(count: int, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """What rank 0 of `count` measured."""
+    into = folder / f"ranks_{count}.json"
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
+    own = ["model", "device", "row", "tokens", "pass_tokens", "repeats"]
+    given = [word for key in own for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
+    subprocess.run(
+        [sys.executable, *launch, "-m", "benchmarks.learner_scaling", *given, "--into", into, "--folder", folder],
+        check=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    made: dict[str, Any] = json.loads(into.read_text())
+    return made
+
+
+def rank(arguments: argparse.Namespace) -> None:
+    """One rank: whole optimizer steps of the trainer."""
+    half = arguments.device == "cuda"
+    train = Train(
+        sharding="full",
+        mixed_precision="bf16" if half else "no",
+        micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
+        token_log=False,
+        trackers=(),
+    )
+    trainer = Trainer(arguments.folder, train)
+    world, device = trainer.accelerator.num_processes, trainer.accelerator.device
+    batch = episodes(
+        arguments.row, world * max(arguments.tokens // arguments.row, 1), SHAPES[arguments.model]["vocab_size"]
+    )
+    samples, fields = [], {}
+    for version in range(1, arguments.repeats + 2):
+        trainer.accelerator.wait_for_everyone()
+        began = time.perf_counter()
+        fields = trainer.step(BatchRecord(index=Index(record=version, version=version), episodes=batch, settings=train))
+        wait(device)
+        samples.append(time.perf_counter() - began)
+    if trainer.accelerator.is_main_process:
+        made = {
+            "samples": samples[1:],
+            "tokens": arguments.row * len(batch),
+            "sharded": is_sharded(trainer.model),
+            "peak_gib": peak(device),
+            "passes": fields["passes"],
+            "mfu": fields["mfu"],
+        }
+        arguments.into.write_text(json.dumps(made))
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def split(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The loop with a GPU for the learner and one for the engine."""
+    with tempfile.TemporaryDirectory(dir=arguments.scratch) as out:
+        command = ["-m", "benchmarks.loop", "--device", arguments.device, "--model", arguments.split]
+        given = ["--placement", "split", "--steps", str(arguments.steps), "--out", out]
+        gpus = {"CUDA_VISIBLE_DEVICES": "0,1"} if arguments.device == "cuda" else {}
+        subprocess.run([sys.executable, *command, *given], check=True, env=os.environ | gpus)
+        (result,) = Path(out).glob("loop_split_*.json")
+        made = json.loads(result.read_text())
+    detail = made["detail"][arguments.split]
+    counts = {int(steps): episodes for steps, episodes in detail["staleness"].items()}
+    return {
+        "staleness": detail["staleness"],
+        "staleness_mean": sum(steps * n for steps, n in counts.items()) / max(sum(counts.values()), 1),
+        "engine_busy": detail["gpu_busy_while_the_learner_computes"].get(ENGINE_GPU),
+        "figures": made["figures"],
+        "phases": detail["phases"],
+    }
+
+
+if __name__ == "__main__":
+    main()
