@@ -208,7 +208,7 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
         "s.loader.exec_module(t); log = t.BatchLog(Path(sys.argv[2]), t.OURS);"
         "log.append(t.batch(3))"
     )
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
         [sys.executable, "-c", code, __file__, str(tmp_path)],
         env=environment,
@@ -216,6 +216,6 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
         text=True,
         check=False,
     )
-    assert f"LearnerError: {tmp_path}: {os.strerror(errno.EFBIG)}" in done.stderr
+    assert f"DiskFullError: {tmp_path}: {os.strerror(errno.EFBIG)}" in done.stderr
     assert only_segment(tmp_path).stat().st_size == size
     assert list(batch_log.records(tmp_path)) == written
