@@ -44,6 +44,7 @@ async def test_thoughts_text_and_parallel_calls_are_items_and_come_back(stage, a
     first = await agent.create(model="main", input=[{"role": "user", "content": "go"}], tools=[TOOL])
     assert [item.type for item in first.output] == ["reasoning", "message", "function_call", "function_call"]
     assert first.output[0].content[0].text == "hm"
+    assert first.usage.output_tokens_details.reasoning_tokens == len(encode("hm"))
     assert [json.loads(item.arguments) for item in first.output[2:]] == [{"a": 1}, {"a": 2}]
     stage.engine.say("done")
     results = [{"type": "function_call_output", "call_id": i.call_id, "output": "3"} for i in first.output[2:]]

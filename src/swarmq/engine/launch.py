@@ -209,6 +209,8 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool) -> list[st
     if model.tool_call_parser is not None:
         options["--tool-call-parser"] = model.tool_call_parser
         flags.append("--enable-auto-tool-choice")
+    if model.reasoning_parser is not None:
+        options["--reasoning-parser"] = model.reasoning_parser
     return [*(word for pair in options.items() for word in pair), *flags, *engine.arguments]
 
 

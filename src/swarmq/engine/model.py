@@ -6,6 +6,7 @@ Nothing heavy is imported: a folder is read as JSON; for a hub name only the sma
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,15 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """What a chat template writes around a tool call -> vLLM's parser of it."""
+
+REASONING_PARSERS = (
+    (("<seed:think>",), "seed_oss"),
+    (("[gMASK]", "<think>", "enable_thinking"), "glm45"),
+    (("<think>", "enable_thinking"), "qwen3"),
+)
+"""What a chat template has, all of it -> vLLM's parser of the model's thoughts. The first that fits."""
+BEGINS_WITH_A_THOUGHT = re.compile(r"<think>(\\n|\s)*['\"]?\s*-?}}[^<]*\Z")
+"""A template whose prompt for an answer ends with it, as that of DeepSeek-R1 and its like."""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +46,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """Keys and values of one token, in all layers."""
     tool_call_parser: str | None
     """None where we do not know it: `engine.arguments` can name it."""
+    reasoning_parser: str | None = None
+    """The same of the model's thoughts; None as well where its template does not ask for any."""
 
 
 def check_model(name: str) -> Model:
@@ -62,6 +74,7 @@ def check_model(name: str) -> Model:
         is_folder=is_folder,
         max_length=config.get("max_position_embeddings"),
         tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
+        reasoning_parser=_reasoning_parser(template),
     )
 
 
@@ -114,6 +127,14 @@ def _chat_template(folder: Path, name: str) -> str:
         f"the tokenizer of {name} has no chat template, so it cannot answer chat completions: use an instruction-tuned "
         "model, or put a chat_template.jinja beside its tokenizer_config.json"
     )
+
+
+def _reasoning_parser(template: str) -> str | None:
+    """That of a model which thinks unasked. One that only may would have all that it says taken for a thought."""
+    for marks, parser in REASONING_PARSERS:
+        if all(mark in template for mark in marks):
+            return parser
+    return "deepseek_r1" if BEGINS_WITH_A_THOUGHT.search(template) else None
 
 
 def _read_json(path: Path, problem: str) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     message: Json
     logprobs: list[Logprob]
     num_tokens: int
+    num_reasoning_tokens: int = 0
+    """Of the thoughts among them, without what marks them."""
 
 
 class Choice:

@@ -247,6 +247,8 @@ class Completions:
                 total_s=time.monotonic() - begun.call.began,
             ),
         )
+        thoughts = choice.message.get("reasoning")
+        num_thoughts = len(await begun.lane.engine.tokenize(thoughts)) if thoughts else 0
         await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))
         if kept := begun.call.kept:
             name = kept.name(call_id(begun.call.request_id, choice.index), choice.message)
@@ -258,6 +260,7 @@ class Completions:
             message=choice.message,
             logprobs=choice.entries,
             num_tokens=len(choice.token_ids),
+            num_reasoning_tokens=num_thoughts,
         )
 
     async def _taken(self, begun: Begun, choices: dict[int, Choice]) -> AsyncGenerator[tuple[Choice, Delta], None]:

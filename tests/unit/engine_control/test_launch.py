@@ -45,6 +45,9 @@ def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
 
 
 def test_arguments_of_the_user_come_last():
+    thinking = msgspec.structs.replace(SMALL, reasoning_parser="qwen3")
+    words = arguments(Policy(model="m"), thinking, port=81, cuda=False)
+    assert words[words.index("--reasoning-parser") + 1] == "qwen3"
     policy = Policy(model="m", engine=Engine(arguments=("--tool-call-parser", "other")))
     assert arguments(policy, SMALL, port=81, cuda=False)[-2:] == ["--tool-call-parser", "other"]
 

@@ -33,6 +33,20 @@ def test_the_template_may_lie_in_a_file_of_its_own(folder):
     assert check_model(str(folder)).tool_call_parser is None
 
 
+QWEN3 = "{{ messages }}<tool_call><think></think>{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}"
+QWQ = "{{ messages }}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+INSTRUCT = "{{ messages }}{% if '</think>' in content %}{{ content.split('</think>')[-1] }}{% endif %}{{ 'assistant' }}"
+
+
+@pytest.mark.parametrize(
+    ("template", "parser"),
+    [(QWEN3, "qwen3"), (QWQ, "deepseek_r1"), ("[gMASK]" + QWEN3, "glm45"), (INSTRUCT, None), (TEMPLATE, None)],
+)
+def test_thoughts_are_told_apart_where_the_template_asks_for_them(folder, template, parser):
+    (folder / "chat_template.jinja").write_text(template)
+    assert check_model(str(folder)).reasoning_parser == parser
+
+
 def test_a_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(EngineError, match="no chat template.*instruction-tuned"):

@@ -25,7 +25,9 @@ def head(begun: Begun, kind: str) -> Json:
 def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
     sampled = sum(choice.num_tokens for choice in choices)
     prompt = begun.prompt_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    told = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    thought = sum(choice.num_reasoning_tokens for choice in choices)
+    return {**told, "completion_tokens_details": {"reasoning_tokens": thought}} if thought else told
 
 
 class ChunkWriter:

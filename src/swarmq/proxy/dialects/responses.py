@@ -264,7 +264,7 @@ def _finished(begun: Begun, items: Items, ended: Ended) -> Json:
         "input_tokens": begun.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": ended.num_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": ended.num_reasoning_tokens},
         "total_tokens": begun.prompt_tokens + ended.num_tokens,
     }
     return response(begun, items.items, status="incomplete" if cut else "completed", usage=usage)
