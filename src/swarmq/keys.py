@@ -119,8 +119,13 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
         `now` are the run's proxies where they have changed since the invite was made.
         """
+        return self.base_urls_of(episode_id, now=now)[0]
+
+    def base_urls_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> tuple[str, ...]:
+        """That one, and the others in the order in which they are to stand in for it."""
         urls = (now if self.base_urls else ()) or self.base_urls or (self.base_url,)
-        return urls[home_of(episode_id, len(urls))]
+        home = home_of(episode_id, len(urls))
+        return urls[home:] + urls[:home]
 
     def encode(self) -> str:
         return "swarmq-invite." + _b64(msgspec.msgpack.encode(self))

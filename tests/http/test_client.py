@@ -163,6 +163,7 @@ async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_c
             client._transport._invite = msgspec.structs.replace(
                 far.invite, base_url=f"http://127.0.0.1:{free_port()}/v1"
             )
+            client._transport._homes.clear()
             ending = asyncio.ensure_future(ep.end(0.25))
             while not list(far.spool.rglob("*.end")):  # noqa: ASYNC110 - a thread writes it
                 await asyncio.sleep(0.01)
@@ -204,3 +205,42 @@ async def test_a_worker_needs_rabbitmq_and_says_so(far):
         worker = Worker(client, lambda _ep: 1.0)
         with pytest.raises(ClientError, match="task queues need an invite with RabbitMQ"):
             await worker.run(asyncio.Event(), progress=False)
+
+
+async def test_a_proxy_that_does_not_answer_is_passed_over_for_begin_and_end(far, tmp_path):
+    nobody = f"http://127.0.0.1:{free_port()}/v1"
+    async with far.open():
+        await far.issue(4)
+        there = far.invite.base_url
+        invite = msgspec.structs.replace(far.invite, base_url=nobody, base_urls=(nobody, there))
+        async with far.client(invite=invite) as client:
+            for name in "abcd":  # whichever of the two is their home
+                async with client.episode({"id": name}) as ep:
+                    assert ep.base_url == there, "the agent is sent to the one that took the begin"
+                    await ep.end(1.0)
+            late = await client.begin_episode({"id": "e"}, mode="eval")
+            client._transport._homes[late.episode_id] = nobody  # it has died since
+            await late.end(0.5)
+    assert len(far.pieces(EpisodeBegin)) == len(far.pieces(EpisodeEnd)) == 5
+
+
+async def test_groups_and_proxies_are_followed_as_they_change(far):
+    async with far.open():
+        here = far.invite.base_url
+        other = here.replace("127.0.0.1", "localhost")
+        ticket = Ticket(run=RUN, ticket_id="t", kind="math", group_size=3, proxies=(other,))
+        for number in range(4):
+            ticket = msgspec.structs.replace(ticket, ticket_id=f"ticket-{number}")
+            await far.broker.publish(topology.tickets(RUN, "math"), ticket)
+        async with far.client(invite=msgspec.structs.replace(far.invite, base_urls=(here,))) as client:
+            first = await client.begin_episode({"id": "a"})
+            assert client.group_size_of("math") == 3
+            second = await client.begin_episode({"id": "b"})
+            assert (first.base_url, second.base_url) == (here, other)
+            await first.end(1.0)
+            await second.end(1.0)
+        async with far.client() as client:  # by an address of its own, e.g. a reverse proxy's
+            ep = await client.begin_episode({"id": "c"})
+            assert ep.base_url == here
+            await ep.end(1.0)
+    assert [begin.group_size for begin in far.pieces(EpisodeBegin)] == [2, 3, 2]

@@ -3,6 +3,9 @@
     begin   POST <proxy>/v1/control/episodes            asked again with the same id until there is a ticket
     end     POST <proxy>/v1/control/episodes/ID/end     sent again until it is answered; known by its outcome id
 
+A proxy that does not answer is passed over for the next one; an episode stays with the one that took its begin. Answers
+to begins say how large groups are now, and which proxies there are.
+
 Imported when an invite asks for it: most clients need no HTTP of their own.
 """
 
@@ -20,6 +23,7 @@ from swarmq.client.http import HttpError, post_json
 from swarmq.client.loops import in_thread
 from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqError
 from swarmq.keys import Invite, Operator, mint_operator
+from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, encode
 from swarmq.notice import noticed
 
@@ -39,6 +43,10 @@ class HttpTransport:
         self._now = now
         self._closed: asyncio.Future[SwarmqError] = asyncio.get_running_loop().create_future()
         self._giving_up: set[asyncio.Task[None]] = set()
+        self._proxies: tuple[str, ...] = ()
+        self._group_sizes: dict[str, int] = {}
+        self._homes: dict[str, str] = {}
+        """Open episode -> the proxy that took its begin."""
 
     async def begin(self, begin: EpisodeBegin) -> None:
         body = {
@@ -65,7 +73,8 @@ class HttpTransport:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 raise self._closed.result()
-            asking.result()
+            self._homes[begin.episode_id], answer = asking.result()
+            self._learn(begin.kind, answer)
         except asyncio.CancelledError:
             self._leave(begin)
             raise
@@ -77,6 +86,7 @@ class HttpTransport:
         if end.status != "finished":
             body = {**known, "status": end.status, "reason": end.reason}
             await self._until_confirmed(f"/{end.episode_id}/abort", end.episode_id, body)
+            self._homes.pop(end.episode_id, None)
             return
         body = {
             **known,
@@ -91,35 +101,53 @@ class HttpTransport:
         }
         with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
             await self._until_confirmed(f"/{end.episode_id}/end", end.episode_id, body)
+        self._homes.pop(end.episode_id, None)
 
     def refuse(self, error: SwarmqError) -> None:
         if not self._closed.done():
             self._closed.set_result(error)
 
-    def group_size_of(self, kind: str) -> int | None:  # noqa: ARG002 - the proxy takes the tickets
-        return None
+    def group_size_of(self, kind: str) -> int | None:
+        return self._group_sizes.get(kind)
 
-    def proxies(self) -> tuple[str, ...]:
-        return ()
+    def base_url_of(self, episode_id: str) -> str:
+        return self._urls(episode_id)[0]
 
-    async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> None:
-        """Send the same until it is answered. An answer that was lost does no harm."""
-        url = f"{self._invite.base_url_of(episode_id)}/control/episodes{path}"
-        pause_s = FIRST_PAUSE_S
+    def _urls(self, episode_id: str) -> tuple[str, ...]:
+        """The proxy that an episode is at, and those that may stand in for it."""
+        urls = self._invite.base_urls_of(episode_id, now=self._proxies)
+        home = self._homes.get(episode_id, urls[0])
+        return (home, *(url for url in urls if url != home))
+
+    def _learn(self, kind: str, answer: Any) -> None:
+        """From the answer to a begin; an older proxy says less."""
+        self._proxies = tuple(answer.get("proxies", ())) or self._proxies
+        if size := answer.get("group_size"):
+            self._group_sizes[kind] = size
+
+    async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> tuple[str, Any]:
+        """Send the same until it is answered, at one proxy after the other; which one did, and its answer. One that was
+        lost does no harm."""
+        pause_s, passed_over = FIRST_PAUSE_S, 0
         while True:
+            urls = self._urls(episode_id)
+            url = urls[passed_over % len(urls)]
             try:
-                await in_thread(self._post, url, body)
+                return url, await in_thread(self._post, f"{url}/control/episodes{path}", body)
             except HttpError as error:
                 if not error.passes:
                     raise _refusal(error) from error
+                waits = error.status == 429  # for a ticket, of which there are no more elsewhere
+                passed_over += not waits
+                if not waits and passed_over % len(urls):
+                    log.info("proxy_passed_over", url=url, error=str(error))
+                    continue
                 wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
                 await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
-                pause_s = FIRST_PAUSE_S if error.status == 429 else min(2 * pause_s, LONGEST_PAUSE_S)
-            else:
-                return
+                pause_s = FIRST_PAUSE_S if waits else min(2 * pause_s, LONGEST_PAUSE_S)
 
-    def _post(self, url: str, body: dict[str, Any]) -> None:
-        post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_S, ca=self._invite.ca)
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        return post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_S, ca=self._invite.ca)
 
     def _token(self) -> str:
         operator = Operator(
@@ -133,7 +161,7 @@ class HttpTransport:
 
     def _leave(self, begin: EpisodeBegin) -> None:
         """Nobody waits for this begin, which may be confirmed all the same: say once that it is over."""
-        url = f"{self._invite.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
+        url = f"{self.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
         body = {"status": "aborted", "reason": "the client gave up before the episode had begun"}
 
         async def tell() -> None:

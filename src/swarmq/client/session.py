@@ -189,7 +189,7 @@ class AsyncSwarmClient:
                 "its collector or broker does not answer; see `swarmq status`"
             ) from error
         key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
-        base_url = self.invite.base_url_of(begin.episode_id, now=self._transport.proxies())
+        base_url = self._transport.base_url_of(begin.episode_id)
         record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key)
         self._open[begin.episode_id] = record
         return AsyncEpisode(self, record)

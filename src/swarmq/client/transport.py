@@ -37,8 +37,8 @@ class Transport(Protocol):
     def group_size_of(self, kind: str) -> int | None:
         """Attempts that make a group now, where tickets have said so."""
 
-    def proxies(self) -> tuple[str, ...]:
-        """Base urls of the run's proxies now; empty where nobody has said."""
+    def base_url_of(self, episode_id: str) -> str:
+        """The proxy for the agent of an episode that has begun."""
 
 
 class BrokerTransport:
@@ -83,8 +83,8 @@ class BrokerTransport:
         desk = self._desks.get(kind)
         return desk.group_size if desk else None
 
-    def proxies(self) -> tuple[str, ...]:
-        return self._proxies
+    def base_url_of(self, episode_id: str) -> str:
+        return self._invite.base_url_of(episode_id, now=self._proxies)
 
     def _desk(self, kind: str) -> TicketDesk:
         desk = self._desks.get(kind)

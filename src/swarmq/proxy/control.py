@@ -90,6 +90,11 @@ class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
     """Unix time."""
     repeated: bool
     """The episode had begun before."""
+    group_size: int
+    """Attempts that make a group of this kind now: so many `repeat`s the next task is to have."""
+    proxies: tuple[str, ...]
+    """Base urls of all proxies of the run now, as its host reaches them; empty where no ticket has said. Whatever this
+    one does not answer, another one may."""
 
 
 class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -144,6 +149,7 @@ class Control:
         self._ticketed = ticketed
         self._inbox = topology.inbox(job.run)
         self._ledger = Ledger()
+        self._proxies: tuple[str, ...] = ()
         self._desks = {kind: TicketDesk(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
 
     @contextlib.asynccontextmanager
@@ -192,6 +198,8 @@ class Control:
             api_key=keys.mint(keys.client_secret(self._root, claims.client), claims),
             expires_at=expires_at,
             repeated=repeated,
+            group_size=self._desks[begin.kind].group_size or self._job.group_size(begin.kind),
+            proxies=self._proxies,
         )
 
     async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndedEpisode:
@@ -229,6 +237,7 @@ class Control:
         try:
             async with asyncio.timeout(wait_s) as limit, self._desks[begin.kind].ticket() as ticket:
                 limit.reschedule(None)  # from here on the broker's own deadline holds
+                self._proxies = ticket.proxies
                 begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)
                 await self._publish(begin)
         except TimeoutError as error:
