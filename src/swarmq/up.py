@@ -29,6 +29,7 @@ import structlog
 from swarmq import keys
 from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.claim import claimed
 from swarmq.broker.container import find_container
 from swarmq.broker.install import find_server
 from swarmq.broker.node import PrivateNode
@@ -171,6 +172,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
         async with contextlib.AsyncExitStack() as stack:
             node, url = await _broker(job, stack, report)
             broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
+            await stack.enter_async_context(claimed(url, job.run))
             await refuse_twin(broker, job.run)
             engines = await _engines(job, placements, stack, report)
             proxies = _proxies(job, engines)
@@ -213,7 +215,8 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
 
 
 async def refuse_twin(broker: Broker, run: str) -> None:
-    """Raises SwarmqError when a run of this name is up on the broker already: their queues would be the same."""
+    """Raises SwarmqError when parts of a run of this name are up on the broker already, started by hand: their queues
+    would be the same."""
     inbox = topology.inbox(run)
     depth = (await broker.depths([inbox])).get(inbox)
     if depth and depth.consumers:

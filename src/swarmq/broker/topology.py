@@ -8,6 +8,7 @@
     operator               ──> swarmq.<run>.control           ──> collector (commands, and the tasks to evaluate with)
     collector              ──> swarmq.<run>.<policy>.control  ──> learner
     collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
+    `swarmq up`            ─── swarmq.<run>.claim             ─── itself: the name is taken while this exclusive queue exists
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
     an invited client      ──> [swarmq.clients] <run>.<client>.in | .tasks.<kind> | .eval.<kind> | .dead ──> the queues of these names
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
@@ -72,6 +73,10 @@ def control(run: str, policy: str | None = None) -> str:
 
 def evals(run: str, kind: str) -> str:
     return f"swarmq.{run}.eval.{kind}"
+
+
+def claim(run: str) -> str:
+    return f"swarmq.{run}.claim"
 
 
 def user_of(run: str, client: str) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import random
+import re
 import signal
 import sys
 from array import array
@@ -17,8 +18,10 @@ from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.session import open_session
 from swarmq.collector.ledger import fates
+from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerLostError
+from swarmq.errors import BrokerLostError, CollectorError
+from swarmq.learner.children import collector_beside
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
 
 pytestmark = pytest.mark.broker
@@ -199,6 +202,19 @@ async def test_what_was_in_deleted_queues_comes_again(job):
         async with broker.consume(tickets, prefetch=window) as deliveries:
             names = {(await anext(deliveries)).message.ticket_id for _ in range(window - GROUP_SIZE)}
         assert names == {f"math.{number}" for number in range(GROUP_SIZE + 1, window + 1)}
+
+
+async def test_the_collector_beside_a_learner_is_started_again_when_it_dies_and_leaves_with_the_learner(job):
+    inbox = topology.inbox(job.run)
+    async with AmqpBroker.open(job.broker.url, name="test") as broker, broker.events(job.run) as events:
+        with collector_beside(job, "main"):
+            await anext(event async for event in events if event.name == "state")
+            with pytest.raises(CollectorError, match="in use by the collector with pid") as refused:
+                Store(job.run_folder.inbox, run=job.run)
+            os.kill(int(re.search(r"pid (\d+)", str(refused.value))[1]), signal.SIGKILL)
+            await broker.publish(inbox, next(episode(job.run, "e", Slot(task_id="t", repeat=0), "math.1")))
+            await anext(event async for event in events if event.name == "state" and event.fields["begun"])
+        assert (await broker.depths([inbox]))[inbox].consumers == 0
 
 
 async def held_by(broker, queue, num):
