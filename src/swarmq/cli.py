@@ -7,6 +7,7 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import os
 import signal
 import sys
 import time
@@ -33,6 +34,16 @@ SETS = click.option(
 )
 JOB = click.argument("job", type=click.Path(path_type=Path))
 RUN = click.argument("run", type=click.Path(path_type=Path))
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Files that are made meanwhile are their owner's alone: prompts and completions lie in the run folder."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
 
 
 @contextlib.contextmanager
@@ -141,7 +152,8 @@ def demo(
     async def play() -> None:
         await run_demo(options, console)
 
-    run_until_signalled(play())
+    with private_files():
+        run_until_signalled(play())
 
 
 @main.command()
@@ -164,7 +176,8 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
         return
     need("proxy")
     need("learner")
-    run_until_signalled(_up(settings))
+    with private_files():
+        run_until_signalled(_up(settings))
 
 
 async def _up(job: SwarmJob) -> None:
@@ -666,7 +679,8 @@ def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: st
     """
     from swarmq.client.invitations import invite_host
 
-    made = invite_host(SwarmJob.load(job, sets=sets), amqp=amqp, proxy=proxy)
+    with private_files():
+        made = invite_host(SwarmJob.load(job, sets=sets), amqp=amqp, proxy=proxy)
     click.echo(f"export SWARMQ_INVITE={made.encode()}")
 
 
@@ -749,7 +763,8 @@ def client_list(run: Path | None) -> None:
 
     table = Table("client", "added", "removed", "reaches", box=None)
     for one in read_members(RunFolder(_only_run(run)).clients).values():
-        table.add_row(one.name, _day(one.added_at), _day(one.removed_at), "RabbitMQ" if one.broker_user else "HTTP")
+        by = "RabbitMQ" if one.broker_user else "HTTP"
+        table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
     Console().print(table if table.rows else "nobody was invited")
 
 
@@ -989,24 +1004,62 @@ def _one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) 
     "roles",
     type=click.Choice(get_args(Role)),
     multiple=True,
-    required=True,
     help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
 )
 @click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
 @click.option(
     "--days", default=30.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="How long it is valid."
 )
-def token(run: Path, roles: tuple[Role, ...], name: str, days: float) -> None:
-    """Print an operator token for the proxy's control routes (docs/control.md).
+@click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
+def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke: bool) -> None:
+    """Print an operator token for the proxy's control routes (docs/control.md), or revoke those of a name.
 
     \b
     swarmq token runs/demo --role rollout --name java-agents
     curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
+    swarmq token runs/demo --revoke --name java-agents
     """
-    job = _resolved(run)
-    root = keys.load_root(RunFolder(run).root_secret)
+    from swarmq.members import Members, read_members
+
+    job, folder = _resolved(run), RunFolder(run)
+    member = keys.operator_member(name)
+    if revoke == bool(roles):
+        raise ConfigError("--role: say what the token is for; or --revoke, without roles")
+    if revoke:
+        with Members.open(folder.clients) as members:
+            members.remove(member, now=time.time())
+        click.echo(f"the tokens of {name} are refused from now on")
+        return
+    if member in read_members(folder.clients):
+        raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
+    root = keys.load_root(folder.root_secret)
     made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
     click.echo(keys.mint_operator(keys.operator_secret(root, name), made))
+
+
+@main.command()
+@RUN
+@click.option("--name", default="viewer", show_default=True, help="Who it is for.")
+@click.option("--remove", "gone", is_flag=True, help="Delete the login of this name.")
+@MANAGEMENT
+def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
+    """Print a login for RabbitMQ's management UI that sees how full queues are, and no message.
+
+    \b
+    swarmq viewer runs/demo
+    swarmq viewer runs/demo --name carol
+    swarmq viewer runs/demo --name carol --remove
+    """
+    import secrets
+
+    job, api = _resolved(run), _management(run, management)
+    user = f"{job.run}.viewer.{name}"
+    if gone:
+        api.remove(user)
+        click.echo(f"{user} is removed")
+        return
+    api.add_viewer(user, password := secrets.token_urlsafe(18))
+    click.echo(f"{api.url}  user {user}  password {password}")
 
 
 @main.command("warm")
@@ -1055,7 +1108,7 @@ def warm_command(
 def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
     def wrap(function: Callable[..., None]) -> click.Command:
         command = click.command(name, help=help_text, context_settings={"help_option_names": ["-h", "--help"]})
-        return command(JOB(SETS(function)))
+        return command(JOB(SETS(private_files()(function))))
 
     return wrap
 

@@ -28,6 +28,7 @@ import msgspec
 
 from swarmq.errors import ConfigError, KeyRefusedError
 from swarmq.messages import Mode
+from swarmq.sheets import changing, write_whole
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
@@ -167,9 +168,10 @@ def load_root(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch(mode=0o600, exist_ok=True)
-        path.write_bytes(root := new_root())
-        return root
+    with changing(path):
+        if not path.exists():  # or another process was first
+            write_whole(path, new_root())
+    return path.read_bytes()
 
 
 def client_secret(root: bytes, client: str) -> bytes:
@@ -178,6 +180,11 @@ def client_secret(root: bytes, client: str) -> bytes:
 
 def operator_secret(root: bytes, name: str) -> bytes:
     return hmac.digest(root, f"operator:{name}".encode(), hashlib.sha256)
+
+
+def operator_member(name: str) -> str:
+    """Under which the revocation of an operator's tokens is kept: no name that a client can have."""
+    return f"operator.{name}"
 
 
 def mint(secret: bytes, claims: Claims) -> str:
@@ -216,6 +223,10 @@ def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: C
         raise KeyRefusedError("the operator token is signed by a client: its only role may be rollout")
     if operator.by_client:
         _check_member(operator.name, removed)
+    elif operator_member(operator.name) in removed:
+        raise KeyRefusedError(
+            f"the tokens of operator {operator.name!r} were revoked: `swarmq token` makes one under another name"
+        )
     return operator
 
 

@@ -51,6 +51,14 @@ class Members:
             state = "is a client already" if member.removed_at is None else "was removed, and its keys stay refused"
             raise ConfigError(f"{name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
+    def remove(self, name: str, *, now: float) -> Member:
+        """Also one that was never here: from now on it is refused. Removing again changes nothing."""
+        member = self.known.get(name) or Member(name=name, added_at=now)
+        if member.removed_at is None:
+            member = msgspec.structs.replace(member, removed_at=now)
+            self.put(member)
+        return member
+
     def put(self, member: Member) -> None:
         self.known[member.name] = member
         write_whole(self._path, msgspec.json.format(msgspec.json.encode(list(self.known.values()))))

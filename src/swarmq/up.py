@@ -168,6 +168,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
         report(f"placement of {name}: {placement}")
     folder = job.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
+    folder.path.chmod(0o700)  # prompts and completions are in it
     with _exclusive(folder.path / "up.lock", job.run):
         async with contextlib.AsyncExitStack() as stack:
             node, url = await _broker(job, stack, report)

@@ -120,9 +120,7 @@ def remove_client(folder: RunFolder, name: str, management: Management) -> None:
         member = members.known.get(name)
         if member is None:
             raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.known) or 'nobody'}")
-        if member.removed_at is None:
-            member = msgspec.structs.replace(member, removed_at=time.time())
-            members.put(member)  # the keys first: they need nobody's help
+        members.remove(name, now=time.time())  # the keys first: they need nobody's help
         if member.broker_user:
             management.remove(member.broker_user)
 

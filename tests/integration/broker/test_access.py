@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import re
 
 import aio_pika
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 from support.tls import self_signed
+from swarmq import cli
 from swarmq.broker import topology
 from swarmq.broker.access import Management
 from swarmq.broker.amqp import AmqpBroker
@@ -16,7 +19,7 @@ from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.client.invitations import Reach, add_client, remove_client
 from swarmq.client.session import AsyncSwarmClient
-from swarmq.config import Broker, RunFolder
+from swarmq.config import Broker, RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
@@ -221,3 +224,21 @@ async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(wo
         with pytest.raises(BrokerError, match=r"(?i)certificate"):
             async with AsyncSwarmClient(msgspec.structs.replace(invite, ca=b"")):
                 pass
+
+
+async def test_a_viewer_is_let_in_and_out_by_the_command_line(world, tmp_path, monkeypatch):
+    async with world() as w:
+        job = SwarmJob.build({"run": w.run, "policies": {"main": {"model": "m"}}, "broker": {"url": w.node.amqp_url}})
+        (tmp_path / "resolved.toml").write_text(job.to_toml())
+        monkeypatch.setenv(
+            "SWARMQ_MANAGEMENT_URL", f"http://{w.node.user}:{w.node.password}@{w.node.management_url[7:]}"
+        )
+        said = CliRunner().invoke(cli.main, ["viewer", str(tmp_path), "--name", "carol"]).output
+        url, user, password = re.fullmatch(r"(\S+)  user (\S+)  password (\S+)\n", said).groups()
+        assert user == f"{w.run}.viewer.carol"
+        seen = Management.of(w.node.amqp_url, url.replace("://", f"://{user}:{password}@"))
+        assert seen.connections("nobody") == 0, "the login works"
+        with pytest.raises(BrokerError, match="401"):
+            seen.users()
+        assert CliRunner().invoke(cli.main, ["viewer", str(tmp_path), "--name", "carol", "--remove"]).exit_code == 0
+        assert user not in w.management.users()

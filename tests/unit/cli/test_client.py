@@ -1,12 +1,15 @@
 """`swarmq client`: one line to paste, who has one, and no more."""
 
+import os
+
 import pytest
 from click.testing import CliRunner
 
 from swarmq import cli, keys
 from swarmq.config import SwarmJob
+from swarmq.errors import KeyRefusedError
 from swarmq.keys import Invite
-from swarmq.members import read_members
+from swarmq.members import Removed, read_members
 
 
 @pytest.fixture
@@ -107,3 +110,41 @@ def test_every_proxy_of_a_run_in_parts_is_in_its_invite(tmp_path, monkeypatch):
     (tmp_path / "runs" / "r" / "endpoints.json").touch()
     again = swarmq("invite", "job.toml")
     assert (again.exit_code, "started by `swarmq up`" in again.output) == (1, True)
+
+
+def test_an_operators_tokens_are_revoked_by_name(run):
+    made = {name: swarmq("token", run, "--role", "read", "--name", name).output.strip() for name in ("java", "ops")}
+    root = (run / "secret").read_bytes()
+    removed = Removed(run / "clients.json")
+    assert keys.verify_operator(root, made["java"], run="math", now=0.0, removed=removed).name == "java"
+    done = swarmq("token", run, "--revoke", "--name", "java")
+    assert (done.exit_code, done.output) == (0, "the tokens of java are refused from now on\n")
+    removed = Removed(run / "clients.json")
+    with pytest.raises(KeyRefusedError, match="operator 'java' were revoked"):
+        keys.verify_operator(root, made["java"], run="math", now=0.0, removed=removed)
+    assert keys.verify_operator(root, made["ops"], run="math", now=0.0, removed=removed).name == "ops"
+    again = swarmq("token", run, "--role", "read", "--name", "java")
+    assert (again.exit_code, "stay so: choose another name" in again.output) == (1, True)
+    assert swarmq("client", "add", "java", "--http").exit_code == 0, "a client of that name is somebody else"
+
+
+@pytest.mark.parametrize("arguments", [[], ["--role", "read", "--revoke"]])
+def test_a_token_is_made_for_roles_or_revoked(run, arguments):
+    done = swarmq("token", run, *arguments)
+    assert (done.exit_code, "--role: say what the token is for" in done.output) == (1, True)
+
+
+def test_a_run_folder_is_its_owners_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "m"\nengine.urls = ["http://h"]\n')
+    before = os.umask(0o022)
+    try:
+        swarmq("invite", "job.toml", "--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1")
+        monkeypatch.setattr("swarmq.collector.main.run", lambda job: job.run_folder.inbox.write_text("prompts"))
+        assert swarmq("collector", "runs/r/resolved.toml").exit_code == 0
+        assert os.umask(0o022) == 0o022, "only our own files are meant"
+    finally:
+        os.umask(before)
+    made = [tmp_path / "runs" / "r", *(tmp_path / "runs" / "r").iterdir()]
+    assert len(made) >= 5
+    assert [path.name for path in made if path.stat().st_mode & 0o77] == []
