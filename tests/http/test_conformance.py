@@ -1,10 +1,11 @@
-"""What the OpenAPI document says is what the proxy does, for requests that schemathesis makes up from it."""
+"""What the OpenAPI document says is what the proxy does, for requests that schemathesis makes up from it, good and bad."""
 
 import asyncio
 
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
@@ -12,12 +13,13 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from support.proxy import token
 from swarmq.testing.scripted_engine import END, Line, encode
 
 pytestmark = pytest.mark.slow
 
 CHECKS = (not_a_server_error, content_type_conformance, response_schema_conformance, status_code_conformance)
-OPERATIONS = {
+AGENT = {
     ("POST", "/v1/chat/completions"),
     ("POST", "/v1/completions"),
     ("POST", "/v1/responses"),
@@ -26,9 +28,20 @@ OPERATIONS = {
     ("GET", "/v1/models"),
     ("GET", "/v1/models/{model}"),
 }
-
-
-EXAMPLES = 8
+OPERATOR = {
+    ("GET", "/metrics"),
+    ("GET", "/v1/control/status"),
+    ("GET", "/v1/control/episodes"),
+    ("GET", "/v1/control/episodes/{episode_id}"),
+    ("POST", "/v1/control/episodes"),
+    ("POST", "/v1/control/episodes/{episode_id}/end"),
+    ("POST", "/v1/control/episodes/{episode_id}/abort"),
+    ("POST", "/v1/control/engines/add"),
+    ("POST", "/v1/control/engines/remove"),
+}
+OPERATIONS = {*AGENT, *OPERATOR, ("GET", "/health")}
+EXAMPLES = {GenerationMode.POSITIVE: 8, GenerationMode.NEGATIVE: 5}
+SOON = 0.02
 
 
 class Endless:
@@ -38,40 +51,56 @@ class Endless:
         return Line(token_ids=[*encode("so it is"), END])
 
 
-async def test_what_is_documented_is_what_happens(stage):
-    stage.engine.lines = Endless()
-    headers = {"authorization": f"Bearer {stage.key(mode='eval')}"}
-    statuses: dict[str, set[int]] = {}
+def meant(case, mode) -> None:
+    """The policies that there are, a reward for each, and no waiting for tickets that nobody issues."""
+    if isinstance(case.body, dict) and case.body.get("model"):
+        case.body["model"] = "main"
+    if isinstance(case.body, dict) and "task_id" in case.body and isinstance(case.body.get("wait_s", 1), (int, float)):
+        case.body["wait_s"] = SOON
+    if mode is GenerationMode.POSITIVE and case.operation.path.endswith("/end"):
+        case.body |= {"reward": None, "rewards": {"main": 1.0, "other": 0.5}, "agent_rewards": {}, "policies": None}
 
-    def conform() -> None:
-        document = schemathesis.openapi.from_url(f"{stage.url}/schema/openapi.json")
-        found = set()
-        for each in document.get_all_operations():
-            operation = each.ok()
-            name = (operation.method.upper(), operation.path)
-            if name not in OPERATIONS:
-                continue
-            found.add(name)
 
-            @settings(
-                max_examples=EXAMPLES,
-                phases=[Phase.generate],
-                deadline=None,
-                database=None,
-                derandomize=True,
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(case=operation.as_strategy())
-            def holds(case) -> None:
-                if isinstance(case.body, dict) and case.body.get("model"):
-                    case.body["model"] = "main"
-                response = case.call(headers=headers)
-                statuses.setdefault(case.operation.path, set()).add(response.status_code)
-                case.validate_response(response, checks=CHECKS)
+@pytest.mark.parametrize("mode", EXAMPLES, ids=lambda mode: mode.value)
+async def test_what_is_documented_is_what_happens(stages, tmp_path, mode):
+    async with stages(folder=str(tmp_path)) as stage:
+        stage.engine.lines = Endless()
+        agent = {"authorization": f"Bearer {stage.key(mode='eval')}"}
+        operator = {"authorization": f"Bearer {token('admin')}"}
+        statuses: dict[str, set[int]] = {}
 
-            holds()
-        assert found == OPERATIONS
+        def conform() -> None:
+            document = schemathesis.openapi.from_url(f"{stage.url}/schema/openapi.json")
+            found = set()
+            for each in document.get_all_operations():
+                operation = each.ok()
+                name = (operation.method.upper(), operation.path)
+                found.add(name)
+                if mode is GenerationMode.NEGATIVE and not (operation.body or operation.query):
+                    continue  # nothing in it can be wrong
 
-    await asyncio.to_thread(conform)
+                @settings(
+                    max_examples=EXAMPLES[mode],
+                    phases=[Phase.generate],
+                    deadline=None,
+                    database=None,
+                    derandomize=True,
+                    suppress_health_check=list(HealthCheck),
+                )
+                @given(case=operation.as_strategy(generation_mode=mode))
+                def holds(case) -> None:
+                    meant(case, mode)
+                    who = operator if (case.method.upper(), case.operation.path) in OPERATOR else agent
+                    response = case.call(headers=who)
+                    statuses.setdefault(case.operation.path, set()).add(response.status_code)
+                    case.validate_response(response, checks=CHECKS)
+
+                holds()
+            assert found == OPERATIONS
+
+        await asyncio.to_thread(conform)
     for path, seen in statuses.items():
-        assert seen & {200, 404}, f"{path}: nothing was answered, only {seen}"
+        if mode is GenerationMode.POSITIVE and "engines" not in path:
+            assert seen & {200, 201, 404, 409, 429}, f"{path}: nothing was answered, only {seen}"
+        if mode is GenerationMode.NEGATIVE:
+            assert seen & {400, 404, 405, 422}, f"{path}: nothing was refused, only {seen}"

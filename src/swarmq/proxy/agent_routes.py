@@ -210,7 +210,7 @@ def _operation(told: str, body: Json | None = None) -> type[Operation]:
             answered = {"application/json": _media({"type": "object"})}
             if body is not None:
                 self.request_body = RequestBody(required=True, content={"application/json": _media(body)})
-                answered["text/event-stream"] = _media({"type": "string"})
+                answered["text/event-stream"] = _media({"description": "Server-sent events."})
             refused = {"application/json": _media(schemas.ERROR)}
             self.responses = {
                 "200": OpenAPIResponse(description="The answer; events when it is streamed.", content=answered),

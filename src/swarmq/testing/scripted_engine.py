@@ -131,6 +131,8 @@ class ScriptedEngine:
                 f"maximum context length is {self.max_model_len}", status=400, code="context_length_exceeded"
             )
         given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
+        if not isinstance(given.get("stop", []), (str, list)) or not isinstance(given.get("logit_bias", {}), dict):
+            raise EngineRefusedError("stop is text or a list, logit_bias an object", status=400)
         images = [part for message in chat["messages"] for part in _parts(message) if part.get("type") == "image_url"]
         if images and not self.sees:
             raise EngineRefusedError("the model takes no images", status=400)

@@ -6,7 +6,6 @@ a step of training must find in each token what the engine sampled.
 
 import asyncio
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import anthropic
 import openai
 import pytest
 
-from support.clients import node_packages, python_packages, run_agent
+from support.clients import node, node_packages, python_packages, run_agent
 from support.real_proxy import RealStage
 from support.steered import TURNS
 from support.training import train
@@ -67,11 +66,11 @@ async def test_an_agent_of_a_framework_is_recorded_whole_and_trains(steered, tin
     await whole_episode(steered, said, tiny_model)
 
 
-@pytest.mark.skipif(shutil.which("npm") is None, reason="Node is not installed")
 @pytest.mark.parametrize("form", ["plain", "streamed", "responses"])
 async def test_an_agent_in_another_language_is_recorded_whole_and_trains(steered, tiny_model, form):
     modules = await asyncio.to_thread(node_packages)
-    said = await run_agent("node", str(HERE / "node_agent.mjs"), form, AGENT_MODULES=str(modules), **access(steered))
+    program, _ = node()
+    said = await run_agent(program, str(HERE / "node_agent.mjs"), form, AGENT_MODULES=str(modules), **access(steered))
     await whole_episode(steered, said, tiny_model)
 
 

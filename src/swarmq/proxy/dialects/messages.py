@@ -190,6 +190,8 @@ def prompt_of(body: Json) -> Json:
         chat["thinking_token_budget"] = thinking.get("budget_tokens")
     elif thinking.get("type") == "disabled":
         chat["reasoning_effort"] = "none"
+    if not chat["messages"]:
+        raise RefusedError("messages say nothing", param="messages")
     if chat["messages"][-1]["role"] == "assistant":  # words put into the model's mouth
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     return chat
