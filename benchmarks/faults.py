@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.faults_check import Verdict, Weights, judge, replayed
+from benchmarks.faults_check import LongStall, Verdict, Weights, judge, longest, replayed
 from benchmarks.faults_inject import FAULTS, HANG_S, HangError, Nemesis, plan, possible
 from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
@@ -56,6 +56,10 @@ class Result(msgspec.Struct, kw_only=True):
     starts: dict[str, int]
     dead_letters: int
     longest_stall_s: float
+    stalls: list[LongStall]
+    """The longest."""
+    rabbitmq: str
+    """Version of the broker."""
 
     @property
     def passed(self) -> bool:
@@ -111,6 +115,8 @@ async def play(
             starts={name: part.starts for name, part in world.parts.items()},
             dead_letters=dead,
             longest_stall_s=max((stall.seconds for stall in world.stalls.found), default=0.0),
+            stalls=longest(world.stalls.found, nemesis.injections),
+            rabbitmq=(await world.node.ctl("version")).strip(),
         )
 
 
@@ -187,7 +193,11 @@ def report(result: Result) -> str:
             f"episodes begun {account.begun}, outcomes confirmed {account.confirmed}, trained {account.trained}, dropped "
             f"{_reasons(Counter(account.dropped))}, waiting {account.waiting}, dead-lettered {result.dead_letters}"
         ),
-        f"longest stall {result.longest_stall_s:.1f} s",
+        *(
+            f"nothing moved for {stall.seconds:.1f} s after {stall.before}; meanwhile: "
+            + (", ".join(f"{fault} at {at:.0f} s" for at, fault in stall.during) or "no other fault")
+            for stall in result.stalls
+        ),
     ]
     if weights := result.weights:
         lines.append(

@@ -157,6 +157,28 @@ def _rows(
     return sorted(rows.values(), key=lambda row: row.fault)
 
 
+class LongStall(msgspec.Struct, frozen=True, kw_only=True):
+    """One of the longest stretches without progress, and what was injected meanwhile."""
+
+    seconds: float
+    before: str
+    """The last fault before it."""
+    during: tuple[tuple[float, str], ...]
+    """Seconds after its beginning, and the fault."""
+
+
+def longest(stalls: Sequence[Stall], injections: Sequence[Injection], *, num: int = 5) -> list[LongStall]:
+    """The longest first."""
+    found = []
+    for stall in sorted(stalls, key=lambda stall: -stall.seconds)[:num]:
+        before = [each.fault for each in injections if each.at <= stall.began]
+        during = [
+            (each.at - stall.began, each.fault) for each in injections if 0 < each.at - stall.began < stall.seconds
+        ]
+        found.append(LongStall(seconds=stall.seconds, before=before[-1] if before else NO_FAULT, during=tuple(during)))
+    return found
+
+
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
     """What a replay of the batch log without any fault says of the weights."""
 

@@ -1,4 +1,6 @@
-"""The fault run on the RabbitMQ of this machine and on newer ones: `python -m benchmarks.faults_matrix --injections 100`.
+"""The fault run, and the broker's tests, on the RabbitMQ of this machine and on newer ones:
+
+    python -m benchmarks.faults_matrix --injections 100
 
 Newer ones come from Debian's packages in scratch roots (4.0 from trixie, 4.3 from forky), made once with mmdebstrap and
 kept in the cache; nothing of the system changes. Needs root and Linux: a node runs in its root by `chroot`, behind
@@ -7,19 +9,27 @@ scripts that stand where a private node looks for a server, and sees this machin
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
 
-from benchmarks.report import parser
+from benchmarks.report import parser, save, table
 from swarmq.broker.install import HOME_VARIABLE
 
 SUITES = {"trixie": "4.0", "forky": "4.3"}
 HERE = "here"
+TESTS = ("tests/contract", "tests/integration/broker")
+PROMISED = ("lost", "twice", "hangs")
+"""What is to be 0."""
 CACHE = Path(".cache") / "rabbitmq-roots"
 LIBRARY = Path("usr/lib/rabbitmq/lib")
 SEEN = ("/proc", "/dev", "/tmp")
@@ -67,6 +77,31 @@ def server(root: Path) -> Iterator[Path]:
         yield home
 
 
+def measured(given: argparse.Namespace, environment: dict[str, str]) -> dict[str, Any] | None:
+    """The fault run and the broker's tests against the server that `environment` names; None when the run broke off."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.faults", "--out", folder, "--seed", str(given.seed)]
+        subprocess.run([*command, "--injections", str(given.injections)], env=environment, check=False)
+        if not (result := Path(folder) / "faults.json").exists():
+            return None
+        record = json.loads(result.read_text())
+        report = Path(folder) / "tests.xml"
+        tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *TESTS]
+        subprocess.run(tests, env=environment, check=False)
+        suite = ET.parse(report).getroot().find("testsuite")
+        assert suite is not None
+        count = {name: int(suite.attrib[name]) for name in ("tests", "failures", "errors", "skipped")}
+    failed = count["failures"] + count["errors"]
+    return {
+        "rabbitmq": record["detail"]["rabbitmq"],
+        "figures": record["figures"],
+        "rows": record["detail"]["verdict"]["rows"],
+        "passed": count["tests"] - failed - count["skipped"],
+        "failed": failed,
+        "skipped": count["skipped"],
+    }
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--injections", type=int, default=100)
@@ -78,18 +113,27 @@ def main() -> None:
         help="the mirror is a frozen copy: take its signed lists past their date",
     )
     given = options.parse_args()
-    failed = []
+    runs, failed = [], []
     for suite in given.suite or (HERE, *SUITES):
         with contextlib.ExitStack() as stack:
             environment = dict(os.environ)
+            environment.pop("SWARMQ_TEST_AMQP_URL", None)
             if suite != HERE:
                 environment[HOME_VARIABLE] = str(stack.enter_context(server(made(suite, frozen=given.frozen_mirror))))
             print(f"== RabbitMQ {SUITES.get(suite, 'of this machine')}", flush=True)
-            name = f"faults_{suite}"
-            command = [sys.executable, "-m", "benchmarks.faults", "--name", name, "--seed", str(given.seed)]
-            command += ["--injections", str(given.injections), *(["--out", str(given.out)] if given.out else [])]
-            if subprocess.run(command, env=environment, check=False).returncode:
-                failed.append(suite)
+            run = measured(given, environment)
+        if run is not None:
+            runs.append(run)
+        if run is None or run["failed"] or any(run["figures"][name] for name in PROMISED):
+            failed.append(suite)
+    rows = [(run["rabbitmq"], *run["figures"].values(), run["passed"], run["failed"]) for run in runs]
+    if runs:
+        print(table(("rabbitmq", *runs[0]["figures"], "passed", "failed"), rows))
+        figures = {
+            name: sum(run["figures"][name] for run in runs) for name in ("injections", "episodes_ended", *PROMISED)
+        }
+        figures |= {name: sum(run[name] for run in runs) for name in ("passed", "failed")}
+        save("faults_matrix", figures | {"versions": len(runs)}, detail={"runs": runs}, out=given.out)
     sys.exit(f"failed on: {', '.join(failed)}" if failed else 0)
 
 

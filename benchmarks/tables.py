@@ -33,7 +33,13 @@ HEADLINES = (
 def render(text: str, results: Path = RESULTS) -> str:
     """`text` with every figures block made anew."""
     known = {path.stem: json.loads(path.read_text()) for path in sorted(results.glob("*.json"))}
-    blocks = {"demo": demo_block, "faults": faults_block, "all": all_block, "headlines": headlines_block}
+    blocks = {
+        "demo": demo_block,
+        "faults": faults_block,
+        "matrix": matrix_block,
+        "all": all_block,
+        "headlines": headlines_block,
+    }
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
 
 
@@ -69,8 +75,8 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
         return
     record, detail = known["faults"], known["faults"]["detail"]
     account, weights = detail["verdict"]["account"], detail["weights"]
-    yield f"\n`{record['command']}` on {record['hardware']}, {detail['seconds'] / 60:.0f} minutes, "
-    yield f"{sum(detail['starts'].values())} processes started:\n\n"
+    yield f"\n`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}, "
+    yield f"{detail['seconds'] / 60:.0f} minutes, {sum(detail['starts'].values())} processes started:\n\n"
     yield "| fault | injections | episodes ended | trained once | twice | lost | dropped | longest stall |\n"
     yield "|---|---|---|---|---|---|---|---|\n"
     rows = sorted(detail["verdict"]["rows"], key=lambda row: row["fault"])
@@ -96,6 +102,33 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
     yield f"the end; {figures['hangs']} hangs. Version {weights['version']} of the weights is "
     yield f"{'to the bit that' if weights['checkpoint_equal'] else 'NOT that'} of a replay without faults, and so were "
     yield f"{weights['pushes'] - len(weights['pushes_wrong'])} of the {weights['pushes']} pushes that an engine took.\n\n"
+    for stall in detail.get("stalls", []):
+        meanwhile = ", ".join(f"{fault} at {at:.0f} s" for at, fault in stall["during"]) or "no other fault"
+        yield f'* nothing moved for {stall["seconds"]:.1f} s after "{stall["before"]}"; meanwhile: {meanwhile}\n'
+    yield "\n" if detail.get("stalls") else ""
+
+
+def matrix_block(known: dict[str, Any]) -> Iterator[str]:
+    """The fault run and the broker's tests on several versions of RabbitMQ."""
+    if "faults_matrix" not in known:
+        yield "\nNot measured for this version.\n\n"
+        return
+    record = known["faults_matrix"]
+    yield f"\n`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}:\n\n"
+    yield "| RabbitMQ | faults | episodes ended | lost | twice | hangs | longest stall | tests passed | failed |\n"
+    yield "|---|---|---|---|---|---|---|---|---|\n"
+    for run in record["detail"]["runs"]:
+        figures = run["figures"]
+        names = ("injections", "episodes_ended", "lost", "twice", "hangs")
+        cells = (
+            run["rabbitmq"],
+            *(figures[name] for name in names),
+            f"{figures['longest_stall_s']:.1f} s",
+            run["passed"],
+            run["failed"],
+        )
+        yield f"| {' | '.join(map(str, cells))} |\n"
+    yield "\n"
 
 
 def headlines_block(known: dict[str, Any]) -> Iterator[str]:
