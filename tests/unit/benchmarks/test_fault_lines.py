@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from benchmarks.faults_check import longest
 from benchmarks.faults_client import Lines
-from benchmarks.faults_inject import FAULTS, plan
+from benchmarks.faults_inject import FAULTS, Injection, plan
+from benchmarks.faults_world import Stall
 
 
 def test_lines_of_earlier_processes_are_found_and_one_that_a_kill_has_cut_is_not(tmp_path):
@@ -30,3 +32,13 @@ def test_a_plan_has_every_fault_where_there_is_room():
         assert set(plan(40, seed=seed)) == FAULTS.keys()
     assert len(plan(8, seed=0, only=("proxy killed",))) == 8
     assert len(plan(5, seed=0)) == 5
+
+
+def test_the_longest_stalls_are_told_with_what_was_injected_meanwhile():
+    injections = [
+        Injection(number=n, fault=name, at=at, hit="")
+        for n, (name, at) in enumerate([("link cut", 10.0), ("proxy killed", 25.0), ("engine killed", 60.0)])
+    ]
+    first, second = longest([Stall(1.0, 2.0), Stall(11.0, 30.0), Stall(5.0, 1.0)], injections, num=2)
+    assert (first.seconds, first.before, first.during) == (30.0, "link cut", ((14.0, "proxy killed"),))
+    assert (second.seconds, second.before, second.during) == (2.0, "before the first", ())

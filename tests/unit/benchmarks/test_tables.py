@@ -21,3 +21,20 @@ def test_a_changed_figure_changes_the_table(tmp_path):
     assert "old" not in first
     (tmp_path / "wire.json").write_text(json.dumps(record | {"figures": {"speedup": 6.5}}))
     assert render(first, tmp_path) != first
+
+
+def test_the_matrix_has_a_row_for_every_version(tmp_path):
+    text = "<!-- figures: matrix -->\n<!-- end of figures -->\n"
+    assert "Not measured" in render(text, tmp_path)
+    figures = {"injections": 3, "episodes_ended": 40, "lost": 0, "twice": 0, "hangs": 0, "longest_stall_s": 2.25}
+    runs = [{"rabbitmq": version, "figures": figures, "passed": 9, "failed": 1} for version in ("3.10.8", "4.0.5")]
+    record = {
+        "hardware": "h",
+        "command": "c",
+        "commit": "abc",
+        "date": "2026-01-02T",
+        "figures": {},
+        "detail": {"runs": runs},
+    }
+    (tmp_path / "faults_matrix.json").write_text(json.dumps(record))
+    assert "| 4.0.5 | 3 | 40 | 0 | 0 | 0 | 2.2 s | 9 | 1 |" in render(text, tmp_path)

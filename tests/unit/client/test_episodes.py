@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swarmq import notice
-from swarmq.broker import topology
+from swarmq.broker import tickets, topology
 from swarmq.client import session
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
@@ -133,6 +133,23 @@ async def test_a_missing_ticket_queue_is_an_error_for_those_who_wait_and_heals(s
         await swarm.declare()
         await swarm.issue(1)
         await client.begin_episode("t")
+
+
+async def test_a_ticket_queue_that_was_there_and_was_deleted_is_waited_for(swarm, monkeypatch):
+    monkeypatch.setattr(tickets, "LINGER_S", 0.0)
+    monkeypatch.setattr(tickets, "RETRY_S", 0.0)
+    queue = topology.tickets(RUN, "math")
+    async with swarm.client() as client, asyncio.timeout(60):
+        await client.begin_episode("t")
+        while (await swarm.broker.depths([queue]))[queue].consumers:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        swarm.broker.delete(queue)
+        waiting = asyncio.ensure_future(client.begin_episode("t"))
+        await asyncio.sleep(0.01)
+        await swarm.declare()
+        await swarm.issue(1)
+        await waiting
+    assert len(swarm.begins) == 2
 
 
 async def test_poison_among_the_tickets_is_parked_and_the_next_ticket_is_used(swarm_of):
