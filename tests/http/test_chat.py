@@ -238,6 +238,9 @@ async def test_models_lists_the_key_s_policies(stage):
     async with stage.http.get(f"{stage.url}/v1/models", headers=headers) as response:
         listed = msgspec.json.decode(await response.read())
     assert [model["id"] for model in listed["data"]] == ["other"]
+    async with stage.http.get(f"{stage.url}/v1/models/gpt-4", headers=headers) as response:
+        assert response.status == 404
+        assert (await response.json())["error"]["message"].endswith("may call: other")
 
 
 async def test_health_says_which_policy_has_engines(stage):

@@ -26,22 +26,26 @@ async def scrape(stage, *, role="read"):
 
 
 async def test_metrics_count_calls_tokens_engines_and_durations(stages):
-    async with stages(engines=2) as stage:
+    async with stages(engines=2, kinds={"math": {}, "code": {}}) as stage:
         for engine in stage.engines:
             engine.version = 3
             engine.say("hello")
-        await stage.ask(HI)
+            engine.say("hello")
+            engine.say("hello")
+        await stage.ask(HI, key=stage.key("e1", kind="math"))
+        await stage.ask(HI, key=stage.key("e2", kind="code"))
+        await stage.ask(HI, key=stage.key("e3", kind="made up"))
         await stage.refused({"model": "no", "messages": [HI]})
         async with asyncio.timeout(20):
             while (found := await scrape(stage)).get(("swarmq_engine_weight_version", "main", "scripted://0")) != 3:
                 pass
-    assert found["swarmq_calls_total",] == 1
+    for kind in ("math", "code", ""):
+        assert [found[f"swarmq_{name}_total", kind] for name in ("calls", "turns", "sampled_tokens")] == [1, 1, 4]
     assert found["swarmq_errors_total",] == 1
-    assert found["swarmq_sampled_tokens_total",] == 4
     assert found["swarmq_open_calls",] == 0
     assert found["swarmq_engine_up", "main", "scripted://1"] == 1
     for name in ("first_token", "call", "confirm"):
-        assert found[f"swarmq_{name}_seconds_count", "main"] == 1
+        assert found[f"swarmq_{name}_seconds_count", "main"] == 3
 
 
 async def test_metrics_need_a_token(stage):

@@ -7,7 +7,7 @@ agent ──POST──> key ──> body ──> read ──> Completions.begin 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 from litestar import Request, get, post
@@ -79,7 +79,7 @@ def agent_routes(
             raw = await body_of(request)
             call = read(dialect, raw, claims, request.headers, memory.conversations, remote_images=remote_images)
         if call.policy not in pools:
-            raise _no_model(call.policy)
+            raise _no_model(call.policy, [name for name in claims.policies if name in pools])
         return call
 
     async def answer(request: Request[Any, Any, Any], dialect: Dialect) -> Response[Any]:
@@ -135,10 +135,10 @@ def agent_routes(
 
     @get(MODELS + "/{model:str}", operation_class=_operation("One of them"))
     async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
-        for card in cards(request):
-            if card["id"] == model:
-                return card
-        raise _no_model(model)
+        served = {card["id"]: card for card in cards(request)}
+        if model not in served:
+            raise _no_model(model, served)
+        return served[model]
 
     return [*map(route, DIALECTS), count_tokens, models, model]
 
@@ -192,9 +192,10 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome[0]
 
 
-def _no_model(name: str) -> RefusedError:
+def _no_model(name: str, served: Iterable[str]) -> RefusedError:
+    there = ", ".join(served) or "none"
     return RefusedError(
-        f"model {name!r:.200} is not a policy of this run that the key may call",
+        f"model {name!r:.200} is not a policy of this run that the key may call: {there}",
         status=404, code="model_not_found", param="model",
     )  # fmt: skip
 

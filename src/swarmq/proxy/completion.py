@@ -99,7 +99,7 @@ class Completions:
             held.callback(self._episodes.close_call, memory)
             allowed = self._tuning.episode_tokens(call.claims)
             memory.budget.take_call(max_calls=self._tuning.episode_calls(call.claims), max_tokens=allowed)
-            self._meter.calls += 1
+            self._meter.by_kind[self._kind(call)]["calls"] += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
                     held.callback((await self._gate.enter()).give_back)
@@ -123,7 +123,7 @@ class Completions:
                 log.warning("engine_failed", engine=lane.engine.url, policy=call.policy, error=str(error))
             else:
                 memory.lanes[call.policy] = lane
-                self._meter.prompt_tokens += begun.prompt_tokens
+                self._meter.by_kind[self._kind(call)]["prompt_tokens"] += begun.prompt_tokens
                 return begun
         raise failure
 
@@ -204,6 +204,7 @@ class Completions:
             request_digest=call.digest,
             agent=call.agent,
             client_id=call.claims.client,
+            kind=self._kind(call),
             messages=chat["messages"],
             history=history,
             stitched=stitched,
@@ -214,6 +215,10 @@ class Completions:
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
             overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
         )  # fmt: skip
+
+    def _kind(self, call: Call) -> str:
+        """What to count a call under: a key may name anything."""
+        return call.claims.kind if call.claims.kind in self._tuning.job.task_kinds else ""
 
     def _with_images(self, call: Call, rendered: Rendered, stitched: Stitched) -> Stitched:
         """The prompt as rendered, since the engine finds images by their places in it. Raises RefusedError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +17,9 @@ class Meter:
     """Share of lost continuations above which there is a warning."""
     window: int = 100
     """Of so many newest turns of a policy that had one to continue."""
-    calls: int = 0
     open_calls: int = 0
-    prompt_tokens: int = 0
-    sampled_tokens: int = 0
+    by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
+    """Task kind, as keys name it -> `calls`, `prompt_tokens`, `sampled_tokens`, `turns`."""
     errors: int = 0
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""
@@ -28,22 +27,27 @@ class Meter:
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
 
-    def take(self, turn: Turn, confirm_s: float = 0.0) -> None:
+    def total(self, name: str) -> int:
+        """Over all kinds."""
+        return sum(counts[name] for counts in self.by_kind.values())
+
+    def take(self, turn: Turn, confirm_s: float = 0.0, *, kind: str = "") -> None:
         """Count a turn that is confirmed."""
         for watch in self.watchers:
             watch(turn, confirm_s)
         one = Drift.of_turn(turn)
-        self.sampled_tokens += len(turn.sampled_ids) // 4
+        self.by_kind[kind].update(turns=1, sampled_tokens=len(turn.sampled_ids) // 4)
         self.drift += one
         if one.continued:
             self._recent.setdefault(turn.policy, deque(maxlen=self.window)).append(one)
 
     def fields(self) -> dict[str, Any]:
         return {
-            "calls": self.calls,
+            "calls": self.total("calls"),
             "open_calls": self.open_calls,
-            "prompt_tokens": self.prompt_tokens,
-            "sampled_tokens": self.sampled_tokens,
+            "prompt_tokens": self.total("prompt_tokens"),
+            "sampled_tokens": self.total("sampled_tokens"),
+            "kinds": {kind: dict(counts) for kind, counts in self.by_kind.items()},
             "errors": self.errors,
             "continued": self.drift.continued,
             "repaired": self.drift.repaired,

@@ -16,6 +16,12 @@ from swarmq.proxy.meter import Meter
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+BY_KIND = {
+    "calls": "Model calls that were admitted, by the kind of task that the key names.",
+    "prompt_tokens": "Prompt tokens of answered calls.",
+    "sampled_tokens": "Sampled tokens that the broker has confirmed.",
+    "turns": "Turns that the broker has confirmed.",
+}
 
 
 class Metrics(Collector):
@@ -45,12 +51,13 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         meter = self._meter
+        for name, text in BY_KIND.items():
+            counted = CounterMetricFamily(f"swarmq_{name}", text, labels=["kind"])
+            for kind, counts in meter.by_kind.items():
+                counted.add_metric([kind], counts[name])
+            yield counted
         for name, text, count in (
-            ("calls", "Model calls that were admitted.", meter.calls),
             ("errors", "Calls that were answered with an error.", meter.errors),
-            ("prompt_tokens", "Prompt tokens of answered calls.", meter.prompt_tokens),
-            ("sampled_tokens", "Sampled tokens that the broker has confirmed.", meter.sampled_tokens),
-            ("turns", "Turns that the broker has confirmed.", meter.drift.turns),
             ("turns_continued", "Turns that had an earlier one to continue.", meter.drift.continued),
             (
                 "turns_repaired",

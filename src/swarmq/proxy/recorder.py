@@ -50,6 +50,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     request_digest: str
     agent: str | None
     client_id: str
+    kind: str
     messages: list[Json]
     history: History
     stitched: Stitched
@@ -84,7 +85,7 @@ class Recorder:
         sampled_at = time.monotonic()
         await self._broker.publish(topology.inbox(asked.run), turn, deadline_s=self._confirm_timeout_s)
         graph.add(node_of(asked, sampled, turn), asked.history)  # only now: a parent must exist for the collector
-        self._meter.take(turn, time.monotonic() - sampled_at)
+        self._meter.take(turn, time.monotonic() - sampled_at, kind=asked.kind)
 
 
 def _check(turn: Turn) -> None:

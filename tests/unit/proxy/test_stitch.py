@@ -49,6 +49,7 @@ class Episode:
             request_digest="",
             agent=None,
             client_id="c",
+            kind="math",
             messages=messages,
             history=history,
             stitched=stitched,
