@@ -81,7 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--split", metavar="MODEL", help="also the whole loop on two GPUs, with this model of benchmarks.loop"
     )
-    parser.add_argument("--steps", type=int, default=16, help="of the loop")
+    parser.add_argument("--steps", type=int, default=16, help="of the loop; the first three warm it up")
     parser.add_argument("--scratch", help="where the random weights are written, 2 bytes a parameter")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)

@@ -1,33 +1,56 @@
-"""Write tests/unit/learner/trl_golden.json: what TRL's GRPO trainer computes for the losses that it has as well.
+"""Write tests/unit/learner/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
 
-TRL is no dependency of ours, because it brings more packages than the whole learner. In an environment that has it:
+TRL is no test dependency of ours: it pins ranges of transformers and vLLM that are not ours (1.16 supports vLLM to 0.31),
+so that either would hold the other back, and its numbers for given inputs change with its version alone, which the file
+names. In an environment that has it:
 
     python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0
     /tmp/trl/bin/python scripts/trl_golden.py
 
-Its `_compute_loss` is called as it is; only the model's forward pass is replaced by given log-probabilities.
+`_compute_loss` is called as it is; only the model's forward pass is replaced by given log-probabilities. Advantages are
+those of a step of its GRPO and RLOO trainers whose reward function gives the rewards. The supervised loss is the one its
+SFT trainer takes from transformers. Left out is what has TRL's name and another formula: scaling by the batch divides by
+the deviation of the raw rewards there, by that of the centred ones here (2501.03262).
 """
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import datasets
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.loss.loss_utils import ForCausalLMLoss
+
 import trl
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "trl_golden.json"
 CONSTANT_LENGTH = 16
+REWARDS = [0.0, 1.0, 0.25, 0.5, 2.0, -1.0, 0.0, 0.0]
+GROUP = 4
 CASES: dict[str, dict[str, Any]] = {
     "ppo_clip, token": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 3.0},
     "ppo_clip, episode": {"loss_type": "grpo", "epsilon_high": 0.28, "delta": 3.0},
     "ppo_clip, constant": {"loss_type": "dr_grpo", "epsilon_high": 0.28, "delta": 3.0},
     # on policy: TRL lets a gradient flow through the ratio that weighs the divergence, we do not
     "ppo_clip, token, kl": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 3.0, "beta": 0.1},
+    # the value alone: here the ratio that weighs the divergence carries no gradient
+    "ppo_clip, token, kl, corrected": {
+        "loss_type": "dapo",
+        "epsilon_high": 0.28,
+        "delta": 3.0,
+        "beta": 0.1,
+        "use_bias_correction_kl": True,
+    },
+    # the engine's probabilities apart from those before the batch's first step, truncated (TRL's correction for vLLM)
+    "ppo_clip, token, proximal": {"loss_type": "dapo", "epsilon_high": 0.28, "delta": 3.0, "truncated_at": 1.2},
     "cispo, token": {"loss_type": "cispo", "epsilon_high": 5.0},
     "gspo, episode": {
         "loss_type": "grpo",
@@ -48,9 +71,15 @@ def main() -> None:
     made = {}
     for name, settings in CASES.items():
         learned = theta.clone().requires_grad_()
-        loss = trl_loss(learned, theta if "kl" in name else mu, reference, advantages, mask, **settings)
+        on_policy = name.endswith("kl")
+        loss = trl_loss(learned, theta if on_policy else mu, reference, advantages, mask, **settings)
         loss.backward()
         made[name] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
+    learned = theta.clamp(max=-1e-3).requires_grad_()
+    loss = supervised(learned[mask > 0])
+    loss.backward()
+    made["sft, token"] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
+    scored = {name: trl_advantages(name) for name in ("grpo", "centered", "rloo")}
     given = {
         "lengths": lengths,
         "theta": theta[mask > 0].tolist(),
@@ -59,7 +88,9 @@ def main() -> None:
         "advantages": advantages.tolist(),
         "constant_length": CONSTANT_LENGTH,
     }
-    TARGET.write_text(json.dumps({"trl": trl.__version__, "given": given, "computed": made}, indent=1) + "\n")
+    given |= {"rewards": REWARDS}
+    golden = {"trl": trl.__version__, "given": given, "computed": made, "advantages": scored}
+    TARGET.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def trl_loss(
@@ -76,9 +107,14 @@ def trl_loss(
         sync_gradients=True,
     )  # fmt: skip
     settings = {"epsilon_low": 0.2, "importance_sampling_level": "token", "beta": 0.0} | own
+    truncated_at = settings.pop("truncated_at", None)
     trainer = SimpleNamespace(
         **{key: value for key, value in settings.items() if key != "delta"},
-        args=SimpleNamespace(delta=settings.get("delta"), use_bias_correction_kl=False, steps_per_generation=1),
+        args=SimpleNamespace(
+            delta=settings.get("delta"),
+            use_bias_correction_kl=settings.get("use_bias_correction_kl", False),
+            steps_per_generation=1,
+        ),
         accelerator=accelerator,
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
@@ -86,7 +122,8 @@ def trl_loss(
         aux_loss_enabled=False,
         top_entropy_quantile=1.0,
         off_policy_mask_threshold=None,
-        use_vllm=False,
+        use_vllm=truncated_at is not None,
+        vllm_importance_sampling_correction=True,
         _entropy_bonus_enabled=False,
         _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (theta, torch.zeros_like(theta), None),
@@ -98,11 +135,53 @@ def trl_loss(
         "completion_ids": ids,
         "completion_mask": mask,
         "advantages": advantages,
-        "old_per_token_logps": mu,
+        "old_per_token_logps": mu if truncated_at is None else reference,
         "ref_per_token_logps": reference,
         "num_items_in_batch": mask.sum(),
     }
+    if truncated_at is not None:  # `reference` stands for the weights before the first step
+        inputs["importance_sampling_ratio"] = torch.exp(reference - mu).clamp(max=truncated_at)
     return GRPOTrainer._compute_loss(trainer, None, inputs)  # noqa: SLF001
+
+
+def supervised(theta: torch.Tensor) -> torch.Tensor:
+    """Of tokens of a vocabulary of two: the demonstrated one with log-probability `theta`, and the other."""
+    logits = torch.stack([theta, torch.log1p(-theta.exp())], dim=-1)[None]
+    labels = torch.zeros(logits.shape[:2], dtype=torch.int64)
+    return ForCausalLMLoss(logits, labels, vocab_size=2, shift_labels=labels)
+
+
+def trl_advantages(name: str) -> list[float]:
+    """Of one step on a model of a few thousand parameters, whose answers get `REWARDS`."""
+    seen: list[float] = []
+    rloo = name == "rloo"
+
+    class Watched(RLOOTrainer if rloo else GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            made = super()._generate_and_score_completions(inputs)
+            seen.extend(made["advantages"].tolist())
+            return made
+
+    words = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="b")), pad_token="<pad>", eos_token="<eos>"
+    )
+    shape = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=4, num_key_value_heads=1, head_dim=8, **shape))
+    with tempfile.TemporaryDirectory() as folder:
+        config = (trl.RLOOConfig if rloo else trl.GRPOConfig)(
+            output_dir=folder, max_steps=1, per_device_train_batch_size=len(REWARDS), num_generations=GROUP,
+            max_completion_length=2, report_to="none", save_strategy="no", use_cpu=True, bf16=False, beta=0.0,
+            **({} if rloo else {"scale_rewards": "group" if name == "grpo" else "none"}),
+        )  # fmt: skip
+        Watched(
+            model=model,
+            args=config,
+            reward_funcs=lambda completions, **_: REWARDS[: len(completions)],
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["a", "b"]}),
+            processing_class=tokenizer,
+        ).train()
+    return seen
 
 
 if __name__ == "__main__":

@@ -1,14 +1,17 @@
-"""Our losses give TRL's numbers, which scripts/trl_golden.py wrote down."""
+"""Our losses and advantages give TRL's numbers, which scripts/trl_golden.py wrote down."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from swarmq.config import Loss
+from support.episodes import make_group
+from swarmq.config import Loss, Train
+from swarmq.learner.algorithms.advantages import advantages
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import token_weight, units
 
@@ -18,15 +21,22 @@ GIVEN = GOLDEN["given"]
 
 @pytest.mark.parametrize("case", GOLDEN["computed"])
 def test_loss_and_gradient_are_trls(case: str) -> None:
-    name, normalisation, *kl = case.split(", ")
+    name, normalisation, *more = case.split(", ")
     lengths = GIVEN["lengths"]
     calls = torch.tensor([call for call, length in enumerate(lengths) for _ in range(length)])
     theta, mu, reference = (torch.tensor(GIVEN[key], dtype=torch.float64) for key in ("theta", "mu", "reference"))
-    if kl:
+    if more == ["kl"]:
         mu = theta.clone()
+    if name == "sft":
+        theta = theta.clamp(max=-1e-3)
     theta.requires_grad_()
     advantages = torch.tensor(GIVEN["advantages"], dtype=torch.float64)[calls]
-    tokens = Tokens(theta, mu, advantages, calls, len(lengths), reference=reference if kl else None)
+    tokens = Tokens(theta, mu, advantages, calls, len(lengths))
+    if "kl" in more:
+        tokens = tokens._replace(reference=reference)
+    if "proximal" in more:
+        tokens = tokens._replace(proximal=reference)
+    rule = Loss(name=name, kl=0.1 if "kl" in more else 0.0, ratio_cap=1.2 if "proximal" in more else 20.0)
     weights = torch.tensor(
         [
             token_weight(normalisation, episode_tokens=length, constant_length=GIVEN["constant_length"])
@@ -35,9 +45,21 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
         dtype=torch.float64,
     )[calls]
     count = sum(lengths) if units(normalisation) == "tokens" else len(lengths)
-    loss = (policy_loss(tokens, Loss(name=name, kl=0.1 if kl else 0.0)).per_token * weights).sum() / count
+    loss = (policy_loss(tokens, rule).per_token * weights).sum() / count
     loss.backward()
     wanted = GOLDEN["computed"][case]
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
     assert theta.grad is not None
+    if "corrected" in more:
+        return
     assert theta.grad.tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", GOLDEN["advantages"])
+def test_advantages_are_trls(name: Any) -> None:
+    rewards, wanted = GIVEN["rewards"], GOLDEN["advantages"][name]
+    size = len(rewards) // 2
+    groups = [make_group("a", tuple(rewards[:size]), turns=1), make_group("b", tuple(rewards[size:]), turns=1)]
+    made = advantages(groups, Train(advantage=name))
+    got = [made[episode.episode_id][0] for group in groups for episode in group]
+    assert got == pytest.approx(wanted, rel=1e-3)  # to the epsilon beside the deviation
