@@ -1,9 +1,10 @@
 # ruff: noqa: RUF001 (one family has full-width bars in its markup)
-"""Six families of chat templates with tokenizers of their own, behind an engine whose answers a test chooses.
+"""Seven families of chat templates with tokenizers of their own, behind an engine whose answers a test chooses.
 
 Each template has the public form of its family: where markup stands, what is trimmed, dropped, moved or refused when
-history is written again. The words in it are ours. Tokenizers are byte-level BPE, trained here on a few sentences, so
-every text has many spellings and a model that samples one of them drifts when its answer is encoded again.
+history is written again. The words in it are ours. Tokenizers are byte-level BPE, but for one in the manner of
+SentencePiece (a space before the first word, characters that it has no piece for in bytes), trained here on a few
+sentences, so every text has many spellings and a model that samples one of them drifts when its answer is encoded again.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from swarmq.errors import EngineRefusedError
 from swarmq.messages import VersionSpan
 
 VOCABULARY = 700
+SPACE = "\u2581"
+"""As SentencePiece writes it."""
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SENTENCES = """
 The weather in Paris is mild today, and it will rain at 17:30. What is 12 + 345? It's 357, isn't it?
 def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))   # 3
@@ -215,8 +219,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that end a turn; the first is the usual one."""
     special: tuple[str, ...]
     """All other markup that is one token."""
-    split: str
-    """How text is cut before byte pairs are merged."""
+    split: str | None
+    """How text is cut before byte pairs are merged; None: as SentencePiece does, at spaces, which are part of pieces."""
     say: Callable[[str, str, Sequence[Call]], str]
     """(content, thought, tool calls) -> what the model writes, the end included."""
     hear: Callable[[str], Json]
@@ -380,6 +384,15 @@ FAMILIES = (
         hear=_message,
     ),
     Family(
+        name="sentencepiece",
+        template=GEMMA,
+        ends=("<end_of_turn>",),
+        special=("<bos>", "<start_of_turn>"),
+        split=None,
+        say=_say_gemma,
+        hear=_message,
+    ),
+    Family(
         name="harmony",
         template=HARMONY,
         ends=("<|return|>", "<|call|>"),
@@ -395,6 +408,8 @@ BY_NAME = {family.name: family for family in FAMILIES}
 @functools.cache
 def tokenizer_of(name: str) -> Tokenizer:
     family = BY_NAME[name]
+    if family.split is None:
+        return _sentencepiece(family)
     tokenizer = Tokenizer(models.BPE(byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -413,6 +428,29 @@ def tokenizer_of(name: str) -> Tokenizer:
     return tokenizer
 
 
+def _sentencepiece(family: Family) -> Tokenizer:
+    """What comes first in a text gets a space before it when encoded, and loses it when decoded."""
+    controls = [AddedToken(token, normalized=False, special=True) for token in family.controls]
+    learned = Tokenizer(models.BPE())
+    learned.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
+    learned.train_from_iterator([SENTENCES] * 2, trainers.BpeTrainer(vocab_size=VOCABULARY, show_progress=False))
+    model = json.loads(learned.to_str())["model"]
+    words = [*BYTES, *(word for word in model["vocab"] if word != "\n")]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: number for number, word in enumerate(words)},
+            merges=[tuple(pair) for pair in model["merges"] if "\n" not in "".join(pair)],
+            byte_fallback=True,
+        )
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens(controls)
+    return tokenizer
+
+
 @functools.cache
 def _pieces(name: str) -> dict[str, int]:
     """Byte-level spelling of every ordinary token -> its id."""
@@ -423,19 +461,36 @@ def _pieces(name: str) -> dict[str, int]:
 def spell(family: Family, text: str, rng: random.Random, *, markup_in_pieces: bool = False) -> list[int]:
     """Tokens that decode to `text`, chosen at random at every step as a sampling model may."""
     tokenizer, pieces = tokenizer_of(family.name), _pieces(family.name)
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ids: list[int] = []
     for part in re.split("(" + "|".join(map(re.escape, family.controls)) + ")", text):
         if part in family.controls and (part in family.ends or not markup_in_pieces):
             ids.append(tokenizer.token_to_id(part))
         elif part:
-            rest = "".join(piece for piece, _ in byte_level.pre_tokenize_str(part))
+            rest = _spelled(family, part)
             while rest:
                 fitting = [rest[:size] for size in range(1, 9) if rest[:size] in pieces]
+                if not fitting:
+                    ids += in_bytes(family, rest[0])
+                    rest = rest[1:]
+                    continue
                 chosen = rng.choice(fitting)
                 ids.append(pieces[chosen])
                 rest = rest[len(chosen) :]
     return ids
+
+
+def in_bytes(family: Family, text: str) -> list[int]:
+    """A token for every byte of `text`."""
+    letters = [BYTES[byte] for byte in text.encode()] if family.split is None else _spelled(family, text)
+    return [_pieces(family.name)[letter] for letter in letters]
+
+
+def _spelled(family: Family, text: str) -> str:
+    """In the letters of which the family's pieces are made."""
+    if family.split is None:
+        return text.replace(" ", SPACE)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return "".join(piece for piece, _ in byte_level.pre_tokenize_str(text))
 
 
 class FamilyEngine:

@@ -1,7 +1,9 @@
 """The prompt of a request: the exact tokens of what was said before, freshly rendered tokens for the rest.
 
 Tokens alone decide nearly always. Where a rendering spells the last answer in other tokens, texts are compared: the
-engine decodes both, the rest of the text is encoded apart, and the result must decode to the rendering's text.
+engine decodes both, the rest of the text is encoded apart, and the result must decode to the rendering's text. Tokenizers
+that begin every text with a space (SentencePiece) encode the rest otherwise when it stands alone; there it is the rendering's
+own tokens, from where what was said ends.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ import msgspec
 
 from swarmq.engine.protocol import Engine
 from swarmq.messages import pack_ids, unpack_ids
-from swarmq.proxy.graph import Graph, History, Node, Reason, Stitched, branched, continued, why_not
+from swarmq.proxy.graph import ID_BYTES, Graph, History, Node, Reason, Stitched, branched, continued, why_not
 
 
 async def stitch(
@@ -40,8 +42,22 @@ async def _by_text(node: Node, history: History, fresh: bytes, engine: Engine) -
     rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
     prompt = recorded + rest
     if prompt != fresh and await _text(engine, prompt) != rendered:
-        return "drift"
+        prompt = recorded + await _after(said, fresh, engine)
+        if await _text(engine, prompt) != rendered:
+            return "drift"
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
+
+
+async def _after(said: str, fresh: bytes, engine: Engine) -> bytes:
+    """The tokens of `fresh` that come after the text `said`, found by bisection."""
+    low, high = 0, len(fresh) // ID_BYTES
+    while low < high:
+        middle = (low + high) // 2
+        if len(await _text(engine, fresh[: middle * ID_BYTES])) < len(said):
+            low = middle + 1
+        else:
+            high = middle
+    return fresh[low * ID_BYTES :]
 
 
 async def _text(engine: Engine, packed: bytes) -> str:
