@@ -283,7 +283,7 @@ async def test_an_answer_that_was_cut_in_the_middle_of_a_character(family, size)
     """Its last bytes decode to a replacement character, and so they are sent back; the bytes stay."""
     stage, messages = Stage(family), [user("Smile.")]
     smile = in_bytes(family, "🙂")
-    head = stage.engine.encode(family.say("Yes ", "", ()))[:-1]
+    head = spell(family, family.say("Yes ", "", ()), random.Random(0))[:-1]
     stage.engine.say([*head, *smile[:size]], finish_reason="length")
     _, got = await stage.send(messages)
     assert got["content"].endswith("\ufffd")
