@@ -1,24 +1,36 @@
-"""Every example runs as it stands, with the real SDK, against a scripted model and a broker in memory."""
+"""Every example runs as it stands, with the real SDK, against a scripted model and a broker in memory; the cocktail on a
+real broker, with the proxy and the collector."""
 
 import asyncio
 import contextlib
 import http.server
 import importlib.util
 import json
+import shlex
 import threading
+from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import swarmq
+from support.proxy import ROOT, served
 from swarmq.broker import topology
+from swarmq.broker.amqp import AmqpBroker
 from swarmq.client import readers, session, sync_client
 from swarmq.client.feed import feed
+from swarmq.client.fleet import Plan, work
+from swarmq.client.invitations import host_invite
 from swarmq.client.worker import Worker, check_signature
+from swarmq.collector.service import Collector
+from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.keys import Invite
+from swarmq.keys import Invite, client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
+from swarmq.proxy.app import create_app
 from swarmq.testing import MemoryBroker
+from swarmq.testing.scripted_engine import ScriptedEngine
 
 pytest.importorskip("openai")
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -166,20 +178,49 @@ def test_the_workers_agent_understands_its_data_set(run):
     assert len(KEYS) >= 5, "every episode has a key of its own"
 
 
-async def test_a_cocktail_has_an_agent_for_every_kind(run):
-    """Tutorial, part 1."""
+@pytest.mark.broker
+async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rather_do(amqp_url, run_name, tmp_path):
+    """Tutorial, part 1: fed by kind, attempted from the queues, held to the job's mix by the collector's tickets."""
     pytest.importorskip("reasoning_gym")
-    example = load("cocktail")
-    job = SwarmJob.load(EXAMPLES / "cocktail.toml")
-    sets = {"math": "chain_sum", "words": "letter_counting", "logic": "syllogism"}
-    assert set(sets) == set(job.mix)
-    async with swarmq.AsyncSwarmClient() as client:
-        for kind, name in sets.items():
-            tasks = list(readers.read_tasks(f"reasoning-gym:{name}?size=2"))
-            report = await client.evaluate(tasks, getattr(example, kind), policies=["planner"], progress=False)
-            assert (report.n, report.failed) == (2, 0), kind
-            assert report.mean_reward is not None
-    assert {"right", "length", "first"} == {name for end in run() for name in end.metrics}
+    example, stop, data = load("cocktail"), asyncio.Event(), {}
+    sizes = ["groups.group_size=2", "groups.groups_per_batch=10", "groups.max_staleness=1"]
+    job = SwarmJob.load(EXAMPLES / "cocktail.toml", sets=[f"run={run_name}", f"folder={tmp_path}", *sizes])
+    for line in (EXAMPLES / "cocktail.toml").parent.joinpath("cocktail.py").read_text().splitlines():
+        if line.startswith("swarmq feed"):
+            _, _, _, source, _, kind = shlex.split(line)
+            data[kind] = source.replace("size=1000", "size=12")
+    assert set(data) == set(job.mix), "the example feeds every kind of its job"
+    engine = ScriptedEngine()
+    for _ in range(200):
+        engine.say("42")
+    async with AmqpBroker.open(amqp_url, name="test") as broker, asyncio.TaskGroup() as tasks:
+        await broker.declare(run_name, policies=["main"], kinds=job.task_kinds)
+        for kind, source in data.items():
+            fed = tmp_path / f"fed-{kind}.json"
+            await feed(broker, run_name, readers.read_tasks(source), kind, repeats=2, progress_file=fed)
+        tasks.create_task(Collector(job, broker, Store(None, run=run_name)).run(stop))
+        app = create_app(job, root=ROOT, engines={"main": [engine]}, broker=broker)
+        async with served(app) as url:
+            at = msgspec.structs.replace(job, broker=msgspec.structs.replace(job.broker, url=amqp_url))
+            invite = msgspec.structs.replace(
+                host_invite(at, (f"{url}/v1",)), secret=client_secret(ROOT, "local"), group_size=2
+            )
+            async with swarmq.AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
+                agents = {kind: getattr(example, kind) for kind in data}
+                plan = Plan(concurrency=1, progress=False)  # one after another: no group is left half begun
+                working = tasks.create_task(work(client, agents, plan, stop))
+                async with broker.consume(topology.ready(run_name, "main"), prefetch=100) as deliveries:
+                    got = [(await anext(deliveries)).message for _ in range(2 * 20)]
+                depths = await broker.depths([topology.tasks(run_name, kind) for kind in data])
+                stop.set()
+                done = await working
+    assert Counter(one.kind for one in got) == {"math": 16, "words": 12, "logic": 12}, "40, 30 and 30 % of 20 groups"
+    assert all(depth.ready for depth in depths.values()), "there was more to do of every kind"
+    assert {kind: summary.failed for kind, summary in done.items()} == dict.fromkeys(data, 0)
+    assert {kind: {len(one.turns) for one in got if one.kind == kind} for kind in data} == {
+        "math": {1}, "words": {2}, "logic": {1}
+    }  # fmt: skip
+    assert {"right", "length", "first"} == {name for one in got for name in one.metrics}
 
 
 async def test_workers_compete_for_what_was_fed_and_nothing_is_attempted_twice(run, tmp_path):
