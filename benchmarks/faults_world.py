@@ -28,7 +28,7 @@ from benchmarks.faults_client import Line, Lines, read_lines
 from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.launch import EngineProcess
@@ -202,7 +202,7 @@ class World:
 
     def _add(self, name: str, arguments: list[str], **environment: str) -> None:
         known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
-        given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment}
+        given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", ANSWERED: "1", **environment}
         self.parts[name] = Part(name, arguments, self.nursery, self.folder / f"{name}.log", given)
 
     def ledger(self, client: str) -> Path:

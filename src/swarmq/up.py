@@ -28,7 +28,7 @@ import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, topology
-from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.claim import claimed
 from swarmq.broker.container import find_container
 from swarmq.broker.install import find_server
@@ -345,7 +345,8 @@ async def _daemons(
         report(f"{name}: starting")
         argv, log_path = [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log"
         placement = deployment.placements.get(name.removeprefix("learner.")) if name.startswith("learner.") else None
-        daemon = Daemon(name, argv, log_path, visible(placement.learner) if placement else {})
+        gpus = visible(placement.learner) if placement else {}
+        daemon = Daemon(name, argv, log_path, {ANSWERED: "1", **gpus})
         await daemon.start()
         stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])
         deployment.daemons[name] = daemon

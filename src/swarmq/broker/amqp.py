@@ -11,6 +11,7 @@ Publishing and consuming never share a connection: an alarm blocks publishers, a
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from typing import Self, TypeVar
@@ -34,10 +35,17 @@ from swarmq.logs import log
 from swarmq.messages import Event, Message, encode, key_of
 
 OPEN_S = 10.0
+ANSWERED = "SWARMQ_BROKER_ANSWERED"
+"""Set by `swarmq up` for its parts: the broker's address is right, so one that is away will be back."""
 MAX_REASON = 500
 """Characters of a reason kept in a header."""
 
 T = TypeVar("T")
+
+
+def first_wait_s() -> float | None:
+    """How long a part that starts waits for its broker; None: for ever."""
+    return None if os.environ.get(ANSWERED) else OPEN_S
 
 
 class AmqpBroker:

@@ -13,7 +13,7 @@ from contextlib import closing
 import structlog
 
 from swarmq import logs
-from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, amqp_url
@@ -37,7 +37,7 @@ def run(job: SwarmJob) -> None:
 async def _collect(job: SwarmJob, url: str) -> None:
     stop = _stop_on_signals()
     with closing(Store(job.run_folder.inbox, run=job.run)) as store:
-        async with AmqpBroker.open(url, name=f"collector.{job.run}") as broker:
+        async with AmqpBroker.open(url, name=f"collector.{job.run}", deadline_s=first_wait_s()) as broker:
             await Collector(job, broker, store).run(stop)
 
 

@@ -31,7 +31,7 @@ import structlog
 
 from swarmq import logs
 from swarmq.broker import Broker, Delivery, topology
-from swarmq.broker.amqp import OPEN_S, AmqpBroker
+from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SwarmqError, UnroutableError
 from swarmq.learner import records, wire
@@ -72,7 +72,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
     name = f"learner {hello.job.run}.{hello.policy}"
-    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else OPEN_S)
+    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else first_wait_s())
 
 
 def main(open_broker: OpenBroker = open_amqp, *, desk: type[Desk] | None = None) -> None:

@@ -22,7 +22,7 @@ import uvloop
 from litestar import Litestar
 
 from swarmq import keys, logs
-from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import Proxy, SwarmJob, amqp_url
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
@@ -70,7 +70,8 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         port = listener.getsockname()[1]
         number = port if join else number
         own_url, visit = job.proxy.url(port), Visit()
-        broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"swarmq proxy.{number} {job.run}"))
+        name = f"swarmq proxy.{number} {job.run}"
+        broker = await stack.enter_async_context(AmqpBroker.open(url, name=name, deadline_s=first_wait_s()))
         trained = [name for name, policy in job.policies.items() if policy.trained]
         await broker.declare(job.run, policies=trained, kinds=job.task_kinds)
         opener = partial(VllmEngine.open, deadline_s=job.proxy.request_timeout_s)
