@@ -23,6 +23,7 @@ class RealStage(Agent):
 
     engine: VllmEngine
     broker: AmqpBroker
+    job: SwarmJob
 
     async def turns(self, count: int) -> list[Turn]:
         """The next turns of the inbox."""
@@ -41,7 +42,8 @@ async def real_stage(
     run: str, model: Path, *, engine_url: str, amqp_url: str, max_tokens: int, engine: type[VllmEngine] = VllmEngine
 ) -> AsyncIterator[RealStage]:
     policy = {"model": str(model), "sampling": {"max_tokens": max_tokens}}
-    job = SwarmJob.build({"run": run, "policies": {"main": policy}})
+    groups = {"group_size": 1, "min_group": 1}
+    job = SwarmJob.build({"run": run, "policies": {"main": policy}, "groups": groups})
     async with (
         AmqpBroker.open(amqp_url, name="test proxy") as broker,
         engine.open(engine_url, deadline_s=60) as opened,
@@ -50,5 +52,5 @@ async def real_stage(
         app = create_app(job, root=ROOT, engines={"main": [opened]}, broker=broker)
         async with served(app) as url, ClientSession() as http:
             stage = RealStage(url, run, http)
-            stage.engine, stage.broker = opened, broker
+            stage.engine, stage.broker, stage.job = opened, broker, job
             yield stage

@@ -21,8 +21,8 @@ TRAIN = Train(gradient_checkpointing=False, advantage="ema", warmup_steps=0)
 
 
 async def train(stage: RealStage, model: Path, turns: Sequence[Turn]) -> None:
-    """Every sampled token is trained, with the log-probability that the engine gives it too."""
-    episode = Episode(
+    """An episode of these turns trains, as in `train_episode`."""
+    made = Episode(
         run=stage.run,
         policy="main",
         episode_id=turns[0].episode_id,
@@ -34,8 +34,14 @@ async def train(stage: RealStage, model: Path, turns: Sequence[Turn]) -> None:
         reward=1.0,
         turns=tuple(turns),
     )
+    await train_episode(stage, model, made)
+
+
+async def train_episode(stage: RealStage, model: Path, episode: Episode) -> None:
+    """Every sampled token is trained, with the log-probability that the engine gives it too."""
+    turns = episode.turns
     record = BatchRecord(
-        index=Index(record=1, version=1), episodes=(episode,), settings=TRAIN, baselines={"default": 0.0}
+        index=Index(record=1, version=1), episodes=(episode,), settings=TRAIN, baselines={episode.kind: 0.0}
     )
     trainer = Trainer(str(model), TRAIN)
     fields = await asyncio.to_thread(trainer.step, record)

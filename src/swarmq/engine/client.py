@@ -158,7 +158,7 @@ class VllmEngine:
 
     async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
         body = {
-            "chat_request": {**chat, "model": (await self.info()).model},
+            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
             "prompt_token_ids": prompt_ids,
             "generate_response": {
                 "request_id": "derender",
@@ -179,7 +179,7 @@ class VllmEngine:
         choice = {"index": 0, "token_ids": token_ids, "finish_reason": finish_reason}
         body = {
             "stream": True,
-            "chat_request": {**chat, "model": (await self.info()).model},
+            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
             "prompt_token_ids": prompt_ids,
             "generate_chunk": {"request_id": "derender", "output_mode": "tokens", "choices": [choice]},
             "stream_state": state,
@@ -238,6 +238,16 @@ class VllmEngine:
             return kind(f"the engine at {self.url} failed ({status}): {message}")
         code = "context_length_exceeded" if TOO_LONG.search(message) else None
         return EngineRefusedError(message, status=status, code=code)
+
+
+def for_parsers(chat: Json) -> Json:
+    """A chat request without what was said in it: vLLM's parsers look at tools and arguments, and count earlier calls.
+
+    The whole would be sent and checked again for every portion of a stream.
+    """
+    called = [m for m in chat["messages"] if m.get("role") == "assistant" and m.get("tool_calls")]
+    skeleton = [{"role": "assistant", "tool_calls": message["tool_calls"]} for message in called]
+    return {**chat, "messages": skeleton or [{"role": "user", "content": ""}]}
 
 
 def _deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:

@@ -7,6 +7,7 @@ a step of training must find in each token what the engine sampled.
 import asyncio
 import json
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import anthropic
@@ -14,9 +15,13 @@ import openai
 import pytest
 
 from support.clients import node, node_packages, python_packages, run_agent
+from support.proxy import token
 from support.real_proxy import RealStage
 from support.steered import TURNS
-from support.training import train
+from support.training import train, train_episode
+from swarmq.broker import topology
+from swarmq.collector.service import Collector
+from swarmq.collector.store import Store
 from swarmq.messages import unpack_ids
 from swarmq.timeline import fold, resolve
 
@@ -92,6 +97,39 @@ async def test_the_openai_client_is_recorded_whole_and_trains(steered, tiny_mode
                 messages += [{"role": "tool", "tool_call_id": c.id, "content": "3"} for c in message.tool_calls]
 
     await whole_episode(steered, await asyncio.to_thread(loop), tiny_model)
+
+
+async def test_an_episode_of_an_unchanged_agent_goes_from_its_ticket_to_a_step_of_training(
+    steered, tiny_model, tmp_path
+):
+    """Begun and ended over HTTP, collected by the collector, trained by the trainer: what lies between is real."""
+    control, headers = (
+        f"{steered.url}/v1/control/episodes",
+        {"authorization": f"Bearer {token('rollout', run=steered.run)}"},
+    )
+    stop = asyncio.Event()
+    with closing(Store(tmp_path / "collector.sqlite", run=steered.run)) as store:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(Collector(steered.job, steered.broker, store).run(stop))
+            body = {"task_id": "sum", "group_size": 1}
+            async with steered.http.post(control, json=body, headers=headers) as response:
+                begun = await response.json()
+            access = {
+                "AGENT_BASE_URL": begun["base_url"],
+                "AGENT_KEY": begun["api_key"],
+                "AGENT_PYTHON": sys.executable,
+            }
+            await run_agent("bash", str(HERE / "curl_agent.sh"), **access)
+            end = f"{control}/{begun['episode_id']}/end"
+            async with steered.http.post(end, json={"reward": 1.0}, headers=headers) as response:
+                assert response.status == 200
+            async with steered.broker.consume(topology.ready(steered.run, "main"), prefetch=1) as deliveries:
+                delivery = await anext(deliveries)
+                await delivery.ack()
+            stop.set()
+    episode = delivery.message
+    assert (episode.episode_id, episode.reward, len(episode.turns)) == (begun["episode_id"], 1.0, TURNS)
+    await train_episode(steered, tiny_model, episode)
 
 
 @pytest.mark.parametrize("streamed", [False, True])

@@ -208,3 +208,20 @@ async def test_a_grammar_that_a_healthy_engine_fails_on_is_the_agent_s_fault(sam
         with pytest.raises(EngineError) as caught:
             await anext(engine.generate(Rendered(token_ids=[1], sampling=sampling), stream=True))
     assert isinstance(caught.value, EngineRefusedError) is (kind is EngineRefusedError)
+
+
+async def test_parsers_get_what_they_look_at_and_not_the_whole_conversation_with_every_portion():
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+    seen = []
+
+    async def handler(request):
+        seen.append((await request.json())["chat_request"])
+        return web.json_response({"chunk": {"choices": []}, "stream_state": 7})
+
+    said = [{"role": "user", "content": "x" * 1000}, {"role": "assistant", "content": "y", "tool_calls": [call]}]
+    async with answering("/v1/chat/completions/derender", handler) as engine:
+        for messages in (said, said[:1]):
+            chat = {"messages": messages, "tools": [1]}
+            await engine.derender_delta(chat, [1], [2], finish_reason=None, state=None)
+    assert seen[0] == {"model": "served", "tools": [1], "messages": [{"role": "assistant", "tool_calls": [call]}]}
+    assert seen[1]["messages"] == [{"role": "user", "content": ""}]

@@ -4,10 +4,12 @@ import asyncio
 import socket
 
 import pytest
+import structlog
 import uvloop
 
-from swarmq.config import SwarmJob
+from swarmq.config import Proxy, SwarmJob
 from swarmq.errors import ConfigError
+from swarmq.proxy import main
 from swarmq.proxy.main import _listen, serve
 
 
@@ -21,6 +23,15 @@ def test_a_taken_port_is_named():
         port = listener.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"proxy\.port: 127\.0\.0\.1:{port}"):
             _listen("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(("files", "warned"), [(1024, True), (65_536, False)])
+def test_a_host_that_allows_too_few_open_files_is_told(files, warned, monkeypatch):
+    monkeypatch.setattr(main, "raise_file_limit", lambda: files)
+    with structlog.testing.capture_logs() as told:
+        most = main._most_connections(Proxy())
+    assert most < files / 2
+    assert [f"may open {files} files" in line["text"] for line in told] == [True] * warned
 
 
 @pytest.mark.parametrize(
