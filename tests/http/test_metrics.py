@@ -40,7 +40,12 @@ async def test_metrics_count_calls_tokens_engines_and_durations(stages):
             while (found := await scrape(stage)).get(("swarmq_engine_weight_version", "main", "scripted://0")) != 3:
                 pass
     for kind in ("math", "code", ""):
-        assert [found[f"swarmq_{name}_total", kind] for name in ("calls", "turns", "sampled_tokens")] == [1, 1, 4]
+        assert [found[f"swarmq_{name}_total", kind] for name in ("calls", "episodes", "turns", "sampled_tokens")] == [
+            1,
+            1,
+            1,
+            4,
+        ]
     assert found["swarmq_errors_total",] == 1
     assert found["swarmq_open_calls",] == 0
     assert found["swarmq_engine_up", "main", "scripted://1"] == 1

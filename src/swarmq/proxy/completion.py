@@ -99,7 +99,8 @@ class Completions:
             held.callback(self._episodes.close_call, memory)
             allowed = self._tuning.episode_tokens(call.claims)
             memory.budget.take_call(max_calls=self._tuning.episode_calls(call.claims), max_tokens=allowed)
-            self._meter.by_kind[self._kind(call)]["calls"] += 1
+            counts, is_first = self._meter.by_kind[self._kind(call)], memory.budget.calls == 1
+            counts["calls"] += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
                     held.callback((await self._gate.enter()).give_back)
@@ -107,6 +108,7 @@ class Completions:
             except BaseException:
                 memory.budget.give_call_back()
                 raise
+            counts["episodes"] += is_first
             begun.held = held.pop_all()
             return begun
 

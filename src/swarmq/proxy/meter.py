@@ -19,7 +19,7 @@ class Meter:
     """Of so many newest turns of a policy that had one to continue."""
     open_calls: int = 0
     by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
-    """Task kind, as keys name it -> `calls`, `prompt_tokens`, `sampled_tokens`, `turns`."""
+    """Task kind, as keys name it -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
     errors: int = 0
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""

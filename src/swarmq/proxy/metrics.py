@@ -18,6 +18,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 BY_KIND = {
     "calls": "Model calls that were admitted, by the kind of task that the key names.",
+    "episodes": "Episodes whose first call here was answered.",
     "prompt_tokens": "Prompt tokens of answered calls.",
     "sampled_tokens": "Sampled tokens that the broker has confirmed.",
     "turns": "Turns that the broker has confirmed.",
@@ -81,7 +82,7 @@ class Metrics(Collector):
         for name, text, level in (
             ("open_calls", "Calls that are rendered or sampled now.", self._gate.open),
             ("waiting_calls", "Calls that wait for their turn.", self._gate.waiting),
-            ("episodes", "Episodes that are remembered.", len(self._episodes)),
+            ("episodes_remembered", "Episodes that are remembered.", len(self._episodes)),
             ("memory_bytes", "What their conversations take.", self._episodes.size_bytes),
         ):
             yield GaugeMetricFamily(f"swarmq_{name}", text, value=level)
