@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 STEPS = 3
 
 
-def make_job(folder: Path, run: str, model: Path, amqp_url: str) -> SwarmJob:
-    train = {"learning_rate": 1e-3, "max_steps": STEPS, "checkpoint_every": 2, "gradient_checkpointing": False}
+def make_job(folder: Path, run: str, model: Path, amqp_url: str, **own: object) -> SwarmJob:
+    train = {"learning_rate": 1e-3, "max_steps": STEPS, "checkpoint_every": 2, "gradient_checkpointing": False} | own
     return SwarmJob.build(
         {
             "run": run,
@@ -100,10 +100,10 @@ async def test_one_rank_and_two_under_accelerate_launch_learn_the_same_and_repor
 
 
 @pytest.mark.timeout(900)  # several learners, one after another
-async def test_a_lost_rank_ends_the_learner_with_its_number_and_the_next_start_goes_on(
+async def test_a_lost_rank_of_a_shared_out_model_ends_the_learner_with_its_number_and_the_next_start_goes_on(
     tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:
-    job = make_job(tmp_path, run_name, tiny_qwen, amqp_url)
+    job = make_job(tmp_path, run_name, tiny_qwen, amqp_url, sharding="full", checkpoint_every=1)
     async with AmqpBroker.open(amqp_url, name="test") as broker:
         await fill(broker, job, range(2))
         process = start(job, tmp_path, num_gpus=2)
