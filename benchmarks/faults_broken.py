@@ -124,6 +124,13 @@ class Forgetful(io_process.Desk):
         self.intake.known = _Nothing()
 
 
+class Trusting(io_process.Desk):
+    """Never asks for what it lacks: the collector would send it again, and what was acknowledged too early come back."""
+
+    async def _ask(self) -> None:
+        self.asked = True
+
+
 class _Nothing(OrderedDict[str, None]):
     def __setitem__(self, *_: Any) -> None:
         return
@@ -179,7 +186,7 @@ async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
 def main(role: str, job_file: str, rule: str, rest: Sequence[str]) -> None:
     if role == "io_process":
         eager = rule == "acknowledge-before-log"
-        io_process.main(_eager_broker if eager else io_process.open_amqp, desk=io_process.Desk if eager else Forgetful)
+        io_process.main(_eager_broker if eager else io_process.open_amqp, desk=Trusting if eager else Forgetful)
         return
     assert not rest
     job = SwarmJob.load(Path(job_file))
