@@ -19,6 +19,7 @@ from swarmq.errors import TimelineError
 from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.learner.summary import add_tallies, oldest_version, tally
+from swarmq.learner.support import altered
 from swarmq.messages import Episode
 from swarmq.mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
@@ -181,8 +182,7 @@ class Intake:
         except TimelineError as error:
             return error.reason
         for turn in episode.turns:
-            sampling = turn.sampling
-            if sampling.temperature <= 0 or sampling.top_p < 1 or sampling.top_k > 0:
+            if altered(turn.sampling):
                 return "truncated_sampling"
             if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
                 return "overlong"

@@ -14,6 +14,7 @@ from swarmq.learner.algorithms.normalisation import token_weight
 from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.passes import Credit, Engine, Pass, sampled_tokens, work_of
 from swarmq.learner.records import BatchRecord
+from swarmq.learner.support import altered
 from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
 
 REPLACED = ("--logprobs-mode", "--generation-config")
@@ -49,13 +50,24 @@ def _engine_arguments(policy: Policy) -> Finding:
 
 
 def _sampling(turns: Sequence[Turn]) -> Finding:
-    bad = sum(t.sampling.temperature <= 0 or t.sampling.top_p < 1 or t.sampling.top_k > 0 for t in turns)
+    found = Counter(setting for turn in turns for setting in altered(turn.sampling))
+    bad = sum(bool(altered(turn.sampling)) for turn in turns)
     temperatures = Counter(t.sampling.temperature for t in turns)
+    held = sum(bool(turn.sampling.grammar) for turn in turns)
+    if held and not bad:
+        return Finding(
+            level="warning",
+            check="whole distribution sampled",
+            text=f"{held} of {len(turns)} turns were held to a grammar: the engine's log-probabilities are those among "
+            "what it allowed, the learner's are not, so their ratios are too small; ask for structured outputs in "
+            "evaluation, or let the reward judge the form",
+        )
     return judged(
         "whole distribution sampled",
         bad=bad > 0,
-        ok=f"top-p 1, no top-k in all {len(turns)} turns; temperatures {dict(temperatures)}",
-        wrong=f"{bad} of {len(turns)} turns were sampled greedily or from a part of the vocabulary: no ratio corrects that",
+        ok=f"no truncation, penalty or bias in any of {len(turns)} turns; temperatures {dict(temperatures)}",
+        wrong=f"{bad} of {len(turns)} turns were sampled from another distribution than softmax(z / T) "
+        f"({', '.join(found)}): no ratio corrects that",
     )
 
 

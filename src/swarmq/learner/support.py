@@ -1,0 +1,24 @@
+"""Whether tokens were sampled from all of softmax(z / T), which is what the learner computes. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmq.messages import Sampling
+
+HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
+"""Of the settings of sampling, those that leave the distribution a softmax over the whole vocabulary."""
+APART = frozenset({"grammar", "others"})
+"""What an answer is held to is the agent's choice, trained all the same; `others` are names themselves."""
+WHOLE = Sampling()
+
+
+def altered(sampling: Sampling) -> list[str]:
+    """The settings that made it another distribution, as `name=value`: a ratio cannot correct for them afterwards."""
+    greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature <= 0 else []
+    others = [
+        f"{name}={value}"
+        for name, value in msgspec.structs.asdict(sampling).items()
+        if name not in HARMLESS | APART and value != getattr(WHOLE, name) and not (name == "top_k" and value < 0)
+    ]
+    return [*greedy, *others, *sampling.others]

@@ -1,0 +1,51 @@
+"""What makes an engine sample from something else than the learner computes is known by name, whatever it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from swarmq.learner.doctor.checks import _sampling
+from swarmq.learner.support import APART, HARMLESS, altered
+from swarmq.messages import Sampling, Turn
+
+CHANGES: dict[str, Any] = {
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "min_tokens": 4,
+    "logit_bias": {"7": -100.0},
+}
+
+
+def test_every_setting_is_harmless_or_has_a_case() -> None:
+    assert {field.name for field in msgspec.structs.fields(Sampling)} == HARMLESS | APART | CHANGES.keys()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_it_is_named_and_the_doctor_says_so(name: str) -> None:
+    sampling = Sampling(**{name: CHANGES[name]})
+    assert altered(sampling) == [f"{name}={CHANGES[name]}"]
+    turn = Turn(run="r", episode_id="e", policy="main", call_id="c", request_id="c", sampling=sampling)
+    finding = _sampling([turn])
+    assert finding.level == "error"
+    assert f"({name}=" in finding.text
+
+
+def test_what_the_engine_learned_meanwhile_is_named_and_a_grammar_is_a_warning() -> None:
+    assert altered(Sampling(others=("bad_words",))) == ["bad_words"]
+    held = Turn(
+        run="r", episode_id="e", policy="main", call_id="c", request_id="c", sampling=Sampling(grammar="json:1")
+    )
+    assert altered(held.sampling) == []
+    assert _sampling([held]).level == "warning"
+
+
+def test_temperature_length_and_seed_are_no_alteration_but_greed_is() -> None:
+    assert altered(Sampling(temperature=0.7, max_tokens=9, seed=1, top_k=-1)) == []
+    assert altered(Sampling(temperature=0.0)) == ["temperature=0"]
