@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.episodes import make_episode
 from swarmq.learner.doctor.checks import _sampling
 from swarmq.learner.support import APART, HARMLESS, altered
 from swarmq.messages import Sampling, Turn
@@ -23,6 +24,10 @@ CHANGES: dict[str, Any] = {
 }
 
 
+def sampled_with(sampling: Sampling) -> Turn:
+    return msgspec.structs.replace(make_episode().turns[0], sampling=sampling)
+
+
 def test_every_setting_is_harmless_or_has_a_case() -> None:
     assert {field.name for field in msgspec.structs.fields(Sampling)} == HARMLESS | APART | CHANGES.keys()
 
@@ -31,7 +36,7 @@ def test_every_setting_is_harmless_or_has_a_case() -> None:
 def test_it_is_named_and_the_doctor_says_so(name: str) -> None:
     sampling = Sampling(**{name: CHANGES[name]})
     assert altered(sampling) == [f"{name}={CHANGES[name]}"]
-    turn = Turn(run="r", episode_id="e", policy="main", call_id="c", request_id="c", sampling=sampling)
+    turn = sampled_with(sampling)
     finding = _sampling([turn])
     assert finding.level == "error"
     assert f"({name}=" in finding.text
@@ -39,9 +44,7 @@ def test_it_is_named_and_the_doctor_says_so(name: str) -> None:
 
 def test_what_the_engine_learned_meanwhile_is_named_and_a_grammar_is_a_warning() -> None:
     assert altered(Sampling(others=("bad_words",))) == ["bad_words"]
-    held = Turn(
-        run="r", episode_id="e", policy="main", call_id="c", request_id="c", sampling=Sampling(grammar="json:1")
-    )
+    held = sampled_with(Sampling(grammar="json:1"))
     assert altered(held.sampling) == []
     assert _sampling([held]).level == "warning"
 
