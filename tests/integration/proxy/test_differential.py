@@ -14,6 +14,8 @@ TEXT = {"prompt": "The quick brown fox", "max_tokens": 20}
 RESPONSE = {"input": "What is 17 + 25?", "max_output_tokens": 20}
 MESSAGE = {"messages": [USER], "max_tokens": 20}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+FLAT_TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
+USE = {"name": "add", "input_schema": {"type": "object", "properties": {}}}
 SCHEMA = {
     "type": "object",
     "properties": {"ok": {"type": "boolean"}},
@@ -35,12 +37,20 @@ SAME_ANSWERS = {
         {"logit_bias": {"70": 100}, "max_tokens": 3},
         {"response_format": FORMAT, "max_tokens": 60},
         {"tools": [TOOL], "structured_outputs": CALL, "max_tokens": 60},
+        {"n": 2, "temperature": 1.0, "seed": 7},
     ],
     "/v1/completions": [{}, {"prompt": [300, 301, 302]}, {"stop": "e"}, {"logprobs": 2, "max_tokens": 4}],
-    "/v1/responses": [{}, {"instructions": "Be brief."}],
-    "/v1/messages": [{}, {"system": "Be brief."}, {"stop_sequences": ["e"]}],
+    "/v1/responses": [{}, {"instructions": "Be brief."}, {"tools": [FLAT_TOOL]}],
+    "/v1/messages": [{}, {"system": "Be brief."}, {"stop_sequences": ["e"]}, {"tools": [USE]}],
 }
-BASES = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE}
+COUNTED = [{}, {"system": "Be brief."}, {"tools": [USE]}]
+BASES = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": TEXT,
+    "/v1/responses": RESPONSE,
+    "/v1/messages": MESSAGE,
+    "/v1/messages/count_tokens": {"messages": [USER]},
+}
 SAME_ERRORS = {
     "/v1/chat/completions": [
         {"model": "gpt-4"},
@@ -59,6 +69,7 @@ SAME_ERRORS = {
         {"structured_outputs": {"regex": "(unclosed"}},
         {"logit_bias": {"99999999": 1}},
         {"n": 0},
+        {"n": 2},
         {"stop": 7},
         {"seed": "x"},
     ],
@@ -117,6 +128,37 @@ def essence(path, raw):
             return (texts, answer["stop_reason"], answer.get("stop_sequence"), answer["usage"]["output_tokens"])
 
 
+def heard(path, raw):
+    """The text of a stream, and how it ended."""
+    events = [msgspec.json.decode(line[6:]) for line in raw.split(b"\n") if line.startswith(b"data: {")]
+    match path:
+        case "/v1/chat/completions" | "/v1/completions":
+            choices = [choice for event in events for choice in event["choices"]]
+            texts = [choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices]
+            return "".join(texts), choices[-1]["finish_reason"]
+        case "/v1/responses":
+            texts = [event["delta"] for event in events if event["type"] == "response.output_text.delta"]
+            return "".join(texts), events[-1]["type"].removeprefix("response.")
+        case "/v1/messages":
+            texts = [event["delta"].get("text", "") for event in events if event["type"] == "content_block_delta"]
+            [ending] = [event["delta"] for event in events if event["type"] == "message_delta"]
+            return "".join(texts), ending["stop_reason"]
+
+
+def said_at_once(path, raw):
+    """The same of an answer that was not streamed."""
+    found = essence(path, raw)
+    match path:
+        case "/v1/chat/completions":
+            return found[0][0], found[0][2]
+        case "/v1/completions":
+            return found[0][:2]
+        case "/v1/responses":
+            return "".join(found[2]), found[0]
+        case "/v1/messages":
+            return "".join(found[0]), found[1]
+
+
 def _logprobs(entries):
     return [(e["token"], round(e["logprob"], 3), len(e["top_logprobs"])) for e in entries or ()]
 
@@ -127,6 +169,23 @@ async def test_answers_are_vllm_s_own(stage, path):
         (status, direct), (through, proxied) = await both(stage, path, change)
         assert (status, through) == (200, 200), (change, direct, proxied)
         assert essence(path, proxied) == essence(path, direct), change
+
+
+@pytest.mark.parametrize("path", SAME_ANSWERS)
+async def test_a_stream_says_what_vllm_answers_at_once(stage, path):
+    """Its own streams of responses end as `completed` where they were cut, and those of messages hold text back."""
+    for change in SAME_ANSWERS[path][:2]:
+        (status, direct), _ = await both(stage, path, change)
+        _, (through, proxied) = await both(stage, path, {**change, "stream": True})
+        assert (status, through) == (200, 200), (change, direct, proxied)
+        assert heard(path, proxied) == said_at_once(path, direct), change
+
+
+async def test_prompts_have_as_many_tokens_as_vllm_counts(stage):
+    for change in COUNTED:
+        (status, direct), (through, proxied) = await both(stage, "/v1/messages/count_tokens", change)
+        assert (status, through) == (200, 200), (change, direct, proxied)
+        assert msgspec.json.decode(proxied)["input_tokens"] == msgspec.json.decode(direct)["input_tokens"]
 
 
 @pytest.mark.parametrize("path", SAME_ERRORS)
