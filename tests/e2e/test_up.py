@@ -90,11 +90,11 @@ def environment() -> dict[str, str]:
 
 
 def attempt(ep):
-    client = OpenAI(base_url=ep.base_url, api_key=ep.api_key)
     messages = [{"role": "user", "content": f"task {ep.task.id}"}]
-    for _ in range(2):
-        answer = client.chat.completions.create(model=ep.model, messages=messages).choices[0].message.content
-        messages += [{"role": "assistant", "content": answer or ""}, {"role": "user", "content": "again"}]
+    with OpenAI(base_url=ep.base_url, api_key=ep.api_key) as client:
+        for _ in range(2):
+            answer = client.chat.completions.create(model=ep.model, messages=messages).choices[0].message.content
+            messages += [{"role": "assistant", "content": answer or ""}, {"role": "user", "content": "again"}]
     return random.random()
 
 
