@@ -64,7 +64,8 @@ async def test_a_body_that_dribbles_counts_as_a_call_of_its_episode(stages):
             held = tasks.create_task(late())
             await begun.wait()
             while not stage.episodes.of("e1", "c").open_calls:
-                await stage.http.get(f"{stage.url}/health")
+                async with stage.http.get(f"{stage.url}/health"):
+                    pass
             status, error = await stage.refused(BODY)
             assert (status, error["code"]) == (429, "episode_calls_open")
             go_on.set()

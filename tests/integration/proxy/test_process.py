@@ -101,8 +101,8 @@ async def test_a_proxy_that_joins_a_run_is_in_its_list_until_it_is_told_to_leave
         process.send_signal(signal.SIGTERM)
         assert await _until(process, "leaving") == url
         assert proxies.urls() == ("http://127.0.0.1:1/v1",)
-        async with ClientSession() as http:
-            assert (await http.get(f"{url.removesuffix('/v1')}/health")).status == 200, "who has begun here is served"
+        async with ClientSession() as http, http.get(f"{url.removesuffix('/v1')}/health") as response:
+            assert response.status == 200, "who has begun here is served"
         process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(120):
             assert await process.wait() == 0
