@@ -13,8 +13,9 @@ FIRST_S = 10.0
 
 
 @contextlib.contextmanager
-def noticed(event: str, *, first_s: float = FIRST_S, **fields: Any) -> Iterator[None]:
-    """Log `event` with the seconds waited when the block is still not left after 1, 3, 7, ... times `first_s`."""
+def noticed(event: str, *, first_s: float | None = None, **fields: Any) -> Iterator[None]:
+    """Log `event` with the seconds waited when the block is still not left after 1, 3, 7, ... times `first_s`, FIRST_S
+    by default."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     timers: list[asyncio.TimerHandle] = []
@@ -26,7 +27,7 @@ def noticed(event: str, *, first_s: float = FIRST_S, **fields: Any) -> Iterator[
     def wait(interval_s: float) -> None:
         timers[:] = [loop.call_later(interval_s, say, interval_s)]
 
-    wait(first_s)
+    wait(FIRST_S if first_s is None else first_s)
     try:
         yield
     finally:
