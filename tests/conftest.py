@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import secrets
 import signal
@@ -15,6 +16,9 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from support.broker import SharedBroker
     from swarmq.broker.node import PrivateNode
+
+# What libraries make while they load stays to the end: looking through it for garbage takes seconds.
+gc.disable()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A suite started in the background inherits this, and so would the programs that tests interrupt.
@@ -38,6 +42,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr == "not slow" and collection_path.suffix == ".py":
         return WHOLLY_SLOW in collection_path.read_text() or None
     return None
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
