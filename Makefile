@@ -9,7 +9,7 @@ TEST_ENV := OMP_NUM_THREADS=1
 
 # Tests of the whole wait for other processes about as long as they work, so there are more of them than cores.
 # The longest ones come first in the alphabet and stay first.
-WHOLE := -n $$(( 3 * $$(getconf _NPROCESSORS_ONLN) / 2 )) --dist loadgroup --no-loadscope-reorder --durations 25
+WHOLE := -n $$(( 3 * $$(getconf _NPROCESSORS_ONLN) / 2 )) --dist loadfile --no-loadscope-reorder --durations 25
 
 .PHONY: help install test check unit demo faults faults-matrix clean
 

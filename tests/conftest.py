@@ -34,6 +34,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 FOLDERS = ("contract", "integration", "e2e")
 """Of tests that share a broker."""
 SHARED: pytest.StashKey[SharedBroker] = pytest.StashKey()
+SERVED = ("tests/integration/proxy/", "tests/integration/engine/test_push.py")
+"""Of tests that share an engine."""
 WHOLLY_SLOW = "\npytestmark = pytest.mark.slow\n"
 
 
@@ -53,13 +55,16 @@ def pytest_unconfigure() -> None:
     gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Under `--dist loadgroup` one worker has all tests of a file, and one has all files that share the engine."""
-    served = {item.path for item in items if "engine_url" in getattr(item, "fixturenames", ())}
-    for item in items:
-        group = "engine" if item.path in served else str(item.path.relative_to(config.rootpath))
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, but one worker has all files that share the engine: each worker would start its own."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadServed(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "engine" if nodeid.startswith(SERVED) else super()._split_scope(nodeid)
+
+    return LoadServed(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(optionalhook=True)

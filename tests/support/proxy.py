@@ -121,8 +121,8 @@ class Agent:
         return events(raw)
 
 
-def token(*roles: str, name: str = "ops", expires_in: float = 600, run: str = "r", **how: Any) -> str:
-    """Of an operator with these roles."""
+def token(*roles: str, name: str = "ops", expires_in: float = 86_400, run: str = "r", **how: Any) -> str:
+    """Of an operator with these roles. Tests make some while they are collected and use them when their turn comes."""
     operator = keys.Operator(run=run, name=name, roles=roles, expires_at=time.time() + expires_in, **how)
     secret = keys.client_secret(ROOT, name) if operator.by_client else keys.operator_secret(ROOT, name)
     return keys.mint_operator(secret, operator)

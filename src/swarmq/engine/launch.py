@@ -193,6 +193,8 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool) -> list[st
         # what is reported is what was sampled, and nothing but the request decides how
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
+        # with "auto" the first schema that only another backend takes would decide it for all requests until a restart
+        "--structured-outputs-config": json.dumps({"backend": "xgrammar"}),
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
         "--uvicorn-log-level": "warning",
