@@ -149,6 +149,16 @@ async def test_a_tool_call_is_parsed_and_continued_exactly(stage, agent, streame
     assert second.shared == len(unpack_ids(first.prompt_ids)) + len(unpack_ids(first.sampled_ids))
 
 
+async def test_a_schema_that_no_answer_can_be_held_to_is_refused_and_changes_nothing_for_others(stage, agent):
+    number = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 3}}}
+    fields = {"model": "main", "messages": [USER], "max_tokens": 40}
+    named = {"type": "json_schema", "json_schema": {"name": "threes", "schema": number}}
+    with pytest.raises(openai.BadRequestError, match="not supported"):
+        await agent.chat.completions.create(response_format=named, **fields)
+    tool = {"type": "function", "function": {"name": "pick", "parameters": {"type": "object"}}}
+    assert (await agent.chat.completions.create(tools=[tool], tool_choice="required", **fields)).choices
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_tool_can_be_demanded(stage, agent, choice, streamed):
