@@ -119,18 +119,22 @@ def effective(
 
 
 def record_of(params: Json) -> Sampling:
-    """The engine's parameters as a turn records them."""
+    """The engine's parameters as a turn records them. Raises RefusedError for what no engine samples by."""
     known = {name: params[name] for name in RECORDED if params.get(name) is not None}
-    stop = known.pop("stop", ())
-    bias = {str(token): float(value) for token, value in known.pop("logit_bias", {}).items()}
-    others = sorted(AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name)))
-    return Sampling(
-        **{**known, "top_k": max(known.get("top_k", 0), 0)},
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
-        logit_bias=bias,
-        grammar=_grammar(params.get("structured_outputs")),
-        others=tuple(others),
+    if isinstance(stop := known.get("stop"), str):
+        known["stop"] = (stop,)
+    if isinstance(bias := known.get("logit_bias"), dict):
+        known["logit_bias"] = {str(token): value for token, value in bias.items()}
+    if isinstance(top_k := known.get("top_k"), int):
+        known["top_k"] = max(top_k, 0)
+    known["grammar"] = _grammar(params.get("structured_outputs"))
+    known["others"] = sorted(
+        AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name))
     )
+    try:
+        return msgspec.convert(known, Sampling)
+    except msgspec.ValidationError as error:
+        raise RefusedError(f"sampling parameters: {error}", code="invalid_value") from error
 
 
 def _grammar(outputs: Json | None) -> str:
