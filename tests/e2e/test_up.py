@@ -21,7 +21,7 @@ from swarmq.config import RunFolder
 from swarmq.learner.batch_log import records
 from swarmq.up import Endpoints
 
-pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 JOB = """
 run = "e2e"
