@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,7 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
             len(account["lost"]),
             len(account["twice"]),
         )
-        yield f"| {' | '.join(map(str, cells))} |\n"
+        yield _row(cells)
     yield "\n"
 
 
@@ -75,7 +75,7 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
         return
     record, detail = known["faults"], known["faults"]["detail"]
     account, weights = detail["verdict"]["account"], detail["weights"]
-    yield f"\n`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}, "
+    yield f"\n{_origin(record)}, "
     yield f"{detail['seconds'] / 60:.0f} minutes, {sum(detail['starts'].values())} processes started:\n\n"
     yield "| fault | injections | episodes ended | trained once | twice | lost | dropped | longest stall |\n"
     yield "|---|---|---|---|---|---|---|---|\n"
@@ -87,7 +87,7 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
             ", ".join(f"{reason} {count}" for reason, count in dropped) or "-",
             f"{row['longest_stall_s']:.1f} s" if row["longest_stall_s"] else "-",
         )
-        yield f"| {' | '.join(map(str, cells))} |\n"
+        yield _row(cells)
     figures = record["figures"]
     total = (
         figures["injections"],
@@ -114,7 +114,7 @@ def matrix_block(known: dict[str, Any]) -> Iterator[str]:
         yield "\nNot measured for this version.\n\n"
         return
     record = known["faults_matrix"]
-    yield f"\n`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}:\n\n"
+    yield f"\n{_origin(record)}:\n\n"
     yield "| RabbitMQ | faults | episodes ended | lost | twice | hangs | longest stall | tests passed | failed |\n"
     yield "|---|---|---|---|---|---|---|---|---|\n"
     for run in record["detail"]["runs"]:
@@ -127,8 +127,17 @@ def matrix_block(known: dict[str, Any]) -> Iterator[str]:
             run["passed"],
             run["failed"],
         )
-        yield f"| {' | '.join(map(str, cells))} |\n"
+        yield _row(cells)
     yield "\n"
+
+
+def _origin(record: dict[str, Any]) -> str:
+    """What made a result, of which version, where."""
+    return f"`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}"
+
+
+def _row(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |\n"
 
 
 def headlines_block(known: dict[str, Any]) -> Iterator[str]:
@@ -136,7 +145,7 @@ def headlines_block(known: dict[str, Any]) -> Iterator[str]:
     yield "\n| what | figure | on |\n|---|---|---|\n"
     for words, name, form in HEADLINES:
         if name in known:
-            yield f"| {words} | {form.format(**known[name]['figures'])} | {known[name]['hardware']} |\n"
+            yield _row((words, form.format(**known[name]["figures"]), known[name]["hardware"]))
     yield "\n"
 
 
