@@ -119,10 +119,11 @@ def pause_felt(turns: Sequence[Turn]) -> float:
     for turn in turns:
         if len(turn.versions) == 1:
             calm.setdefault(len(turn.sampled_ids), []).append(turn.timings.total_s)
+    usual = {length: statistics.median(seconds) for length, seconds in calm.items()}
     return statistics.median(
-        turn.timings.total_s - statistics.median(calm[length])
+        turn.timings.total_s - usual[length]
         for turn in turns
-        if len(turn.versions) > 1 and (length := len(turn.sampled_ids)) in calm
+        if len(turn.versions) > 1 and (length := len(turn.sampled_ids)) in usual
     )
 
 
