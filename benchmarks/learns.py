@@ -31,10 +31,11 @@ from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train
 from swarmq.demo import agent, task, tokenizer
-from swarmq.demo.model import Architecture, build_model, save
+from swarmq.demo.model import build_model, save
 from swarmq.demo.play import Play
+from swarmq.demo.recipe import Architecture, Recipe
 from swarmq.demo.settings import DemoSize, demo_job
-from swarmq.demo.warmup import Recipe, demonstrate, reductions
+from swarmq.demo.warmup import demonstrate, reductions
 from swarmq.learner.warm import WarmStart, warm
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import follow

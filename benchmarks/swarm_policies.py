@@ -32,9 +32,8 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import Engine, Groups, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.model import Architecture
+from swarmq.demo.recipe import Architecture, Recipe
 from swarmq.demo.task import SPLIT_SIZE, Problem, Split, problems, score, solution
-from swarmq.demo.warmup import Recipe
 from swarmq.learner.batch_log import records
 from swarmq.observe.monitor import Follower, follow
 from swarmq.up import Deployment, deploy

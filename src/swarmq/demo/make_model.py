@@ -1,6 +1,6 @@
 """Makes the demo's model in a process of its own, so that a Ctrl-C ends it at once and torch leaves with it.
 
-python -m swarmq.demo.make_model CACHE      lines of progress as JSON, then the folder
+python -m swarmq.demo.make_model CACHE      lines of progress as JSON
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.demo.warmup import Progress, Recipe, warmed_model
+from swarmq.demo.recipe import Progress, Recipe, is_made, model_folder
 from swarmq.errors import SwarmqError
 from swarmq.process import die_with_parent, stop_group
 
@@ -20,15 +20,13 @@ SHOWN = 10
 """So many lines of progress for a warm-up."""
 
 
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the process says: progress, or at last the folder."""
-
-    progress: Progress | None = None
-    folder: str = ""
-
-
 async def made_model(cache: Path, report: Callable[[str], None]) -> str:
     """Folder of the demo's model, from `cache` if it was made before. Raises SwarmqError with what went wrong."""
+    folder = model_folder(cache, Recipe())
+    if is_made(folder):
+        report(f"model: found in {cache}")
+        return str(folder)
+    report("model: making it (once; it is kept)")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "swarmq.demo.make_model", str(cache)),
         stdout=asyncio.subprocess.PIPE,
@@ -39,34 +37,29 @@ async def made_model(cache: Path, report: Callable[[str], None]) -> str:
     assert process.stderr is not None
     complaints = asyncio.ensure_future(process.stderr.read())
     try:
-        folder = ""
         async for text in process.stdout:
-            line = msgspec.json.decode(text, type=Line)
-            folder = line.folder
-            if now := line.progress:
-                report(f"model: warm-up step {now.step} of {now.steps}, loss {now.loss:.3f}")
-        if await process.wait() or not folder:
+            now = msgspec.json.decode(text, type=Progress)
+            report(f"model: warm-up step {now.step} of {now.steps}, loss {now.loss:.3f}")
+        if await process.wait() or not is_made(folder):
             raise SwarmqError(f"the demo's model could not be made:\n{(await complaints).decode()[-2000:]}")
-        return folder
+        return str(folder)
     finally:
         complaints.cancel()
         await stop_group(process, grace_s=0.0)
 
 
 def main() -> None:
+    from swarmq.demo.warmup import warmed_model  # noqa: PLC0415 - torch stays in this process
+
     tenth = -1
 
     def show(now: Progress) -> None:
         nonlocal tenth
         if tenth != (tenth := SHOWN * now.step // max(now.steps, 1)):
-            _say(Line(progress=now))
+            sys.stdout.buffer.write(msgspec.json.encode(now) + b"\n")
+            sys.stdout.buffer.flush()
 
-    _say(Line(folder=str(warmed_model(Path(sys.argv[1]), Recipe(), report=show))))
-
-
-def _say(line: Line) -> None:
-    sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-    sys.stdout.buffer.flush()
+    warmed_model(Path(sys.argv[1]), Recipe(), report=show)
 
 
 if __name__ == "__main__":

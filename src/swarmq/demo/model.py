@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-
-class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes. `head_dim` is one that vLLM's CPU attention kernels know (a multiple of 32)."""
-
-    hidden: int = 256
-    layers: int = 2
-    heads: int = 8
-    head_dim: int = 32
-    feed_forward: int = 768
-    max_tokens: int = 512
-    rope_theta: float = 100.0
-    """Dialogues are about a hundred tokens long; the usual 10,000 leaves most frequencies unused, and copying is
-    learned late."""
-    spread: float = 0.06
-    """Standard deviation of fresh weights, near 1 / sqrt(hidden); the usual 0.02 is for much wider models."""
+from swarmq.demo.recipe import Architecture
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Architecture, *, seed: int) -> Qwen3ForCausalLM:

@@ -68,8 +68,6 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """The whole demo. Raises SwarmqError when a part cannot start, or when an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
-    if options.model is None:
-        report("model: making it (once; it is kept)")
     model = options.model or await made_model(options.cache, report)
     model_s = time.monotonic() - began
     job = demo_settings(options, model)

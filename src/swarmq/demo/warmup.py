@@ -10,7 +10,6 @@ The recipe is fixed: it never looks at training or held-out problems, and stops 
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import os
 import random
@@ -26,38 +25,12 @@ from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from swarmq.demo import agent, task, tokenizer
-from swarmq.demo.model import Architecture, build_model, save
+from swarmq.demo.model import build_model, save
+from swarmq.demo.recipe import Progress, Recipe, is_made, model_folder
 from swarmq.demo.task import KINDS, problems, solution
 
 IGNORED = -100
 TOKENIZER_DIALOGUES = 2000
-
-
-class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the result depends on, besides the code of the demo."""
-
-    seed: int = 0
-    architecture: Architecture = Architecture()
-    steps: int = 280
-    """Steps on demonstrations that mostly call the tool, because copying takes longest to learn, ..."""
-    settling_steps: int = 60
-    """... then steps on the final mix."""
-    batch: int = 32
-    similar: int = 8
-    """Demonstrations of similar length that are padded together."""
-    learning_rate: float = 3e-3
-    rise: int = 30
-    copying_share: float = 0.9
-    """Chance that a demonstration calls the tool before its next step, at first ..."""
-    tool_share: float = 0.36
-    """... and in the final mix."""
-
-
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    step: int
-    steps: int
-    loss: float
-    """Mean negative log-probability of the demonstrated assistant tokens."""
 
 
 class Part(NamedTuple):
@@ -77,22 +50,14 @@ class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
 
 def warmed_model(cache: Path, recipe: Recipe, *, report: Callable[[Progress], None]) -> Path:
     """The folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
-    folder = cache / f"demo-model-{recipe_digest(recipe)}"
-    if not (folder / "config.json").exists():
+    folder = model_folder(cache, recipe)
+    if not is_made(folder):
         making = folder.with_suffix(".making")
         shutil.rmtree(making, ignore_errors=True)
         words, model = warm_up(recipe, report=report)
         save(model, words, making)
         making.rename(folder)
     return folder
-
-
-def recipe_digest(recipe: Recipe) -> str:
-    """Changes with the recipe and with the code and problems it uses."""
-    digest = hashlib.sha256(msgspec.json.encode(recipe))
-    for name in ("agent", "model", "task", "tokenizer", "warmup"):
-        digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
-    return digest.hexdigest()[:12]
 
 
 def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:

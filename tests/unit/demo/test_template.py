@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening
+from swarmq.demo.recipe import Recipe
 from swarmq.demo.tokenizer import TURN_END, build_tokenizer
-from swarmq.demo.warmup import Recipe, demonstrate, demonstrations
+from swarmq.demo.warmup import demonstrate, demonstrations
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "simplify", "arguments": {"expression": "12 + 30 - 2"}}}
 

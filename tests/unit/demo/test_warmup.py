@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -10,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarmq.demo.model import Architecture
+from swarmq.demo.recipe import Architecture, Progress, Recipe, model_folder, recipe_digest
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.demo.task import KINDS, problems
-from swarmq.demo.warmup import Progress, Recipe, demonstrations, recipe_digest, reductions, warm_up, warmed_model
+from swarmq.demo.warmup import demonstrations, reductions, warm_up, warmed_model
 
 pytestmark = pytest.mark.slow
 
@@ -95,3 +97,14 @@ def test_the_demo_job_is_a_valid_job_of_all_kinds():
     job = demo_job("folder", run="demo", seed=3, size=DemoSize(steps=7))
     assert (set(job.mix), job.policies["main"].train.max_steps, job.policies["main"].train.seed) == (set(KINDS), 7, 3)
     assert type(job).build(msgspec.to_builtins(job)) == job
+
+
+def test_a_model_that_was_made_is_found_without_torch(tmp_path: Path):
+    model_folder(tmp_path, Recipe()).mkdir()
+    (model_folder(tmp_path, Recipe()) / "config.json").touch()
+    look = (
+        "import asyncio, sys; from pathlib import Path; from swarmq.demo.make_model import made_model; "
+        "print(asyncio.run(made_model(Path(sys.argv[1]), print)), 'torch' in sys.modules)"
+    )
+    said = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == [f"model: found in {tmp_path}", f"{model_folder(tmp_path, Recipe())} False"]
