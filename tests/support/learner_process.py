@@ -4,7 +4,7 @@
     python learner_process.py io ROOT FD          is started by it
 
 A file `ROOT/die/<event>-<n>` kills the process at the n-th such event of the run (acks of message n, publishes of
-record n, emitted steps, pushes of version n); it is removed first, so every point kills once.
+record n, emitted steps, pushes of version n, drafts of its checkpoint); it is removed first, so every point kills once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 
 from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries, Delivery
 from swarmq.config import SwarmJob
+from swarmq.learner.records import Identity
 from swarmq.messages import Consumed, Event, Message, encode
 
 
@@ -124,11 +125,25 @@ class Recorder:
         return Report()
 
 
+def die_in_drafts(root: Path) -> None:
+    """A draft has its files then, and nothing yet says that they are whole."""
+    from swarmq.learner import checkpoint
+
+    seal = checkpoint._seal
+
+    def seal_or_die(draft: Path, identity: Identity, version: int) -> None:
+        die_at(root, f"draft-{version}")
+        seal(draft, identity, version)
+
+    checkpoint._seal = seal_or_die
+
+
 def trainer(root: Path) -> None:
     from swarmq.learner.link import Link, StopSignal
     from swarmq.learner.lock import exclusive
     from swarmq.learner.loop import Learner
 
+    die_in_drafts(root)
     job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
     with stop.installed(), exclusive(job.run_folder.path / "main" / "lock"):
         learner = Learner(job, "main", pusher=Recorder(root), stop=stop)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from aiohttp import ClientSession
+from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
 from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
@@ -16,6 +16,9 @@ from swarmq.config import SwarmJob
 from swarmq.engine.client import VllmEngine
 from swarmq.messages import Turn
 from swarmq.proxy.app import create_app
+
+PATIENCE_S = 600.0
+"""For all that would be a failure on a machine that has nothing else to do."""
 
 
 class RealStage(Agent):
@@ -26,15 +29,15 @@ class RealStage(Agent):
     job: SwarmJob
 
     async def turns(self, count: int) -> list[Turn]:
-        """The next turns of the inbox."""
+        """The next turns of the inbox; one that is delivered again is the same turn."""
         async with self.broker.consume(topology.inbox(self.run), prefetch=100) as deliveries:
-            async with asyncio.timeout(60):
-                found = []
+            async with asyncio.timeout(PATIENCE_S):
+                found: dict[str, Turn] = {}
                 while len(found) < count:
                     delivery = await anext(deliveries)
-                    found.append(delivery.message)
+                    found.setdefault(delivery.key, delivery.message)
                     await delivery.ack()
-            return found
+            return list(found.values())
 
 
 @asynccontextmanager
@@ -43,14 +46,17 @@ async def real_stage(
 ) -> AsyncIterator[RealStage]:
     policy = {"model": str(model), "sampling": {"max_tokens": max_tokens}}
     groups = {"group_size": 1, "min_group": 1}
-    job = SwarmJob.build({"run": run, "policies": {"main": policy}, "groups": groups})
+    proxy = {"confirm_timeout_s": PATIENCE_S}
+    job = SwarmJob.build({"run": run, "policies": {"main": policy}, "groups": groups, "proxy": proxy})
     async with (
-        AmqpBroker.open(amqp_url, name="test proxy") as broker,
-        engine.open(engine_url, deadline_s=60) as opened,
+        AmqpBroker.open(amqp_url, name="test proxy", deadline_s=PATIENCE_S) as broker,
+        engine.open(engine_url, deadline_s=PATIENCE_S) as opened,
     ):
+        opened._lookup = opened._brief = ClientTimeout(total=PATIENCE_S)
         await broker.declare(run, policies=job.policies, kinds=job.mix)
         app = create_app(job, root=ROOT, engines={"main": [opened]}, broker=broker)
-        async with served(app) as url, ClientSession() as http:
+        # vLLM closes connections that are idle for a few seconds: none is used again.
+        async with served(app) as url, ClientSession(connector=TCPConnector(keepalive_timeout=0)) as http:
             stage = RealStage(url, run, http)
             stage.engine, stage.broker, stage.job = opened, broker, job
             yield stage

@@ -15,6 +15,7 @@ import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+from swarmq.broker.faults import address
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.logs import log
@@ -48,7 +49,7 @@ class Link:
         self._session: Session | None = None
         self._refusal: BrokerError | None = None
         self._waiting = False
-        self.trouble: str | None = "not yet connected"
+        self.trouble: str | None = f"RabbitMQ at {address(url)} has not answered yet"
         """Why there is no session now, for error messages."""
 
     @asynccontextmanager

@@ -23,7 +23,7 @@ from swarmq.errors import BrokerError
 from swarmq.logs import log
 from swarmq.process import die_with_parent, stop_group
 
-START_S = 120.0
+START_S = 300.0
 STOP_S = 20.0
 LOOK_S = 0.1
 

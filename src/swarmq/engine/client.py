@@ -213,9 +213,7 @@ class VllmEngine:
         data = None if body is None else msgspec.json.encode(body)
         headers = {"content-type": "application/json"}
         try:
-            async with self._session.request(
-                method, self.url + path, data=data, headers=headers, timeout=limit
-            ) as response:
+            async with await self._asked(method, path, data=data, headers=headers, timeout=limit) as response:
                 if response.status != 200:
                     raise self._refusal(path, response.status, await response.read())
                 yield response
@@ -224,6 +222,15 @@ class VllmEngine:
         except (aiohttp.ClientError, OSError) as error:
             self._info = None  # whoever listens there next may serve another model
             raise EngineError(f"the engine at {self.url} cannot be reached ({error!r}): is vLLM running?") from error
+
+    async def _asked(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
+        """The beginning of an answer. A busy server may close an idle connection in the moment in which we ask over it."""
+        try:
+            return await self._session.request(method, self.url + path, **request)
+        except aiohttp.ClientConnectorError:
+            raise  # nobody is there
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._session.request(method, self.url + path, **request)
 
     def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
         try:

@@ -33,6 +33,8 @@ WHY = {
     signal.SIGKILL: " (out of memory?)",
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
+HEAR_S = 1.0
+"""A rank that the system killed takes the others with it, and may be heard of after them."""
 STEADY_S = 120.0
 """One that has lived this long begins with the short wait again."""
 
@@ -74,6 +76,7 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
         for _ in ranks:
             number, status = ended.get()
             if status:
+                number, status = _first_of(number, status, ended)
                 raise LearnerError(
                     f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start goes "
                     "on from the newest checkpoint and the batch log"
@@ -84,6 +87,16 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
             rank.wait()
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+
+
+def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
+    """The rank that failed first, and how."""
+    with contextlib.suppress(queue.Empty):
+        while status != -signal.SIGKILL:
+            other = ended.get(timeout=HEAR_S)
+            if other[1] == -signal.SIGKILL:
+                return other
+    return number, status
 
 
 def _how(status: int) -> str:

@@ -131,12 +131,12 @@ class Link:
         return message
 
     def _send(self, message: records.ToIO) -> None:
-        try:
-            wire.send(self._socket, message)
-        except OSError:
-            self._raise_last_words()
-            self._restart()
-            wire.send(self._socket, message)
+        while True:
+            try:
+                return wire.send(self._socket, message)
+            except OSError:
+                self._raise_last_words()
+                self._restart()
 
     def _raise_last_words(self) -> None:
         """What a process that ended on purpose had to say stands in the socket still."""
@@ -154,7 +154,8 @@ class Link:
                 stdin=subprocess.DEVNULL,
                 preexec_fn=die_with_parent,
             )
-        wire.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
+        with contextlib.suppress(OSError):  # it is dead already, which whoever talks to it next finds out
+            wire.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
 
     def _restart(self) -> None:
         self._socket.close()

@@ -12,12 +12,13 @@ import fcntl
 import json
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from swarmq.errors import LearnerError
+
+LOOK_S = 0.05
 
 
 class Fence:
@@ -61,17 +62,14 @@ def _content(path: Path) -> bytes:
 
 
 def _lock(descriptor: int, wait_s: float) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        pass
-    if not wait_s:
-        return False
-    waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
-    waiter.start()
-    waiter.join(wait_s)
-    return not waiter.is_alive()
+    until = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if (left_s := until - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(LOOK_S, left_s))
 
 
 def _holder(path: Path) -> str:

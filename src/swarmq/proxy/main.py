@@ -130,6 +130,9 @@ class Visit:
         self._called_at = time.monotonic()
 
     def called(self, _turn: Turn, _seconds: float) -> None:
+        self.touch()
+
+    def touch(self) -> None:
         self._called_at = time.monotonic()
 
     @property
@@ -159,6 +162,7 @@ async def _stay(server: Server, visit: Visit, proxies: Proxies, url: str) -> Non
         await visit.over.wait()
     finally:
         proxies.remove(url)
+    visit.touch()  # who has just learned of it may not have asked yet
     log.info("leaving", url=url, idle_s=LEAVE_S)
     while server.server_state.tasks or visit.idle_s < LEAVE_S:  # noqa: ASYNC110 - an agent's last call is not marked
         await asyncio.sleep(LOOK_S)

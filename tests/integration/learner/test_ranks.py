@@ -41,7 +41,7 @@ def on_ranks(count: int, model: Path, train: Train, target: Path) -> dict[str, A
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": f"{Path(learner_ranks.__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}",
         },
-        timeout=300,
+        timeout=600,
     )
     made: dict[str, Any] = torch.load(target)
     return made
@@ -59,7 +59,7 @@ def alone(tiny_qwen: Path, train: Train, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1500)  # two launches, one after another
 @pytest.mark.parametrize(
     ("count", "changed"),
     [(2, {}), (4, {"micro_batch_tokens": 88, "layout": "rows"}), (2, {"sharding": "full"})],

@@ -202,8 +202,7 @@ async def test_headers_carry_nothing_in(stage, header):
     head = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
     head += b"Authorization: Bearer " + stage.key("h").encode() + b"\r\n" + header + b"\r\n"
     writer.write(head + b"Content-Length: " + str(len(data)).encode() + b"\r\n\r\n" + data)
-    async with asyncio.timeout(60):
-        answer = await reader.read()
+    answer = await reader.read()
     writer.close()
     head, _, _ = answer.partition(b"\r\n\r\n")
     assert int(head.split(b" ")[1]) < 500

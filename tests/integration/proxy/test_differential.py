@@ -116,7 +116,7 @@ def essence(path, raw):
                     choice["stop_reason"],
                     (choice["logprobs"] or {}).get("tokens"),
                     (choice["logprobs"] or {}).get("text_offset"),
-                    [round(logprob, 3) for logprob in (choice["logprobs"] or {}).get("token_logprobs", ())],
+                    (choice["logprobs"] or {}).get("token_logprobs", ()),
                 )
                 for choice in answer["choices"]
             ]
@@ -160,7 +160,17 @@ def said_at_once(path, raw):
 
 
 def _logprobs(entries):
-    return [(e["token"], round(e["logprob"], 3), len(e["top_logprobs"])) for e in entries or ()]
+    return [(e["token"], e["logprob"], len(e["top_logprobs"])) for e in entries or ()]
+
+
+def same(one, other):
+    """Equal, log-probabilities nearly: what is computed beside each of two requests changes their last bits."""
+    match one:
+        case float():
+            return isinstance(other, float) and abs(one - other) < 1e-3
+        case list() | tuple():
+            return len(one) == len(other) and all(map(same, one, other))
+    return one == other
 
 
 @pytest.mark.parametrize("path", SAME_ANSWERS)
@@ -168,7 +178,7 @@ async def test_answers_are_vllm_s_own(stage, path):
     for change in SAME_ANSWERS[path]:
         (status, direct), (through, proxied) = await both(stage, path, change)
         assert (status, through) == (200, 200), (change, direct, proxied)
-        assert essence(path, proxied) == essence(path, direct), change
+        assert same(essence(path, proxied), essence(path, direct)), (change, direct, proxied)
 
 
 @pytest.mark.parametrize("path", SAME_ANSWERS)

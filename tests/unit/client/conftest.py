@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from swarmq.broker import topology
+from swarmq.client import attempts
+from swarmq.client.episode import AsyncEpisode
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.keys import Invite, client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Ticket, decode
@@ -93,6 +95,20 @@ async def swarm(swarm_of: Callable[..., Any]) -> Swarm:
     made: Swarm = await swarm_of()
     await made.issue(1000)
     return made
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[AsyncEpisode], bool]], None]:
+    """`impatient(hangs)`: attempts for which `hangs(ep)` have little time, the others as much as they need."""
+    real = attempts._in_time
+
+    def be(hangs: Callable[[AsyncEpisode], bool]) -> None:
+        async def in_time(agent: attempts.Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
+            return await real(agent, ep, 0.1 if hangs(ep) else timeout_s)
+
+        monkeypatch.setattr(attempts, "_in_time", in_time)
+
+    return be
 
 
 @pytest.fixture

@@ -4,12 +4,11 @@ import pytest
 
 import swarmq
 from swarmq.errors import EpisodeError
-from swarmq.process import free_port
 from swarmq.rewards import Judge, TextChecks
 
 
 async def test_an_episode_whose_judge_is_down_fails_and_is_attempted_again(swarm, client):
-    judge = Judge("m", base_url=f"http://127.0.0.1:{free_port()}/v1", attempts=1)
+    judge = Judge("m", base_url="http://127.0.0.1:9/v1", attempts=1)
     summary = await client.run_episodes_until_all_complete(
         [{"id": "a"}], lambda _ep: judge.score("t", "a"), repeats=1, max_attempts=2, retry_pause_s=0.0, progress=False
     )

@@ -148,7 +148,8 @@ async def test_a_coroutine_that_hangs_fails_its_episode_and_frees_its_lane(swarm
     assert capsys.readouterr().err.count("AttemptTimeoutError") == 2, "shown once, and counted"
 
 
-async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm, client, capsys):
+async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm, client, capsys, impatient):
+    impatient(lambda ep: ep.task.id == "t0")
     hangs, said, late = threading.Event(), threading.Event(), []
 
     def agent(ep):
@@ -163,7 +164,7 @@ async def test_a_thread_that_hangs_is_left_to_itself_and_its_lane_goes_on(swarm,
 
     try:
         summary = await client.run_episodes_until_all_complete(
-            TASKS, agent, repeats=1, concurrency=1, auto_retry=False, attempt_timeout_s=0.5, **FAST
+            TASKS, agent, repeats=1, concurrency=1, auto_retry=False, **FAST
         )
     finally:
         hangs.set()
@@ -200,6 +201,7 @@ async def test_an_end_that_is_under_way_at_the_deadline_is_waited_for(swarm, cli
         await ep.end(1.0)
 
     monkeypatch.setattr(swarm.broker, "publish", publish)
+    monkeypatch.setattr(attempts, "TIDY_S", 600.0)
     summary = await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, attempt_timeout_s=0.01, **FAST)
     assert (summary.finished, summary.failed) == (1, 0)
     assert [end.rewards for end in swarm.ends] == [{"main": 1.0}]

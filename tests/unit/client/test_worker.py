@@ -120,7 +120,8 @@ async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used
 
 
 @pytest.mark.parametrize("threaded", [False, True])
-async def test_a_task_whose_agent_hangs_goes_on_as_a_further_attempt(swarm, threaded, capsys):
+async def test_a_task_whose_agent_hangs_goes_on_as_a_further_attempt(swarm, threaded, capsys, impatient):
+    impatient(lambda ep: ep.attempt == 0)
     forever = threading.Event()
 
     async def coroutine(ep):
@@ -133,7 +134,7 @@ async def test_a_task_whose_agent_hangs_goes_on_as_a_further_attempt(swarm, thre
 
     await swarm.broker.publish(TASKS, task("a"))
     try:
-        async with working(swarm, ordinary if threaded else coroutine, concurrency=1, attempt_timeout_s=0.5) as worker:
+        async with working(swarm, ordinary if threaded else coroutine, concurrency=1) as worker:
             await worker.until(lambda: len(swarm.ends) == 2)
             await worker.drained()
     finally:

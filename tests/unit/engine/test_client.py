@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer, unused_port
+from aiohttp.test_utils import TestServer
 
 from swarmq.engine.client import EngineFaultError, VllmEngine
 from swarmq.engine.protocol import Rendered
@@ -162,10 +162,30 @@ async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
 
 
 async def test_nobody_there_is_an_engine_error_and_unhealthy():
-    async with VllmEngine.open(f"http://127.0.0.1:{unused_port()}", deadline_s=1) as engine:
+    async with VllmEngine.open("http://127.0.0.1:9", deadline_s=1) as engine:
         with pytest.raises(EngineError, match="cannot be reached"):
             await engine.info()
         assert not await engine.healthy()
+
+
+@pytest.mark.parametrize("closes", [1, 2])
+async def test_an_engine_that_closes_a_connection_in_the_moment_of_asking_is_asked_once_more(closes):
+    asked = []
+
+    async def handler(request):
+        asked.append(request.path)
+        if len(asked) > closes:
+            return web.json_response({"tokens": [7]})
+        request.transport.close()
+        return web.Response()
+
+    async with answering("/tokenize", handler) as engine:
+        if closes == 1:
+            assert await engine.tokenize("x") == [7]
+        else:
+            with pytest.raises(EngineError, match="cannot be reached"):
+                await engine.tokenize("x")
+    assert len(asked) == 2
 
 
 async def test_an_answer_that_takes_too_long_is_an_engine_error():

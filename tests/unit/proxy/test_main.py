@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 import structlog
@@ -9,6 +10,7 @@ import uvloop
 
 from swarmq.config import Proxy, SwarmJob
 from swarmq.errors import ConfigError
+from swarmq.proxies import Proxies
 from swarmq.proxy import main
 from swarmq.proxy.main import _listen, serve
 
@@ -42,6 +44,23 @@ async def test_a_job_without_addresses_is_refused(broker, words, monkeypatch):
     job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "x"}}, "broker": broker})
     with pytest.raises(ConfigError, match=words):
         await serve(job)
+
+
+async def test_a_proxy_that_leaves_serves_on_for_a_while_however_long_nobody_has_asked(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(main, "LOOK_S", 0.0)
+    server, visit = SimpleNamespace(server_state=SimpleNamespace(tasks=set()), should_exit=False), main.Visit()
+    proxies = Proxies(tmp_path / "proxies.json")
+    staying = asyncio.create_task(main._stay(server, visit, proxies, "http://h/v1"))
+    now = 1000.0
+    visit.over.set()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (server.should_exit, proxies.urls()) == (False, ())
+    now += main.LEAVE_S
+    await staying
+    assert server.should_exit
 
 
 def test_the_loop_it_runs_on_streams_and_notices_who_hangs_up(stages):

@@ -1,0 +1,33 @@
+"""The ranks of a learner: which of them failed first is said, whoever is heard of first."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError
+from swarmq.learner import children
+
+
+@pytest.mark.parametrize(
+    ("scripts", "says"),
+    [
+        (["exit 3", "sleep 0.2; kill -9 $$"], "rank 1 of 2 was killed by SIGKILL"),
+        (["exit 3", "exec sleep 600"], "rank 0 of 2 ended with status 3"),
+    ],
+)
+def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: list[str], says: str
+) -> None:
+    def started(_argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(["sh", "-c", scripts[int(environment["RANK"])]])
+
+    monkeypatch.setattr(children, "_start", started)
+    monkeypatch.setattr(children, "HEAR_S", 60.0 if "kill -9" in scripts[1] else 0.1)
+    job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}})
+    with pytest.raises(LearnerError, match=says):
+        children.run_ranks(job, "main", num_ranks=2, no_push=True)
