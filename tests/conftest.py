@@ -24,10 +24,11 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A suite started in the background inherits this, and so would the programs that tests interrupt.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Enough to catch a broken claim within a second or two; HYPOTHESIS_PROFILE=thorough searches for the rare ones.
+# Enough to catch a broken claim within a second or two, the same every time; HYPOTHESIS_PROFILE=thorough searches for the
+# rare ones.
 # A busy machine makes drawing examples slow, which is no fault of theirs.
 ANYWHERE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", ANYWHERE, max_examples=30, derandomize="CI" in os.environ)
+settings.register_profile("quick", ANYWHERE, max_examples=30, derandomize=True)
 settings.register_profile("thorough", ANYWHERE, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
