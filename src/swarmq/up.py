@@ -45,7 +45,7 @@ from swarmq.learner.memory import judges
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement, place_all
-from swarmq.process import die_with_parent, free_port, port_is_free, stop_group, tail
+from swarmq.process import die_with_parent, held_port, port_is_free, stop_group, tail
 from swarmq.proxies import Proxies
 
 log = structlog.get_logger()
@@ -431,7 +431,7 @@ def _trained(job: SwarmJob) -> list[str]:
 def _ports(path: Path, names: list[str]) -> dict[str, int]:
     """A port for each name: the one of the last time where it is still free, so that clients find the run again."""
     known: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
-    ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else free_port() for name in names}
+    ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else held_port() for name in names}
     path.write_text(json.dumps(ports))
     return ports
 

@@ -19,7 +19,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
 from swarmq.members import Member, Members
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
-from swarmq.process import free_port
+from swarmq.process import held_port
 from swarmq.proxy.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
@@ -161,7 +161,7 @@ async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_c
         async with far.client() as client:
             ep = await client.begin_episode({"id": "a"})
             client._transport._invite = msgspec.structs.replace(
-                far.invite, base_url=f"http://127.0.0.1:{free_port()}/v1"
+                far.invite, base_url=f"http://127.0.0.1:{held_port()}/v1"
             )
             client._transport._homes.clear()
             ending = asyncio.ensure_future(ep.end(0.25))
@@ -208,7 +208,7 @@ async def test_a_worker_needs_rabbitmq_and_says_so(far):
 
 
 async def test_a_proxy_that_does_not_answer_is_passed_over_for_begin_and_end(far, tmp_path):
-    nobody = f"http://127.0.0.1:{free_port()}/v1"
+    nobody = f"http://127.0.0.1:{held_port()}/v1"
     async with far.open():
         await far.issue(4)
         there = far.invite.base_url

@@ -70,7 +70,7 @@ async def test_what_is_documented_is_what_happens(stages, tmp_path, mode):
         statuses: dict[str, set[int]] = {}
 
         def conform() -> None:
-            document = schemathesis.openapi.from_url(f"{stage.url}/schema/openapi.json")
+            document = schemathesis.openapi.from_url(f"{stage.url}/schema/openapi.json", timeout=120)
             found = set()
             for each in document.get_all_operations():
                 operation = each.ok()
@@ -91,7 +91,7 @@ async def test_what_is_documented_is_what_happens(stages, tmp_path, mode):
                 def holds(case) -> None:
                     meant(case, mode)
                     who = operator if (case.method.upper(), case.operation.path) in OPERATOR else agent
-                    response = case.call(headers=who)
+                    response = case.call(headers=who, timeout=120)
                     statuses.setdefault(case.operation.path, set()).add(response.status_code)
                     case.validate_response(response, checks=CHECKS)
 

@@ -73,6 +73,19 @@ async def test_an_engine_that_is_added_serves(stages, tmp_path):
         assert len(stage.engines[-1].requests) == 1
 
 
+async def test_an_engine_that_is_slow_to_answer_and_added_twice_is_there_once(stages, tmp_path, monkeypatch):
+    async def slowly(_engine):
+        await asyncio.sleep(0.05)
+        return True
+
+    async with stages(folder=str(tmp_path)) as stage:
+        monkeypatch.setattr(ScriptedEngine, "healthy", slowly)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(2):
+                tasks.create_task(change(stage, "add", "scripted://new"))
+        assert [view["url"] for view in (await _engines(stage))["main"]] == ["scripted://0", "scripted://new"]
+
+
 async def test_an_engine_that_is_drained_gets_nothing_new_and_ends_what_it_has(stages, tmp_path):
     async with stages(folder=str(tmp_path), engines=2) as stage:
         gate = asyncio.Event()
@@ -94,7 +107,7 @@ async def test_an_engine_that_is_drained_gets_nothing_new_and_ends_what_it_has(s
             assert (len(leaving.requests), len(staying.requests)) == (1, 3)
             gate.set()
         assert open_call.result()[-1] == "[DONE]"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while len((await _engines(stage))["main"]) > 1:
                 pass
         assert len(stage.turns()) == 4
@@ -103,7 +116,7 @@ async def test_an_engine_that_is_drained_gets_nothing_new_and_ends_what_it_has(s
 async def test_a_proxy_follows_what_another_one_was_told(stages, tmp_path):
     async with stages(folder=str(tmp_path), engines=2) as told, stages(folder=str(tmp_path), engines=2) as other:
         await change(told, "remove", "scripted://0")
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while len((await _engines(other))["main"]) > 1:
                 pass
         assert [view["url"] for view in (await _engines(other))["other"]] == ["scripted://0", "scripted://1"]

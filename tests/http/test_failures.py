@@ -210,7 +210,7 @@ async def test_a_body_that_never_ends_is_408(stages):
         yield b"{"
         await asyncio.Event().wait()
 
-    async with stages(receive_timeout_s=0.2) as stage:
+    async with stages(receive_timeout_s=1.0) as stage:
         headers = {"authorization": f"Bearer {stage.key()}"}
         async with stage.http.post(f"{stage.url}/v1/messages", data=dawdle(), headers=headers) as response:
             assert response.status == 408

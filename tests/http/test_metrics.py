@@ -36,7 +36,7 @@ async def test_metrics_count_calls_tokens_engines_and_durations(stages):
         await stage.ask(HI, key=stage.key("e2", kind="code"))
         await stage.ask(HI, key=stage.key("e3", kind="made up"))
         await stage.refused({"model": "no", "messages": [HI]})
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             while (found := await scrape(stage)).get(("swarmq_engine_weight_version", "main", "scripted://0")) != 3:
                 pass
     for kind in ("math", "code", ""):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from swarmq.config import Engine, Policy
 from swarmq.engine.launch import EngineProcess
-from swarmq.process import free_port
+from swarmq.process import held_port
 
 
 def tiny_policy(model: Path, *, max_model_len: int = 2048) -> Policy:
@@ -23,7 +23,7 @@ def running_engine(model: Path, log_path: Path) -> Iterator[EngineProcess]:
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
-    engine = EngineProcess(tiny_policy(model), port=free_port(), log_path=log_path)
+    engine = EngineProcess(tiny_policy(model), port=held_port(), log_path=log_path)
     try:
         asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
         yield engine

@@ -13,7 +13,7 @@ import msgspec
 
 from swarmq.config import Broker
 from swarmq.errors import BrokerError
-from swarmq.process import free_port, port_is_free
+from swarmq.process import held_port, port_is_free
 
 HOST = "127.0.0.1"
 LAST_LINES = 6
@@ -186,7 +186,7 @@ def last_words(output: str) -> str:
 def _distinct_ports(count: int) -> list[int]:
     ports: set[int] = set()
     while len(ports) < count:
-        ports.add(free_port(HOST))
+        ports.add(held_port(HOST))
     return list(ports)
 
 

@@ -15,7 +15,7 @@ from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError, EngineError
-from swarmq.process import free_port, tail
+from swarmq.process import held_port, tail
 
 DRAIN_S = 600.0
 """How long an engine that leaves may take for the calls that are open there."""
@@ -58,7 +58,7 @@ async def serve(
     job: SwarmJob, policy: str, *, port: int, gpus: Sequence[int] | None, report: Callable[[str], None]
 ) -> None:
     """One more engine until cancelled; then it leaves, and ends when nothing is open there. Raises EngineError."""
-    port = port or free_port()
+    port = port or held_port()
     log_path = job.run_folder.logs / f"engine.{policy}.{port}.log"
     async with EngineProcess(job.policies[policy], port=port, log_path=log_path, progress=report, gpus=gpus) as engine:
         roster = Roster(job)

@@ -40,6 +40,7 @@ class Fleet:
         self.roster = roster
         self._probe_every_s = probe_every_s
         self._opener = opener
+        self._following = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def kept(self) -> AsyncIterator[None]:
@@ -59,17 +60,18 @@ class Fleet:
 
     async def follow(self) -> None:
         """Make the pools what the roster says. Raises EngineError for a roster that cannot be read."""
-        for policy, urls in self.roster.urls().items():
-            pool = self.pools[policy]
-            present = {lane.engine.url: lane for lane in pool.lanes if not lane.draining}
-            if not urls:
-                continue  # engines that were given, not named: they are not the roster's
-            for url in urls:
-                if url.rstrip("/") not in present and self._opener:
-                    await self._add(policy, url)
-            for url, lane in present.items():
-                if url not in {one.rstrip("/") for one in urls}:
-                    self._drain(policy, lane)
+        async with self._following:  # one after another: to open an engine takes a while
+            for policy, urls in self.roster.urls().items():
+                pool = self.pools[policy]
+                present = {lane.engine.url: lane for lane in pool.lanes if not lane.draining}
+                if not urls:
+                    continue  # engines that were given, not named: they are not the roster's
+                for url in urls:
+                    if url.rstrip("/") not in present and self._opener:
+                        await self._add(policy, url)
+                for url, lane in present.items():
+                    if url not in {one.rstrip("/") for one in urls}:
+                        self._drain(policy, lane)
 
     async def change(self, policy: str, *, add: str | None = None, remove: str | None = None) -> None:
         """Write it into the roster and follow. Raises RefusedError for what makes no sense."""

@@ -32,10 +32,10 @@ class LogWatch:
         self._more.set()
         raise structlog.DropEvent
 
-    async def seen(self, text: str) -> dict[str, Any]:
+    async def seen(self, text: str, **fields: Any) -> dict[str, Any]:
         while True:
             for event in self.events:
-                if event["event"] == text:
+                if event["event"] == text and fields.items() <= event.items():
                     return event
             self._more.clear()
             await self._more.wait()

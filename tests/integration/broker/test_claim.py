@@ -18,6 +18,9 @@ async def test_a_name_has_one_holder_and_is_free_when_that_one_has_gone(amqp_url
         with pytest.raises(BrokerError, match=f"run '{run_name}' is up, or starting, on this broker already"):
             async with claimed(amqp_url, run_name):
                 pass
+    async with open_session(amqp_url, name="test") as session:
+        while await locked(session, run_name):  # until the broker has closed the connection
+            pass
     async with claimed(amqp_url, run_name):
         pass
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import consuming
+from swarmq.broker.delivery import Deliveries, Delivery
 from swarmq.broker.node import PrivateNode
+from swarmq.broker.publisher import QUIET_S
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 from swarmq.messages import EpisodeEnd, Event
 from swarmq.testing import TcpRelay
@@ -31,7 +34,7 @@ def end(run: str, number: int) -> EpisodeEnd:
 
 @asynccontextmanager
 async def opened(url: str, run: str) -> AsyncIterator[AmqpBroker]:
-    async with AmqpBroker.open(url, name="faults") as broker:
+    async with AmqpBroker.open(url, name="faults", deadline_s=120.0) as broker:
         await broker.declare(run, policies=["main"], kinds=["math"])
         yield broker
 
@@ -48,6 +51,18 @@ async def drain(broker: AmqpBroker, run: str, wanted: int) -> set[str]:
             except BrokerLostError:
                 continue
     return keys
+
+
+async def acknowledged(delivery: Delivery, deliveries: Deliveries) -> None:
+    """By a machine that may be too slow for this session too: then the same message has come by the next one."""
+    while True:
+        try:
+            await delivery.ack()
+        except BrokerLostError:
+            key, delivery = delivery.key, await anext(deliveries)
+            assert delivery.key == key
+        else:
+            return
 
 
 def relayed(node: PrivateNode, relay: TcpRelay, suffix: str = "") -> str:
@@ -120,6 +135,7 @@ async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
 
 async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: PrivateNode, run_name: str, logs) -> None:
     inbox, total, workers = topology.inbox(run_name), 200, 4  # few at a time: the limit is a soft one
+    began = time.monotonic()
 
     async def publish(numbers: range) -> None:
         for number in numbers:
@@ -136,7 +152,7 @@ async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: Privat
         finally:
             await node.ctl("clear_policy", run_name)
         assert draining.result() == {f"e{number}:end" for number in range(total)}
-        assert logs.count("queue full, waiting") == 1
+        assert 1 <= logs.count("queue full, waiting") <= 1 + (time.monotonic() - began) // QUIET_S
 
 
 @pytest.mark.parametrize(
@@ -160,7 +176,7 @@ async def test_a_broker_that_can_never_work_is_refused_at_once(node: PrivateNode
 async def test_an_unreachable_broker_is_waited_for_and_then_named(node: PrivateNode, logs) -> None:
     async with TcpRelay.to("127.0.0.1", 1) as relay:
         with pytest.raises(BrokerError, match=rf"127\.0\.0\.1:{relay.port} cannot be reached .*start it or correct"):
-            async with AmqpBroker.open(relayed(node, relay), name="x", deadline_s=1.0):
+            async with AmqpBroker.open(relayed(node, relay), name="x", deadline_s=3.0):
                 pass
     assert logs.count(WAITING) == 1
 
@@ -224,7 +240,7 @@ async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode
         await node.ctl("change_password", node.user, "another")
         try:
             relay.cut()
-            event = await logs.seen(WAITING)
+            event = await logs.seen(WAITING, connection="faults.publish")
             assert "refused user or password" in event["reason"]
             with pytest.raises(BrokerError, match="refused user or password"):
                 await broker.publish(topology.inbox(run_name), end(run_name, 1), deadline_s=0.2)
@@ -247,7 +263,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
             assert again.redelivered
             with pytest.raises(BrokerLostError):
                 await held.ack()
-            await again.ack()
+            await acknowledged(again, deliveries)
 
 
 async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
@@ -261,7 +277,7 @@ async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
             held = await anext(deliveries)
             again = await anext(deliveries)
             assert again.key == held.key
-            await again.ack()
+            await acknowledged(again, deliveries)
         assert any("recycled" in event.get("reason", "") for event in logs.events)
 
 
@@ -279,7 +295,7 @@ async def test_a_consumer_waits_for_a_deleted_queue_to_be_made_again(node: Priva
 
 
 async def test_a_queue_with_other_arguments_is_refused_with_its_name(node: PrivateNode, run_name: str) -> None:
-    async with AmqpBroker.open(node.amqp_url, name="x") as broker, asyncio.timeout(240):
+    async with AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker, asyncio.timeout(240):
         await broker.declare(run_name, policies=[], kinds=[])
         session = await broker._control.session()  # type: ignore[union-attr]
         await session.call(session.channel.declare_queue(topology.ready(run_name, "main"), durable=True))
@@ -294,7 +310,7 @@ async def test_a_client_with_only_the_right_to_write_can_publish(node: PrivateNo
     limited = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
     async with (
         opened(node.amqp_url, run_name) as owner,
-        AmqpBroker.open(limited, name="limited") as broker,
+        AmqpBroker.open(limited, name="limited", deadline_s=120.0) as broker,
         asyncio.timeout(240),
     ):
         inbox = topology.inbox(run_name)
@@ -313,6 +329,6 @@ async def test_a_client_that_may_not_write_is_told_so(node: PrivateNode, run_nam
     await node.ctl("add_user", run_name, "secret")
     await node.ctl("set_permissions", run_name, "^$", "^$", "^$")
     url = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
-    async with AmqpBroker.open(url, name="limited") as broker, asyncio.timeout(240):
+    async with AmqpBroker.open(url, name="limited", deadline_s=120.0) as broker, asyncio.timeout(240):
         with pytest.raises(BrokerError, match="lacks this right"):
             await broker.publish(topology.inbox(run_name), end(run_name, 1))

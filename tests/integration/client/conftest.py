@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from swarmq.broker import topology
+from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Slot, Task, Ticket
@@ -57,6 +57,12 @@ class Run:
         found = await self.pieces(lambda got: sum(isinstance(one, EpisodeBegin) for one in got) >= count)
         return [piece for piece in found if isinstance(piece, EpisodeBegin)]
 
+    async def until(self, queue: str, depth: Depth) -> None:
+        """Returns once that is what the queue has: the broker ends the sessions of who has gone in its own time."""
+        async with asyncio.timeout(120):
+            while (await self.broker.depths([queue]))[queue] != depth:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
     @property
     def environment(self) -> dict[str, str]:
         return {**os.environ, "SWARMQ_INVITE": self.invite.encode(), "SWARMQ_SPOOL": str(self.folder / "spool")}
@@ -78,7 +84,7 @@ async def open_run(url: str, name: str, folder: Path) -> AsyncIterator[Run]:
         kinds=("math",),
         group_size=2,
     )
-    async with AmqpBroker.open(url, name="test") as broker:
+    async with AmqpBroker.open(url, name="test", deadline_s=120.0) as broker:
         await broker.declare(name, policies=("main",), kinds=("math",))
         yield Run(broker, invite, folder)
 
@@ -123,14 +129,14 @@ def script(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
 @pytest.fixture
 def said() -> Any:
-    """Wait until a process has printed a line that begins with a word."""
+    """Wait until a process has printed a line that begins with a word, or has one inside."""
 
-    async def wait(process: subprocess.Popen[str], word: str) -> str:
+    async def wait(process: subprocess.Popen[str], word: str, *, inside: bool = False) -> str:
         assert process.stdout is not None
         seen = ""
         while line := await asyncio.to_thread(process.stdout.readline):
             seen += line
-            if line.startswith(word):
+            if line.startswith(word) or (inside and word in line):
                 return line.strip()
         raise AssertionError(f"it ended without saying {word!r}:\n{seen}")
 

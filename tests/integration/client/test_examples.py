@@ -65,9 +65,14 @@ class Model(http.server.BaseHTTPRequestHandler):
         pass
 
 
+class ModelServer(http.server.ThreadingHTTPServer):
+    request_queue_size = 128
+    """As many as agents that ask at once."""
+
+
 @pytest.fixture
 def model():
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Model) as server:
+    with ModelServer(("127.0.0.1", 0), Model) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}/v1"
@@ -193,7 +198,7 @@ async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rathe
     engine = ScriptedEngine()
     for _ in range(200):
         engine.say("42")
-    async with AmqpBroker.open(amqp_url, name="test") as broker, asyncio.TaskGroup() as tasks:
+    async with AmqpBroker.open(amqp_url, name="test", deadline_s=120.0) as broker, asyncio.TaskGroup() as tasks:
         await broker.declare(run_name, policies=["main"], kinds=job.task_kinds)
         for kind, source in data.items():
             fed = tmp_path / f"fed-{kind}.json"

@@ -42,11 +42,11 @@ def start_feed(tmp_path, run_name, amqp_url):
 async def until(broker, queue, count):
     """Look at the queue, from another connection, until it holds so many; its depth is no event one can wait for."""
     while (await broker.depths([queue]))[queue].ready < count:  # noqa: ASYNC110
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.005)  # RabbitMQ has others to answer
 
 
 async def test_a_feed_killed_in_the_middle_goes_on_without_a_task_twice(start_feed, run_name, amqp_url):
-    async with AmqpBroker.open(amqp_url, name="test") as broker:
+    async with AmqpBroker.open(amqp_url, name="test", deadline_s=120.0) as broker:
         await broker.declare(run_name, policies=["main"], kinds=["default"])
         queue = topology.tasks(run_name, "default")
         options = ("--repeats", "2", "--seed", "3")
@@ -81,7 +81,7 @@ def test_a_data_set_with_a_bad_line_feeds_nothing(start_feed, tmp_path, run_name
 
 async def test_eval_tasks_go_to_the_collector_and_what_is_left_to_do_is_said(start_feed, run_name, amqp_url, tmp_path):
     (tmp_path / "data.jsonl").write_text('{"id": "a"}\n{"id": "b"}\n')
-    async with AmqpBroker.open(amqp_url, name="test") as broker:
+    async with AmqpBroker.open(amqp_url, name="test", deadline_s=120.0) as broker:
         await broker.declare(run_name, policies=["main"], kinds=["default"])
         feeding = start_feed("--eval", "--repeats", "4")
         output, _ = await asyncio.to_thread(feeding.communicate)

@@ -46,7 +46,7 @@ async def test_a_run_in_parts_is_opened_joined_fed_looked_at_and_shared(tmp_path
     assert (invite.amqp_url, invite.base_url) == (said["SWARMQ_CLIENTS_AMQP_URL"], said["SWARMQ_CLIENTS_PROXY_URL"])
     assert (folder / "invite").read_text().strip() == invite.encode()
     assert all((folder / name).stat().st_mode & 0o77 == 0 for name in ("invite", "resolved.toml", "secret"))
-    async with AmqpBroker.open(amqp_url, name="test") as broker:
+    async with AmqpBroker.open(amqp_url, name="test", deadline_s=120.0) as broker:
         await broker.declare(run_name, policies=["main"], kinds=["default"])
         async with AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
             ep = await client.begin_episode("t", mode="eval")

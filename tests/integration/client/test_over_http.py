@@ -44,7 +44,7 @@ async def test_a_group_is_trained_although_its_first_proxy_dies_and_its_size_was
     job, stop = SwarmJob.build(tree), asyncio.Event()
     job.run_folder.path.mkdir()
     async with AsyncExitStack() as stack:
-        broker = await stack.enter_async_context(AmqpBroker.open(amqp_url, name="test"))
+        broker = await stack.enter_async_context(AmqpBroker.open(amqp_url, name="test", deadline_s=120.0))
         await broker.declare(run_name, policies=["main"], kinds=job.task_kinds)
         stacks, urls, engines = [], [], []
         for number in range(2):

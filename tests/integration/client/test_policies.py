@@ -73,7 +73,7 @@ async def running(amqp_url: str, run_name: str, folder: Path) -> AsyncIterator[R
     job.run_folder.path.mkdir(parents=True)
     job.run_folder.root_secret.write_bytes(ROOT)
     stop = asyncio.Event()
-    async with AmqpBroker.open(amqp_url, name="test") as broker, asyncio.TaskGroup() as tasks:
+    async with AmqpBroker.open(amqp_url, name="test", deadline_s=120.0) as broker, asyncio.TaskGroup() as tasks:
         await broker.declare(job.run, policies=TRAINED, kinds=job.mix)
         store = Store(job.run_folder.inbox, run=job.run)
         tasks.create_task(Collector(job, broker, store).run(stop))

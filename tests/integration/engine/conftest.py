@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from swarmq.engine.control import Timeouts
 from swarmq.engine.push import WeightPusher
 
 TOLERANCE = 1e-4
+PATIENT = Timeouts(ask_s=60.0, pause_s=120.0, finish_s=120.0, resume_s=60.0)
 
 
 @dataclass
@@ -44,7 +46,8 @@ class Vllm:
 
 @pytest.fixture
 async def vllm(engine_url: str, tiny_model: Path) -> AsyncIterator[Vllm]:
-    async with aiohttp.ClientSession() as session:
+    # vLLM closes what is idle for 5 s; a kept connection would fail a test that computes for longer.
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
         yield Vllm(engine_url, tiny_model, session)
 
 
@@ -56,7 +59,7 @@ def network(tiny_model: Path) -> torch.nn.Module:
 @pytest.fixture
 def pusher(engine_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[WeightPusher]:
     """Pushes to the shared engine; afterwards it has its first weights again."""
-    pusher = WeightPusher([engine_url], tmp_path, patience_s=0)
+    pusher = WeightPusher([engine_url], tmp_path, patience_s=0, timeouts=PATIENT)
     yield pusher
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     pusher.push(first.named_parameters(), 0)

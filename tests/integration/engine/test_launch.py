@@ -15,7 +15,7 @@ from support.engine import tiny_policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.process import free_port
+from swarmq.process import held_port
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,7 +52,7 @@ def children(pid: int) -> list[int]:
 
 
 async def until_gone(session_id: int) -> None:
-    async with asyncio.timeout(120):
+    async with asyncio.timeout(300):
         while family(session_id):  # noqa: ASYNC110 - they are not our children, nothing tells of their end
             await asyncio.sleep(0.05)
 
@@ -60,7 +60,7 @@ async def until_gone(session_id: int) -> None:
 async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_port(tiny_model, tmp_path):
     stages: list[str] = []
     engine = EngineProcess(
-        tiny_policy(tiny_model), port=free_port(), log_path=tmp_path / "engine.log", progress=stages.append
+        tiny_policy(tiny_model), port=held_port(), log_path=tmp_path / "engine.log", progress=stages.append
     )
     async with engine:
         assert stages[0] == "starting vLLM"
@@ -81,7 +81,7 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
 
 
 async def test_nothing_is_left_when_the_owner_is_killed_hard(tiny_model, tmp_path):
-    port, log_path = free_port(), tmp_path / "engine.log"
+    port, log_path = held_port(), tmp_path / "engine.log"
     owner = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", OWNER, str(tiny_model), str(port), str(log_path)),
         stdout=asyncio.subprocess.PIPE,
@@ -102,7 +102,7 @@ async def test_nothing_is_left_when_the_owner_is_killed_hard(tiny_model, tmp_pat
 async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(tiny_model, tmp_path):
     policy = tiny_policy(tiny_model)
     policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, arguments=("--no-such",)))
-    engine = EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log")
+    engine = EngineProcess(policy, port=held_port(), log_path=tmp_path / "engine.log")
     with pytest.raises(EngineError, match=r"ended with status 2 while it started(.|\n)*--no-such"):
         async with engine:
             pass
@@ -113,7 +113,7 @@ async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_word
 async def test_a_server_that_does_not_come_up_in_time_is_ended(tiny_model, tmp_path):
     policy = tiny_policy(tiny_model)
     policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, start_timeout_s=0.5))
-    engine = EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log")
+    engine = EngineProcess(policy, port=held_port(), log_path=tmp_path / "engine.log")
     with pytest.raises(EngineError, match=r"did not serve within 0\.5 s"):
         async with engine:
             pass

@@ -1,8 +1,15 @@
 """A port that was found free is still free when it is bound."""
 
+import socket
+import struct
 from pathlib import Path
 
-from swarmq.process import free_port, port_is_free
+import pytest
+
+from swarmq.process import free_port, held_port, port_is_free
+
+LOCAL_PORT_RANGE = 51
+"""IP_LOCAL_PORT_RANGE: from which ports the system may choose for a socket."""
 
 
 def test_a_free_port_is_none_that_the_system_may_hand_out_meanwhile():
@@ -10,3 +17,18 @@ def test_a_free_port_is_none_that_the_system_may_hand_out_meanwhile():
     port = free_port()
     assert port_is_free(port)
     assert port < first or first <= 20_000
+
+
+def test_a_held_port_is_given_to_nobody_else_and_its_server_can_listen_there():
+    port = held_port()
+    assert port_is_free(port)
+    with socket.socket() as stranger:
+        try:
+            stranger.setsockopt(socket.IPPROTO_IP, LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
+        except OSError:
+            pytest.skip("this system cannot be told which port to choose")
+        with pytest.raises(OSError, match="in use"):
+            stranger.bind(("127.0.0.1", 0))
+    for _ in range(2):  # started again too
+        with socket.create_server(("127.0.0.1", port)):
+            assert not port_is_free(port)
