@@ -125,7 +125,12 @@ class ScriptedEngine:
     async def render(self, chat: Json) -> Rendered:
         self._answer_or_fail()
         prompt = chat.get("prompt")
-        ids = list(prompt) if isinstance(prompt, list) else encode(prompt or self.template(chat))
+        try:
+            ids = list(prompt) if isinstance(prompt, list) else encode(prompt or self.template(chat))
+            parts = [part for message in chat["messages"] for part in _parts(message)]
+            images = [part for part in parts if part.get("type") == "image_url"]
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise EngineRefusedError(f"the messages cannot be rendered: {error!r}", status=400) from error
         if len(ids) >= self.max_model_len:
             raise EngineRefusedError(
                 f"maximum context length is {self.max_model_len}", status=400, code="context_length_exceeded"
@@ -133,7 +138,6 @@ class ScriptedEngine:
         given: Json = {key: chat[key] for key in PARAMETERS if key in chat}
         if not isinstance(given.get("stop", []), (str, list)) or not isinstance(given.get("logit_bias", {}), dict):
             raise EngineRefusedError("stop is text or a list, logit_bias an object", status=400)
-        images = [part for message in chat["messages"] for part in _parts(message) if part.get("type") == "image_url"]
         if images and not self.sees:
             raise EngineRefusedError("the model takes no images", status=400)
         return Rendered(
