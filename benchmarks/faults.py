@@ -33,13 +33,17 @@ from benchmarks.report import parser, save, table
 from swarmq import logs
 from swarmq.broker import topology
 from swarmq.collector.ledger import fates
-from swarmq.errors import BrokerError, CollectorError
+from swarmq.errors import BrokerError, CollectorError, LearnerError
+from swarmq.learner import batch_log
 from swarmq.messages import Episode
 
-DRAIN_BROKEN_S = 12.0
-"""With a rule broken some episodes never come to an end, and what is wrong shows at once."""
+DRAIN_BROKEN_S = 180.0
+STILL_BROKEN_S = 12.0
+"""With a rule broken some episodes never come to an end, and what is wrong shows once nothing moves."""
 QUIET_S = 4.0
 GRACE_S = 180.0
+BACK_S = 60.0
+"""How long RabbitMQ may take to put back what a learner held that has gone."""
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -95,12 +99,12 @@ async def play(
             await nemesis.run(plan(injections, seed=seed, only=only or possible(world)), gap_s=gap_s)
         except HangError as hang:
             hangs.append(str(hang))
-        hangs += await _drain(world, broken=bool(broken))
+        hangs += await (_drain_broken(world) if broken else _drain(world))
         dead = await _dead_letters(world)
-        for name in (*(part for part in world.parts if part.startswith("client")), "proxy", "learner", "collector"):
+        for name in _in_order(world):
             if (status := await world.parts[name].stop(GRACE_S)) != 0:
                 hangs.append(f"{name} was asked to stop and ended with status {status}")
-        left = await _left_for_learner(world)
+        left = await _left_for_learner(world, back_s=QUIET_S if broken else BACK_S)
         verdict = judge(world.job, world.lines(), nemesis.injections, world.stalls.found, left=left, texts=not vllm)
         journal = None if vllm else folder / "engine.jsonl"
         weights = None if broken else await asyncio.to_thread(replayed, world.job, journal)
@@ -120,35 +124,79 @@ async def play(
         )
 
 
-async def _drain(world: World, *, broken: bool) -> list[str]:
+async def _drain(world: World) -> list[str]:
     """No more tasks, no more faults: everything that was begun comes to its end. What did not, in words."""
-    world.feeding.clear()
-    for relay in world.relays.values():
-        relay.release()
-    left, since = _unsettled(world), time.monotonic()
+    _calm(world)
+    left, since = await _unsettled(world), time.monotonic()
     while left or world.still_s < QUIET_S:
-        if time.monotonic() - max(since, 0.0 if broken else world.moved_at) > (DRAIN_BROKEN_S if broken else HANG_S):
+        if time.monotonic() - max(since, world.moved_at) > HANG_S:
             return [f"the end of all episodes did not come, {left}"]
         await asyncio.sleep(0.5)
-        if (now := _unsettled(world)) != left:
-            left, since = now, since if broken else time.monotonic()
-    with contextlib.suppress(BrokerError):
-        tasks = await world.broker.depths([topology.tasks(RUN, KIND)])
-        if any(depth.ready for depth in tasks.values()):
-            return [f"tasks were left: {tasks}"]
+        if (now := await _unsettled(world)) != left:
+            left, since = now, time.monotonic()
+    try:
+        await _caught_up(world)
+        await _until(lambda: all(world.parts[name].listens for name in _in_order(world)), HANG_S, "every part")
+    except HangError as hang:
+        return [str(hang)]
     return []
 
 
-def _unsettled(world: World) -> str:
-    """What is not at its end yet; fewer episodes than a batch may wait for the next one."""
+async def _drain_broken(world: World) -> list[str]:
+    """As far as it gets with a rule broken."""
+    _calm(world)
+    began = time.monotonic()
+    while (left := await _unsettled(world)) or world.still_s < QUIET_S:
+        if world.still_s > STILL_BROKEN_S or time.monotonic() - began > DRAIN_BROKEN_S:
+            return [f"the end of all episodes did not come, {left}"]
+        await asyncio.sleep(0.5)
+    return []
+
+
+def _calm(world: World) -> None:
+    world.feeding.clear()
+    for relay in world.relays.values():
+        relay.release()
+
+
+def _in_order(world: World) -> list[str]:
+    """The parts that are asked to stop, one after another."""
+    return [*(part for part in world.parts if part.startswith("client")), "proxy", "learner", "collector"]
+
+
+async def _unsettled(world: World) -> str:
+    """What is not at its end yet; one finished group may wait for the other of its batch."""
     try:
-        states = Counter(fate.state for fate in fates(world.run_folder.inbox).values())
-    except CollectorError as error:
+        known, logged = fates(world.run_folder.inbox), _logged(world)
+        depths = await world.broker.depths([topology.tasks(RUN, KIND)])
+    except (BrokerError, CollectorError, LearnerError) as error:
         return str(error)
-    waiting = states["waiting"] + states["published"]
-    if states["open"] or waiting >= GROUPS_PER_BATCH * GROUP_SIZE:
-        return str(dict(states))
+    states = Counter(fate.state for fate in known.values())
+    tasks = sum(depth.ready for depth in depths.values())
+    ends = sum(line.event == "confirmed" and line.episode_id not in known for line in world.lines())
+    reports = len(logged ^ {episode for episode, fate in known.items() if fate.state == "trained"})
+    batch = states["published"] > GROUP_SIZE * (GROUPS_PER_BATCH - 1)
+    if tasks or ends or reports or batch or states["open"] or states["waiting"]:
+        return f"{dict(states)}; on their way: {tasks} tasks, {ends} ends, reports on {reports} episodes"
     return ""
+
+
+def _logged(world: World) -> set[str]:
+    """Episodes in a batch of the log."""
+    return {e for place in batch_log.scan(world.run_folder.batch_log(POLICY)) for e in place.index.trained}
+
+
+async def _caught_up(world: World) -> None:
+    """Return when the learner, which says how it is every two seconds, has trained all that is in its log."""
+    try:
+        async with asyncio.timeout(HANG_S), world.broker.events(RUN) as events:
+            async for event in events:
+                if (event.source, event.name) == (f"learner.{POLICY}", "state"):
+                    places = batch_log.scan(world.run_folder.batch_log(POLICY))
+                    if event.fields["version"] == max((place.index.version for place in places), default=0):
+                        return
+    except TimeoutError:
+        raise HangError(f"the learner has not trained its log within {HANG_S:g} s") from None
 
 
 async def _until(there: Callable[[], bool], within_s: float, what: str) -> None:
@@ -160,15 +208,27 @@ async def _until(there: Callable[[], bool], within_s: float, what: str) -> None:
         raise HangError(f"{what} did not come within {within_s:g} s") from None
 
 
-async def _left_for_learner(world: World) -> set[str]:
-    """Episodes that stand on the ready queue now that the learner has gone; they stay there."""
-    queue, found = topology.ready(RUN, POLICY), set[str]()
-    num = (await world.broker.depths([queue]))[queue].ready
-    async with world.broker.consume(queue, prefetch=1000) as deliveries:
-        for _ in range(num):
-            message = (await anext(deliveries)).message
-            assert isinstance(message, Episode)
-            found.add(message.episode_id)
+async def _left_for_learner(world: World, *, back_s: float) -> set[str]:
+    """Episodes that stand on the ready queue now that the learner has gone; they stay there.
+
+    What it held comes back a moment later, so those that the collector calls published are waited for.
+    """
+    found = set[str]()
+    published = {e for e, fate in fates(world.run_folder.inbox).items() if fate.state == "published"}
+    owed = published - {
+        e
+        for place in batch_log.scan(world.run_folder.batch_log(POLICY))
+        for e in (*place.index.trained, *place.index.dropped)
+    }
+    with contextlib.suppress(TimeoutError):
+        async with (
+            asyncio.timeout(back_s),
+            world.broker.consume(topology.ready(RUN, POLICY), prefetch=1000) as deliveries,
+        ):
+            while owed - found:
+                message = (await anext(deliveries)).message
+                assert isinstance(message, Episode)
+                found.add(message.episode_id)
     return found
 
 

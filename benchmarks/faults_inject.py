@@ -39,8 +39,8 @@ HANG_S = 600.0
 """Nothing has moved for so long although every outage is over: that is a hang, on the busiest of machines."""
 AIM_S = 12.0
 RECENT_TASKS = 120
-TRIES = 10
-"""How often a fault looks for something to hit."""
+TRY_S = 120.0
+"""How long a fault looks for something to hit: its target may be starting, on a busy machine."""
 LOOK_S = 0.0002
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -89,7 +89,8 @@ class Nemesis:
             await self._until_moved()
             if self.stop.is_set():
                 break
-            for _ in range(TRIES):
+            until = time.monotonic() + TRY_S
+            while time.monotonic() < until and not self.stop.is_set():
                 began = time.time()
                 if (hit := await FAULTS[name](self)) is not None:
                     self.log.add(Injection(number=number, fault=name, at=began, hit=hit))
@@ -100,7 +101,8 @@ class Nemesis:
 
     async def _until_moved(self) -> None:
         """Faults upon a run that stands still are no load test; but after a while the next one comes all the same,
-        unless nothing moves for so long that what is still under way must be given the time to end."""
+        unless nothing moves for so long that what is still under way must be given the time to end. A run with a broken
+        rule may stand still for good: what is wrong with it shows by then."""
         moves, since = self.world.moves, time.monotonic()
         while self.world.moves == moves and time.monotonic() - since < PATIENCE_S:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
@@ -109,7 +111,7 @@ class Nemesis:
                 await asyncio.wait(self._lasting)
             over = time.monotonic()
             while self.world.still_s > CALM_S:
-                if time.monotonic() - over > HANG_S:
+                if self.world.broken or time.monotonic() - over > HANG_S:
                     raise HangError(f"nothing has moved for {self.world.still_s:.0f} s")
                 await asyncio.sleep(0.2)
 
@@ -184,7 +186,7 @@ async def _stop(pid: int, seconds: float) -> None:
 async def io_killed(nemesis: Nemesis) -> str | None:
     if (pid := nemesis.world.io_pid()) is None:
         return None
-    os.kill(pid, signal.SIGKILL)
+    _kill(pid)
     return "learner's I/O process"
 
 

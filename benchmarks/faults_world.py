@@ -101,12 +101,24 @@ class Part:
                 deaths.add(Death(self.name, status, tail(self.log_path, 3)[-300:]))
             self._killed = 0
             await asyncio.sleep(RESTART_S)
+            if not self.wanted:
+                return
             self.start()
 
     def signal(self, number: int) -> None:
-        if self.pid is not None:
+        if (pid := self.pid) is not None:
             self._killed += number == signal.SIGKILL
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    @property
+    def listens(self) -> bool:
+        """Whether it would obey a SIGTERM; a process that is still starting is ended by one."""
+        with contextlib.suppress(OSError):
+            status = Path(f"/proc/{self.pid}/status").read_text()
+            caught = int(re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[0], 16)
+            return bool(caught >> (signal.SIGTERM - 1) & 1)
+        return False
 
     async def stop(self, grace_s: float) -> int:
         """Drain; the exit status, or SIGKILL's when it did not end in time."""
@@ -174,7 +186,9 @@ class World:
         for role in ("proxy", "learner"):
             self.relays[f"{role}-engine"] = await stack.enter_async_context(TcpRelay.to(host, engine_port))
         self.relays["clients-proxy"] = await stack.enter_async_context(TcpRelay.to(host, self.job.proxy.port))
-        self.broker = await stack.enter_async_context(AmqpBroker.open(self.node.amqp_url, name="faults"))
+        self.broker = await stack.enter_async_context(
+            AmqpBroker.open(self.node.amqp_url, name="faults", deadline_s=None)
+        )
         await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
         if vllm:
             policy = self.job.policies[POLICY]

@@ -153,8 +153,12 @@ def _label(job: SwarmJob, version: int) -> None:
     body = json.dumps({"new_version": str(version)}).encode()
     for url in Roster(job).urls()[POLICY]:
         asked = Request(f"{url}/update_weight_version", body, {"content-type": "application/json"})
-        with urlopen(asked, timeout=READ_S):
-            pass
+        try:
+            with urlopen(asked, timeout=READ_S):
+                pass
+        except OSError:
+            if url in Roster(job).urls()[POLICY]:  # else it has left meanwhile
+                raise
 
 
 async def client(job: SwarmJob, number: int, episodes: int, concurrency: int) -> None:

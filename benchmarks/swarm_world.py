@@ -23,7 +23,7 @@ import aiohttp
 import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
-from swarmq.broker.amqp import AmqpBroker
+from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.broker.node import PrivateNode
 from swarmq.client.fleet import Plan, run_workers
 from swarmq.config import SwarmJob
@@ -87,7 +87,7 @@ class World:
             resolved = job.run_folder.path / "resolved.toml"
             resolved.write_text(job.to_toml())
             Proxies(job.run_folder.proxies).write(map(job.proxy.url, ports))
-            broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm"))
+            broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm", deadline_s=first_wait_s()))
             await broker.declare(run, policies=[POLICY], kinds=job.task_kinds)
             follower = await stack.enter_async_context(follow(job, broker, record=job.run_folder.events))
             world = cls(folder, job, broker, follower)

@@ -28,7 +28,7 @@ import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, topology
-from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.broker.amqp import ANSWERED, AmqpBroker, first_wait_s
 from swarmq.broker.claim import claimed
 from swarmq.broker.container import find_container
 from swarmq.broker.install import find_server
@@ -54,7 +54,7 @@ MAX_DEATHS = 5
 DEATH_WINDOW_S = 120.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
-SERVE_S = 60.0
+SERVE_S = 240.0
 PROBE_S = 0.1
 
 
@@ -172,7 +172,9 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     with _exclusive(folder.path / "up.lock", job.run):
         async with contextlib.AsyncExitStack() as stack:
             node, url = await _broker(job, stack, report)
-            broker = await stack.enter_async_context(AmqpBroker.open(url, name=f"up {job.run}"))
+            broker = await stack.enter_async_context(
+                AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else first_wait_s())
+            )
             await stack.enter_async_context(claimed(url, job.run))
             await refuse_twin(broker, job.run)
             engines = await _engines(job, placements, stack, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from swarmq.observe.board import Part
 from swarmq.process import free_port
 from swarmq.proxies import Proxies
 
-pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 GROUPS = {"group_size": 2, "groups_per_batch": 2, "max_staleness": 2}
 
@@ -83,7 +84,8 @@ async def test_engines_proxies_and_workers_come_and_go_while_a_run_trains(tmp_pa
             await asyncio.sleep(0.05)
         assert leaving.returncode is None, "those who have begun there are served"
         await world.reach(world.step + 2)
-        leaving.terminate()
+        with contextlib.suppress(ProcessLookupError):  # it has left by itself if that has taken long
+            leaving.terminate()
         assert await leaving.wait() == 0
         await world.reach(world.step + 2)
         steps, times, clients = trained(world)

@@ -21,7 +21,7 @@ from swarmq.config import RunFolder
 from swarmq.learner.batch_log import records
 from swarmq.up import Endpoints
 
-pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 JOB = """
 run = "e2e"
@@ -62,7 +62,7 @@ class Up:
 
     def stop(self) -> str:
         self.process.send_signal(signal.SIGINT)
-        assert self.process.wait(240) == 0, self._log.read_text()
+        assert self.process.wait(900) == 0, self._log.read_text()
         text = self._log.read_text()
         self._log.write_bytes(b"")
         return text
@@ -82,7 +82,7 @@ class Up:
 
     def swarmq(self, *arguments: str) -> subprocess.CompletedProcess:
         command = [sys.executable, "-m", "swarmq", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=240, check=False)
+        return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
 
 
 def environment() -> dict[str, str]:
@@ -91,7 +91,7 @@ def environment() -> dict[str, str]:
 
 def attempt(ep):
     messages = [{"role": "user", "content": f"task {ep.task.id}"}]
-    with OpenAI(base_url=ep.base_url, api_key=ep.api_key) as client:
+    with OpenAI(base_url=ep.base_url, api_key=ep.api_key, max_retries=8) as client:
         for _ in range(2):
             answer = client.chat.completions.create(model=ep.model, messages=messages).choices[0].message.content
             messages += [{"role": "assistant", "content": answer or ""}, {"role": "user", "content": "again"}]
@@ -104,7 +104,7 @@ def last_step(folder: RunFolder) -> int:
 
 def proxy_answers(base_url: str, folder: RunFolder) -> bool:
     """Whether a proxy of the run knows a token of the run, and has answered calls."""
-    operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 60)
+    operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 3600)
     token = keys.mint_operator(keys.operator_secret(keys.load_root(folder.root_secret), "test"), operator)
     with urlopen(Request(f"{base_url}/control/status", headers={"authorization": f"Bearer {token}"})) as response:
         return msgspec.json.decode(response.read())["counts"]["calls"] > 0
@@ -124,6 +124,21 @@ def wait_for_step(up: Up, version: int) -> None:
         time.sleep(0.2)
 
 
+def wait_until_collected(up: Up, episodes: int) -> None:
+    """The collector has the ends of all these; they were confirmed by the broker."""
+    while sum(fate.state != "open" for fate in fates(up.folder.inbox).values()) < episodes:
+        assert up.process.poll() is None
+        time.sleep(0.2)
+
+
+def left_in_the_end(up: Up) -> set[int]:
+    """Processes that outlive the run. Those that were killed a moment ago may still be on their way."""
+    until = time.monotonic() + 120
+    while (left := up.pids()) and time.monotonic() < until:
+        time.sleep(0.1)
+    return left
+
+
 def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tmp_path):
     up = Up(tmp_path)
     up.start()
@@ -139,7 +154,7 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         assert up.folder.endpoints.stat().st_mode & 0o077 == 0
     finally:
         up.stop()
-    assert up.pids() == set()
+    assert left_in_the_end(up) == set()
     first_part = last_step(up.folder)
     listing = up.swarmq("inspect", str(up.folder.path))
     assert listing.returncode == 0, listing.stderr
@@ -152,8 +167,9 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         )
         finished += train(up, tasks=4)
         wait_for_step(up, first_part + 1)
-        shown = up.swarmq("status", str(up.folder.path))
-        assert "learner.main" in shown.stdout, shown.stderr
+        wait_until_collected(up, finished)
+        while "learner.main" not in (shown := up.swarmq("status", str(up.folder.path))).stdout:
+            assert shown.returncode == 0, shown.stderr  # busy parts may say nothing for as long as it looks
     finally:
         up.stop()
     trained = [episode for record in records(up.folder.batch_log("main")) for episode in record.index.trained]

@@ -48,10 +48,10 @@ OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Brok
 
 
 def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
-    from swarmq.broker.amqp import AmqpBroker  # noqa: PLC0415 - the driver is slow to load, and HTTP needs none
+    from swarmq.broker.amqp import AmqpBroker, first_wait_s  # noqa: PLC0415 - slow to load, and HTTP needs none
 
     user = topology.user_of(invite.run, invite.client) if invite.invited else ""
-    return AmqpBroker.open(invite.broker_url, name=name, user=user)
+    return AmqpBroker.open(invite.broker_url, name=name, deadline_s=first_wait_s(), user=user)
 
 
 class AsyncSwarmClient:

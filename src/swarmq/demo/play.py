@@ -15,6 +15,7 @@ import msgspec
 
 from swarmq import AsyncSwarmClient, EvalReport, SwarmTask
 from swarmq.broker import Broker, topology
+from swarmq.broker.amqp import ANSWERED
 from swarmq.client.feed import feed
 from swarmq.demo.client import Entry, Solver, read_ledger
 from swarmq.demo.settings import DemoSize
@@ -45,7 +46,7 @@ class ClientProcess:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "swarmq.demo.client", "--reward", self.reward),
                 *("--ledger", str(self.ledger), "--concurrency", str(concurrency)),
-                env=os.environ | {"SWARMQ_INVITE": invite},
+                env=os.environ | {"SWARMQ_INVITE": invite, ANSWERED: "1"},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,

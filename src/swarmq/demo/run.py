@@ -75,7 +75,9 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=report))
         start_s = time.monotonic() - began - model_s
-        broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="demo"))
+        broker = await stack.enter_async_context(
+            AmqpBroker.open(deployment.invite.amqp_url, name="demo", deadline_s=None)
+        )
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
         client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
         say = await stack.enter_async_context(_stage(follower.board, console, report))

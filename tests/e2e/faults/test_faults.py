@@ -7,13 +7,13 @@ from benchmarks.faults import play, report
 from benchmarks.faults_broken import RULES
 from benchmarks.faults_inject import DISK_FULL, FAULTS
 
-pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 REVEALED_BY = {
     "answer-before-confirm": ("proxy killed",),
     "acknowledge-before-commit": ("collector killed", "collector killed around a commit"),
     "no-slot-key": ("tasks sent again",),
-    "acknowledge-before-log": ("learner I/O killed",),
+    "acknowledge-before-log": ("learner I/O killed", "learner I/O killed around the log"),
     "no-dedup": ("episodes sent again",),
 }
 """Rule -> faults that show what it is for."""
@@ -29,14 +29,13 @@ async def test_every_finished_episode_is_trained_exactly_once_whatever_dies(tmp_
     assert result.weights.pushes > 0
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("rule", RULES)
 async def test_a_broken_rule_is_caught(rule, tmp_path, nursery, model):
     """Negative controls: each part that breaks one rule is found out by the same comparison.
 
-    Faults strike at random moments, and not every schedule meets the broken rule; one of three must.
+    Faults strike at random moments, and not every schedule meets the broken rule; one of five must.
     """
-    for seed in (5, 6, 7):
+    for seed in range(5, 10):
         folder = tmp_path / str(seed)
         folder.mkdir()
         result = await play(
