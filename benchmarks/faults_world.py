@@ -114,11 +114,7 @@ class Part:
     @property
     def listens(self) -> bool:
         """Whether it would obey a SIGTERM; a process that is still starting is ended by one."""
-        with contextlib.suppress(OSError):
-            status = Path(f"/proc/{self.pid}/status").read_text()
-            caught = int(re.findall(r"^SigCgt:\s*(\w+)$", status, re.MULTILINE)[0], 16)
-            return bool(caught >> (signal.SIGTERM - 1) & 1)
-        return False
+        return self.pid is not None and catches(self.pid, signal.SIGTERM)
 
     async def stop(self, grace_s: float) -> int:
         """Drain; the exit status, or SIGKILL's when it did not end in time."""
@@ -322,6 +318,14 @@ class World:
             f"{death.part.rstrip('0123456789')} (status {death.status}): {_gist(death.words)}"
             for death in self.deaths.found
         )
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal; one that is gone has none."""
+    with contextlib.suppress(OSError):
+        caught = re.search(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        return caught is not None and bool(int(caught[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def _gist(words: str) -> str:

@@ -1,7 +1,8 @@
-"""The tests of the parts, in two halves side by side: those that load torch with the collector's, and the others.
+"""The tests of the parts, three runs side by side: those that load torch, those of collector, proxy and timelines, and
+the others.
 
 Every worker of one common run would load everything that any of its tests needs, which takes longer than most tests.
-Arguments go to both halves.
+Three runs keep two cores busy, as the others wait now and then, for the broker above all. Arguments go to each.
 """
 
 from __future__ import annotations
@@ -9,27 +10,35 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from contextlib import ExitStack
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-BESIDE = ("benchmarks", "collector", "demo", "engine_control", "learner", "timeline", "tree")
+BESIDE = {
+    "those with torch": ("benchmarks", "demo", "engine_control", "learner", "tree"),
+    "collector, proxy and timelines": ("collector", "proxy", "timeline"),
+}
 NOTHING_FOUND = 5
 
 
 def main(arguments: list[str]) -> int:
     folders = sorted(folder for folder in (TESTS / "unit").iterdir() if not folder.name.startswith(("_", ".")))
-    first = [folder for folder in folders if folder.name in BESIDE]
-    others = [folder for folder in folders if folder.name not in BESIDE]
-    with tempfile.TemporaryFile() as said:
-        beside = subprocess.Popen(pytest(first, arguments), stdout=said, stderr=subprocess.STDOUT)
+    others = [folder for folder in folders if not any(folder.name in names for names in BESIDE.values())]
+    with ExitStack() as files:
+        running = []
+        for title, names in BESIDE.items():
+            said = files.enter_context(tempfile.TemporaryFile())
+            command = pytest([TESTS / "unit" / name for name in names], arguments)
+            running.append((title, subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT), said))
         # With a worker of its own the broker starts while others collect and run; who needs it comes last.
         statuses = [
             subprocess.run(pytest([*others, TESTS / "contract"], ["-n", "1", *arguments]), check=False).returncode
         ]
-        statuses.append(beside.wait())
-        said.seek(0)
-        print("== those with torch, and the collector", flush=True)
-        sys.stdout.buffer.write(said.read())
+        for title, process, said in running:
+            statuses.append(process.wait())
+            said.seek(0)
+            print(f"== {title}", flush=True)
+            sys.stdout.buffer.write(said.read())
     failed = [status for status in statuses if status not in {0, NOTHING_FOUND}]
     return failed[0] if failed else min(statuses)
 

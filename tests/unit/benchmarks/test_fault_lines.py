@@ -1,11 +1,15 @@
-"""What a fault run that was cut short finds again when it goes on."""
+"""What a fault run that was cut short finds again when it goes on, and what it knows of its parts."""
 
 from __future__ import annotations
+
+import os
+import signal
+import subprocess
 
 from benchmarks.faults_check import longest
 from benchmarks.faults_client import Lines
 from benchmarks.faults_inject import FAULTS, Injection, plan
-from benchmarks.faults_world import Stall
+from benchmarks.faults_world import Stall, catches
 
 
 def test_lines_of_earlier_processes_are_found_and_one_that_a_kill_has_cut_is_not(tmp_path):
@@ -42,3 +46,15 @@ def test_the_longest_stalls_are_told_with_what_was_injected_meanwhile():
     first, second = longest([Stall(1.0, 2.0), Stall(11.0, 30.0), Stall(5.0, 1.0)], injections, num=2)
     assert (first.seconds, first.before, first.during) == (30.0, "link cut", ((14.0, "proxy killed"),))
     assert (second.seconds, second.before, second.during) == (2.0, "before the first", ())
+
+
+def test_a_process_can_be_asked_to_stop_once_it_catches_the_signal():
+    number = signal.SIGUSR2
+    assert not catches(os.getpid(), number)
+    before = signal.signal(number, lambda *_: None)
+    assert catches(os.getpid(), number)
+    signal.signal(number, before)
+    assert not catches(os.getpid(), number)
+    with subprocess.Popen(["true"]) as ended:
+        pass
+    assert not catches(ended.pid, number)
