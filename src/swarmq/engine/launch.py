@@ -47,11 +47,11 @@ ONE_THREAD_BELOW = 1024
 """Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""
 
 STAGES = (
-    ("Starting vLLM server", "opening its port"),
-    ("Starting to load model", "loading the weights"),
     ("Initializing a V1 LLM engine", "starting the engine core"),
+    ("Starting to load model", "loading the weights"),
+    ("Starting vLLM server", "opening its port"),
 )
-"""Marks in vLLM's log, latest first -> what to tell people."""
+"""Marks in vLLM's log, in their order -> what to tell people."""
 
 
 class EngineProcess:
@@ -139,15 +139,19 @@ class EngineProcess:
         log.info("engine serves", url=self.url, model=model.name, seconds=round(self.started_s, 1))
 
     async def _until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
-        told = "starting vLLM"
-        self._progress(told)
+        self._progress("starting vLLM")
+        told: set[str] = set()
         async with EngineControl(self.url) as engine:
-            while not await engine.healthy():  # a server announces its health to nobody
+            while True:  # a server announces its health to nobody
+                healthy = await engine.healthy()
+                for stage in _stages(self.log_path, begin_at):
+                    if stage not in told:
+                        told.add(stage)
+                        self._progress(stage)
+                if healthy:
+                    break
                 if process.returncode is not None:
                     raise await self._failed(f"ended with status {process.returncode} while it started")
-                if (stage := _stage(self.log_path, begin_at)) not in (None, told):
-                    told = str(stage)
-                    self._progress(told)
                 await asyncio.sleep(POLL_S)
             await engine.status()
 
@@ -247,8 +251,9 @@ def _kv_cache_gib() -> int:
     return max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (12 << 30))
 
 
-def _stage(log_path: Path, begin_at: int) -> str | None:
+def _stages(log_path: Path, begin_at: int) -> list[str]:
+    """Those that a server has entered: a short one may be over before anybody looks."""
     with log_path.open("rb") as source:
         source.seek(begin_at)
         text = source.read().decode(errors="replace")
-    return next((stage for mark, stage in STAGES if mark in text), None)
+    return [stage for mark, stage in STAGES if mark in text]

@@ -30,7 +30,7 @@ def end(run: str, number: int) -> EpisodeEnd:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def broker(node: PrivateNode, run_name: str) -> AsyncIterator[AmqpBroker]:
-    async with AmqpBroker.open(node.amqp_url, name="dead", deadline_s=120.0) as broker, asyncio.timeout(240):
+    async with AmqpBroker.open(node.amqp_url, name="dead", deadline_s=120.0) as broker, asyncio.timeout(600):
         await broker.declare(run_name, policies=["main"], kinds=["math"])
         yield broker
         async with open_session(node.amqp_url, name="tidy") as session:  # with what others still hold of it

@@ -74,7 +74,7 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
 ) -> None:
     total, workers = 600, 20
     inbox = topology.inbox(run_name)
-    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with PrivateNode(tmp_path) as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         third, confirmed = asyncio.Event(), 0
 
         async def publish(numbers: range) -> None:
@@ -109,7 +109,7 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
 async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
     node: PrivateNode, run_name: str, logs, limit: str, low: tuple[str, ...], back: tuple[str, ...]
 ) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         for number in range(5):
             await broker.publish(topology.inbox(run_name), end(run_name, number))
         await node.ctl(limit, *low)
@@ -141,7 +141,7 @@ async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: Privat
         for number in numbers:
             await broker.publish(inbox, end(run_name, number))
 
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         await node.ctl("set_policy", run_name, f"^{inbox}$".replace(".", r"\."), '{"max-length": 5}')
         try:
             async with asyncio.TaskGroup() as group:
@@ -199,7 +199,7 @@ async def test_a_wire_cut_again_and_again_loses_nothing(node: PrivateNode, run_n
     async with (
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay), run_name) as broker,
-        asyncio.timeout(240),
+        asyncio.timeout(600),
     ):
 
         async def publish(number: int) -> None:
@@ -221,7 +221,7 @@ async def test_a_silent_wire_is_noticed_and_replaced(node: PrivateNode, run_name
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay, SHORT_HEARTBEAT), run_name) as broker,
         broker.consume(topology.inbox(run_name), prefetch=1) as deliveries,
-        asyncio.timeout(240),
+        asyncio.timeout(600),
         asyncio.TaskGroup() as group,
     ):
         relay.hold(way)
@@ -235,7 +235,7 @@ async def test_a_changed_password_is_waited_out_once_connected(node: PrivateNode
     async with (
         TcpRelay.to("127.0.0.1", node.identity.amqp_port) as relay,
         opened(relayed(node, relay), run_name) as broker,
-        asyncio.timeout(240),
+        asyncio.timeout(600),
     ):
         await node.ctl("change_password", node.user, "another")
         try:
@@ -253,7 +253,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
     impatient = PrivateNode(
         tmp_path, config="consumer_timeout = 2000\n", advanced="[{rabbit, [{channel_tick_interval, 1000}]}]."
     )
-    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
         async with broker.consume(inbox, prefetch=1) as deliveries:
@@ -269,7 +269,7 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
 async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
     node: PrivateNode, run_name: str, logs
 ) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
         consumer = consuming(node.amqp_url, inbox, prefetch=5, name="x", bury=broker._bury, recycle_s=0.5)
@@ -282,7 +282,7 @@ async def test_a_consumer_recycles_itself_before_the_broker_loses_patience(
 
 
 async def test_a_consumer_waits_for_a_deleted_queue_to_be_made_again(node: PrivateNode, run_name: str, logs) -> None:
-    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(240):
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         async with broker.consume(inbox, prefetch=1) as deliveries:
             await node.ctl("delete_queue", inbox)
@@ -295,7 +295,7 @@ async def test_a_consumer_waits_for_a_deleted_queue_to_be_made_again(node: Priva
 
 
 async def test_a_queue_with_other_arguments_is_refused_with_its_name(node: PrivateNode, run_name: str) -> None:
-    async with AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker, asyncio.timeout(240):
+    async with AmqpBroker.open(node.amqp_url, name="x", deadline_s=120.0) as broker, asyncio.timeout(600):
         await broker.declare(run_name, policies=[], kinds=[])
         session = await broker._control.session()  # type: ignore[union-attr]
         await session.call(session.channel.declare_queue(topology.ready(run_name, "main"), durable=True))
@@ -311,7 +311,7 @@ async def test_a_client_with_only_the_right_to_write_can_publish(node: PrivateNo
     async with (
         opened(node.amqp_url, run_name) as owner,
         AmqpBroker.open(limited, name="limited", deadline_s=120.0) as broker,
-        asyncio.timeout(240),
+        asyncio.timeout(600),
     ):
         inbox = topology.inbox(run_name)
         await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))  # refused, and nobody notices
@@ -329,6 +329,6 @@ async def test_a_client_that_may_not_write_is_told_so(node: PrivateNode, run_nam
     await node.ctl("add_user", run_name, "secret")
     await node.ctl("set_permissions", run_name, "^$", "^$", "^$")
     url = f"amqp://{run_name}:secret@127.0.0.1:{node.identity.amqp_port}/"
-    async with AmqpBroker.open(url, name="limited", deadline_s=120.0) as broker, asyncio.timeout(240):
+    async with AmqpBroker.open(url, name="limited", deadline_s=120.0) as broker, asyncio.timeout(600):
         with pytest.raises(BrokerError, match="lacks this right"):
             await broker.publish(topology.inbox(run_name), end(run_name, 1))

@@ -24,7 +24,7 @@ from swarmq.errors import BrokerLostError, CollectorError
 from swarmq.learner.children import collector_beside
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
 
-pytestmark = [pytest.mark.broker, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.broker
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 30, 4, 5
 KILLS = 6
@@ -151,7 +151,7 @@ async def learn(broker, job, trained):
 
 async def gone(broker, job):
     """Returns once the last report is in the ledger."""
-    async with asyncio.timeout(400), broker.events(job.run) as events:
+    async with asyncio.timeout(800), broker.events(job.run) as events:
         async for event in events:
             if event.name == "state" and event.fields["trained"] == NUM_GROUPS * GROUP_SIZE:
                 return

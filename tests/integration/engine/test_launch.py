@@ -17,7 +17,7 @@ from swarmq.engine.launch import EngineProcess
 from swarmq.errors import EngineError
 from swarmq.process import held_port
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 OWNER = """
 import asyncio, sys

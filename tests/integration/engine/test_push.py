@@ -20,7 +20,7 @@ from swarmq.timeline import lay_rows, standalone, unfold
 
 from .conftest import PATIENT, TOLERANCE, disturb, logprobs_in, logprobs_of
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.vllm
 
 PROMPT = [(7 * i) % 500 for i in range(200)]
 """Longer than several blocks of vLLM's cache."""
