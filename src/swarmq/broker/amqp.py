@@ -29,7 +29,7 @@ from swarmq.broker.link import Link
 from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
 from swarmq.broker.receipts import receipts
-from swarmq.broker.session import Session
+from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.logs import log
 from swarmq.messages import Event, Message, encode, key_of
@@ -37,6 +37,9 @@ from swarmq.messages import Event, Message, encode, key_of
 OPEN_S = 10.0
 ANSWERED = "SWARMQ_BROKER_ANSWERED"
 """Set by `swarmq up` for its parts: the broker's address is right, so one that is away will be back."""
+PROBES = 2
+PROBE_S = 5.0
+"""An empty queue that lives answers at once."""
 MAX_REASON = 500
 """Characters of a reason kept in a header."""
 
@@ -130,6 +133,19 @@ class AmqpBroker:
 
         return await self._until_done(look)
 
+    async def delete_if_dead(self, queue: str) -> bool:
+        async def look(session: Session) -> bool:
+            depth = (await session.call(_depths(session.connection, [queue]))).get(queue)
+            if depth != Depth(0, 0):
+                return False
+            for _ in range(PROBES):  # a wire that breaks is no dead queue
+                if await serves(self._url, queue, name=f"{self._name}.probe"):
+                    return False
+            await session.call(session.channel.queue_delete(queue))
+            return True
+
+        return await self._until_done(look)
+
     async def _bury(self, arrival: Arrival, reason: str) -> None:
         """Park what could not be decoded. If its session is lost meanwhile it comes again and is parked twice."""
         log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON])
@@ -151,6 +167,19 @@ class AmqpBroker:
             session = await self._control.session()
             with suppress(BrokerLostError):
                 return await work(session)
+
+
+async def serves(url: str, queue: str, *, name: str) -> bool:
+    """Whether somebody answers for a queue. RabbitMQ 3.10 ends the connection of who asks a dead one, 4.0 is silent."""
+    try:
+        async with open_session(url, name=name) as session:
+            source = await session.channel.get_queue(queue, ensure=False)
+            await session.call(source.get(fail=False, timeout=None), answer_s=PROBE_S)
+    except BrokerLostError:
+        return False
+    except BrokerError:  # refused, as where one consumer at a time may ask: but by the queue
+        return True
+    return True
 
 
 async def _depths(connection: AbstractConnection, queues: Sequence[str]) -> dict[str, Depth]:

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from aio_pika import exceptions as amqp
+from aiormq.exceptions import ConnectionInternalError
 
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 
@@ -50,6 +51,11 @@ def translate(error: Exception, where: str) -> BrokerError:
             return BrokerError(f"RabbitMQ at {where}: {text}; the user in the broker's url lacks this right")
         case amqp.ChannelClosed() if text.startswith(("PRECONDITION_FAILED", "RESOURCE_LOCKED")):
             return BrokerError(f"RabbitMQ at {where}: {text}")
+        case ConnectionInternalError():
+            return BrokerLostError(
+                f"RabbitMQ at {where} failed itself ({text}), its log says how; a queue that it could not bring up after a "
+                "crash has to be deleted in the management UI, and is then made again"
+            )
         case TimeoutError():
             return BrokerLostError(f"RabbitMQ at {where} does not answer: is it running, and is the port right?")
         case _:

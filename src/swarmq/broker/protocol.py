@@ -36,8 +36,8 @@ class Broker(Protocol):
         """Return once the broker has confirmed that `message` is durably in `queue`.
 
         Sent again under the same idempotency key across lost connections, until confirmed or for `deadline_s`
-        seconds. Raises BrokerError at the deadline (the message may still be in the queue), UnroutableError when
-        there is no such queue, MessageError when the message is too large.
+        seconds. Raises UnconfirmedError at the deadline (the message may be in the queue), UnroutableError when
+        there is no such queue, MessageError when the message is too large, BrokerError when we are refused.
         """
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
@@ -60,3 +60,8 @@ class Broker(Protocol):
 
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         """Depth of each queue; a queue that does not exist is left out."""
+
+    async def delete_if_dead(self, queue: str) -> bool:
+        """Delete a queue that the broker lists and cannot bring up, which a crash in the middle of its deletion leaves
+        behind: it looks empty, confirms nothing and serves nobody. Whether it was one.
+        """

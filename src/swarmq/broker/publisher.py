@@ -19,7 +19,7 @@ from swarmq import __version__
 from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER
 from swarmq.broker.link import Link
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.logs import log
 
 IN_FLIGHT = 512
@@ -46,14 +46,14 @@ class Publisher:
     async def publish(
         self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any], deadline_s: float | None
     ) -> None:
-        """Return after the confirm. Raises UnroutableError, or BrokerError when the deadline passes or we are refused."""
+        """Return after the confirm. Raises UnroutableError, UnconfirmedError at the deadline, BrokerError when refused."""
         try:
             async with asyncio.timeout(deadline_s), self._slots:
                 while not await self._attempt(queue, body, kind=kind, headers=headers):
                     pass
         except TimeoutError as error:
             trouble = self._link.trouble or "it is blocked by an alarm or overloaded"
-            raise BrokerError(
+            raise UnconfirmedError(
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error
 

@@ -33,7 +33,7 @@ from swarmq.collector.records import Rules
 from swarmq.collector.report import NoTurns, Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerLostError, CollectorError, UnroutableError
+from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
 from swarmq.messages import Command, Episode, Event, EventName, Message, Slot, Task, Ticket
 from swarmq.proxies import Proxies
 
@@ -46,6 +46,8 @@ TICK_S = 1.0
 LOOK_S = 5.0
 STATE_S = 2.0
 RETRY_S = 2.0
+PATIENCE_S = 30.0
+"""How long a message may be unconfirmed before its queue is looked at."""
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
@@ -267,10 +269,12 @@ class Collector:
             message = episode_of(self._store, item)
         while message is not None:
             try:
-                await self._broker.publish(queue, message)
+                await self._broker.publish(queue, message, deadline_s=PATIENCE_S)
                 return
             except UnroutableError:
                 await self._restore()
+            except UnconfirmedError:  # the broker is away or full, or cannot bring the queue up
+                await self._revive(queue)
 
     async def _tell_all(self) -> None:
         while self._events:
@@ -283,6 +287,12 @@ class Collector:
     async def _tell(self, name: EventName, fields: Mapping[str, Any]) -> None:
         event = Event(run=self.job.run, source="collector", name=name, at=self._clock(), fields=dict(fields))
         await self._broker.emit(event)
+
+    async def _revive(self, queue: str) -> None:
+        """Make one of the queues that we alone fill again when RabbitMQ could not bring it up: all it held is sent again."""
+        if await self._broker.delete_if_dead(queue):
+            log.warning("queue_dead", queue=queue, why="RabbitMQ could not bring it up after a crash; its log says why")
+            await self._restore()
 
     async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:
         """Make the queues that are gone again, and send again what they held; what all queues hold now."""

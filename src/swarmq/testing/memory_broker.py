@@ -17,7 +17,7 @@ from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
 from swarmq.broker.events import Feed
 from swarmq.broker.protocol import Depth
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.messages import Event, Message, encode, key_of
 
 
@@ -49,8 +49,9 @@ class MemoryBroker:
         try:
             async with asyncio.timeout(deadline_s):
                 await self._present.wait()
+                await self._queue(queue).up.wait()
         except TimeoutError:
-            raise BrokerError(f"not confirmed within {deadline_s} s: the broker is away") from None
+            raise UnconfirmedError(f"not confirmed within {deadline_s} s: broker or queue are away") from None
         await asyncio.sleep(0)
         self.put(queue, body, {KEY_HEADER: key_of(message)})
 
@@ -107,6 +108,13 @@ class MemoryBroker:
     async def depths(self, queues: Sequence[str]) -> dict[str, Depth]:
         return {name: self._queues[name].depth for name in queues if name in self._queues}
 
+    async def delete_if_dead(self, queue: str) -> bool:
+        if (listed := self._queues.get(queue)) is None or listed.up.is_set():
+            return False
+        self.delete(queue)
+        listed.up.set()  # its publishers look for another one
+        return True
+
     def interrupt(self) -> None:
         """Every consumer loses its session: what it holds comes again, and its old deliveries cannot be acknowledged."""
         for queue in self._queues.values():
@@ -127,6 +135,13 @@ class MemoryBroker:
         """Delete a queue with all that is in it, under its consumers' feet; they wait for it to be declared again."""
         orphans = self._orphans.setdefault(queue, [])
         orphans += self._queues.pop(queue).drop()
+
+    def wreck(self, queue: str) -> None:
+        """Leave of a queue what a crash in the middle of its deletion leaves: a name that confirms nothing and serves nobody."""
+        dead = _Queue(queue, single=False)
+        dead.up.clear()
+        self.delete(queue)
+        self._queues[queue] = dead
 
     def purge(self, queue: str) -> None:
         """Remove what waits in a queue and is with no consumer."""
@@ -175,6 +190,8 @@ class _Queue:
         self.name = name
         self.single = single
         self.paused = False
+        self.up = asyncio.Event()
+        self.up.set()
         self.waiting: deque[Stored] = deque()
         self.consumers: list[_Consumer] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -69,6 +70,11 @@ def relayed(node: PrivateNode, relay: TcpRelay, suffix: str = "") -> str:
     return node.amqp_url.replace(str(node.identity.amqp_port), str(relay.port)) + suffix
 
 
+def data_folders(folder: Path, queue: str) -> list[Path]:
+    """Where a private node's quorum queue keeps what it holds."""
+    return [path.parent for path in folder.rglob("quorum/*/2F_*/config") if queue.encode() in path.read_bytes()]
+
+
 async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
     tmp_path: Path, run_name: str, logs
 ) -> None:
@@ -96,6 +102,29 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
             await node.start()
         assert draining.result() == {f"e{number}:end" for number in range(total)}
         assert logs.count("broker reachable again") >= 1
+
+
+async def test_a_queue_that_a_crash_left_half_deleted_is_found_dead_and_made_again(
+    tmp_path: Path, run_name: str
+) -> None:
+    """RabbitMQ 4.3 brings such a queue up empty; 3.10 and 4.0 list it and cannot use it."""
+    queue, other = topology.tickets(run_name, "math"), topology.ready(run_name, "main")
+    async with PrivateNode(tmp_path) as node:
+        async with opened(node.amqp_url, run_name):
+            pass
+        await node.kill()
+        (data,) = data_folders(tmp_path, queue)
+        shutil.rmtree(data)  # what deletes a queue does first; that the broker forgets its name comes later
+        await node.start()
+        async with opened(node.amqp_url, run_name) as broker:
+            assert set(await broker.depths([queue, other])) == {queue, other}
+            await broker.delete_if_dead(queue)
+            await broker.declare(run_name, policies=["main"], kinds=["math"])
+            await broker.publish(queue, end(run_name, 1), deadline_s=60.0)
+            assert (await broker.depths([queue]))[queue].ready == 1
+            for alive in (queue, other, topology.DEAD, "nothing of this name"):
+                assert not await broker.delete_if_dead(alive)
+            assert (await broker.depths([queue, other]))[queue].ready == 1
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,21 @@ async def test_what_deleted_queues_held_is_sent_again(job, broker, say, monkeypa
         assert len(await arrivals(broker, tickets, 2)) == 2
 
 
+async def test_queues_that_the_broker_cannot_bring_up_are_made_again_with_what_they_held(job, broker, say, monkeypatch):
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    monkeypatch.setattr(service, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(core, "LOST_S", 0.0)
+    tickets = topology.tickets("r", "math")
+    async with collecting(job, broker, Store(None, run="r")):
+        await arrivals(broker, tickets, 2)
+        broker.wreck(tickets)  # nothing is to be sent there: that its tickets are missing is found out
+        broker.wreck(READY)
+        for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
+            await broker.publish(IN, piece)
+        assert [episode.episode_id for episode in await arrivals(broker, READY, 1)] == ["e"]
+        assert [ticket.ticket_id for ticket in await arrivals(broker, tickets, 1)] == ["math.2"]
+
+
 async def test_a_queue_that_was_deleted_while_no_collector_ran_is_filled_by_the_next(job, broker, say):
     store = Store(None, run="r")
     async with collecting(job, broker, store):
