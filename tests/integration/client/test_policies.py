@@ -52,7 +52,7 @@ class Run:
                 assert isinstance(delivery.message, Episode)
                 found.append(delivery.message)
                 await delivery.ack()
-            return found
+            return sorted(found, key=lambda made: made.slot.repeat)
 
 
 @contextlib.asynccontextmanager
