@@ -182,7 +182,9 @@ class Core:
         usage = self.groups.usage()
         short = self.short_of() if self.credit.is_quiet(usage) else set()
         lacking = {kind: slots for kind, slots in self.groups.lacking().items() if kind in short} if short else {}
-        effects = self.credit.settle(usage, starved=bool(short), lacking=lacking)
+        learning = self.learning()
+        idle = self.groups.held_by_others(learning) if 0 < len(learning) < len(self.rules.trained) else 0
+        effects = self.credit.settle(usage, starved=bool(short), lacking=lacking, idle=idle)
         self.counts[TICKETS_ISSUED] = self.credit.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:
@@ -190,10 +192,15 @@ class Core:
                 effects.append(do.SaveCount(name, value))
         return effects
 
+    def learning(self) -> tuple[str, ...]:
+        """The trained policies that have steps to go. What the others hold is kept for them, and in nobody's way."""
+        last = self.rules.last_steps
+        return tuple(policy for policy in self.rules.trained if not 0 < last.get(policy, 0) <= self.versions[policy])
+
     def short_of(self) -> set[str]:
         """Kinds without which no learner can fill its next batch."""
         rules, lent = self.rules, self.credit.lent
-        steps = {policy: self.versions[policy] + 1 for policy in rules.trained}
+        steps = {policy: self.versions[policy] + 1 for policy in self.learning()}
         if self._wanted_for != (rules, lent, steps):
             self._wanted_for = (rules, lent, steps)
             self._wanted = {
@@ -321,7 +328,7 @@ class Core:
         effects: list[do.Effect] = [do.Emit("warning", {"text": text}) for text in warnings]
         effects += self._steer(state) if state else []
         pending = any(episode.begin and episode.begin.mode == "train" for episode in self.open.values())
-        drained = self.steering.state.pace == "draining" and not pending and self.groups.starved(self.rules.trained)
+        drained = self.steering.state.pace == "draining" and not pending and self.groups.starved(self.learning())
         if drained and not self._drained:
             effects.append(do.Emit("control", {"state": "drained", "versions": dict(self.versions)}))
         self._drained = drained

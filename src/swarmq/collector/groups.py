@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -127,6 +127,10 @@ class Groups:
             if group.winners:
                 least[group.kind] = min(least.get(group.kind, group.lacks), group.lacks)
         return least
+
+    def held_by_others(self, policies: Collection[str]) -> int:
+        """Published groups that nobody but learners of other policies is to report on."""
+        return sum(group.pending.keys().isdisjoint(policies) for group in self.published.values())
 
     def starved(self, policies: Iterable[str]) -> bool:
         """Whether no learner has as many groups as a batch waiting."""

@@ -41,6 +41,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     when_dry: str = "wait"
     dry_after_s: float = 120.0
     eval: Eval = Eval()
+    last_steps: dict[str, int] = {}
+    """Policy -> the step at which its learner stops, where there is one."""
 
     @classmethod
     def of(cls, job: SwarmJob) -> Rules:
@@ -61,6 +63,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             when_dry=groups.when_dry,
             dry_after_s=groups.dry_after_s,
             eval=job.eval,
+            last_steps={
+                name: policy.train.max_steps for name, policy in job.policies.items() if policy.train.max_steps
+            },
         )
 
     @property

@@ -89,7 +89,7 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
     for group_id, group in core.groups.open.items():
         if group.winners:
             yield ("group", group_id, len(group.winners)), _of_group(core, group_id, now)
-    for policy in rules.trained:
+    for policy in core.learning():
         if (num := core.groups.ready[policy]) >= rules.groups_per_batch:
             version = core.versions[policy]
             yield (

@@ -18,6 +18,7 @@ batch, and that kind has no ticket out and nothing running,
 * the slots that its nearest half-open group lacks are ticketed beyond the window;
 * if no kind has anything out or running, one group more is granted, to be paid back by the next that is trained.
 
+A policy that has reached its last step trains no more: the window is wider by the groups that wait for such learners alone.
 A learner that has a batch waiting stops both, so staleness grows only while learners starve.
 """
 
@@ -83,12 +84,14 @@ class Credit:
         """The step of the first batch of which nothing is granted yet."""
         return -(-self._ever() // self.rules.groups_per_batch) + 1
 
-    def settle(self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int]) -> list[Effect]:
+    def settle(
+        self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int], idle: int = 0
+    ) -> list[Effect]:
         """Grant what was freed and issue tickets. `lacking`: per kind, slots its nearest half-open group lacks;
-        `starved`: no learner has the groups of a batch waiting."""
+        `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for learners at their last step."""
         if not self.is_open:
             return [*self._changed()]
-        self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch - self._granted())
+        self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._granted())
         effects = self._issue(usage, lacking if starved else {})
         idle = not any(tickets for kind, tickets in self.out.items() if kind not in self.lent)
         if starved and idle and not any(used.running for used in usage.values()):

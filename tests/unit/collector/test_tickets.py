@@ -231,3 +231,36 @@ def test_a_kind_that_is_short_gets_its_tickets_though_learners_have_plenty_of_an
         )
     assert bench.core.groups.ready["main"] == 2, "as many as a batch, and none of b"
     assert len(bench.core.credit.out["b"]) == 1
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_policy_at_its_last_step_keeps_no_tickets_from_the_others(make_bench, say, restarted):
+    both = ("a", "b")
+    bench = make_bench(trained=both, known=both, groups_per_batch=1, max_staleness=0, last_steps={"a": 1, "b": 9})
+
+    def play(number: int) -> None:
+        name, ticket = f"e{number}", min(bench.core.credit.out["math"])
+        bench.take(say.begin(name, name, policies=both, ticket_id=ticket))
+        bench.take(say.turn("1", name, policy="a"), say.turn("2", name, policy="b"))
+        bench.take(say.end(name, rewards={"a": 1.0, "b": 0.0}))
+
+    play(0)
+    bench.take(say.consumed("e0", policy="a", version=1), say.consumed("e0", policy="b", version=1))
+    if restarted:
+        bench.restart()
+        bench.settle()
+    for step in range(2, 6):
+        play(step)
+        assert bench.tickets["math"] == step, "one batch in the window, and b has it"
+        bench.take(say.consumed(f"e{step}", policy="b", version=step))
+        assert bench.tickets["math"] == step + 1
+    assert bench.state("e5") == ("published", ""), "a may be given more steps"
+
+
+def test_nothing_is_begun_for_policies_that_are_all_at_their_last_step(make_bench, say):
+    bench = make_bench(groups_per_batch=1, max_staleness=0, last_steps={"main": 1})
+    bench.take(say.begin(ticket_id="math.1"), say.turn(), say.end(), say.consumed("e", version=1))
+    before = bench.tickets["math"]
+    bench.take(say.begin("f", "f", ticket_id="math.2"), say.turn(episode="f"), say.end("f"))
+    bench.wait(1000)
+    assert bench.tickets["math"] == before
