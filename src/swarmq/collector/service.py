@@ -75,6 +75,7 @@ class Collector:
         self._events: deque[Emit] = deque()
         self._no_turns = NoTurns()
         self._restoring = asyncio.Lock()
+        self._reviving = asyncio.Lock()
         queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
         self._queues = frozenset(queues)
 
@@ -290,9 +291,10 @@ class Collector:
 
     async def _revive(self, queue: str) -> None:
         """Make one of the queues that we alone fill again when RabbitMQ could not bring it up: all it held is sent again."""
-        if await self._broker.delete_if_dead(queue):
-            log.warning("queue_dead", queue=queue, why="RabbitMQ could not bring it up after a crash; its log says why")
-            await self._restore()
+        async with self._reviving:  # one after another, or the second takes away what the first has made again
+            if await self._broker.delete_if_dead(queue):
+                log.warning("queue_dead", queue=queue, why="RabbitMQ could not bring it up after a crash; see its log")
+                await self._restore()
 
     async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:
         """Make the queues that are gone again, and send again what they held; what all queues hold now."""
