@@ -22,15 +22,15 @@ _held: deque[int] = deque()
 """Descriptors of sockets, closed by the end of the process."""
 
 
-def die_with_parent() -> None:
-    """For `preexec_fn`: a session of its own, ended with SIGTERM when the thread that started it ends.
+def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
+    """For `preexec_fn`: a session of its own, ended with a signal when the thread that started it ends.
 
     Ctrl-C on a terminal therefore reaches the parent alone, which stops its children in order. Where the system
     has no such call (anything but Linux) children outlive a parent that was killed.
     """
     os.setsid()
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
 
 
 def free_port(host: str = "127.0.0.1") -> int:

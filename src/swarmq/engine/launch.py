@@ -12,9 +12,11 @@ import json
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -125,7 +127,8 @@ class EngineProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                preexec_fn=die_with_parent,
+                # asked to end, vLLM waits for calls in flight, which without its core never end
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
         try:
             async with asyncio.timeout(self._policy.engine.start_timeout_s):

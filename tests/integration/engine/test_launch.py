@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import aiohttp
 import msgspec
 import pytest
 
@@ -80,7 +81,16 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
     await until_gone(engine.pid)
 
 
-async def test_nothing_is_left_when_the_owner_is_killed_hard(tiny_model, tmp_path):
+async def answering(http: aiohttp.ClientSession, port: int) -> aiohttp.ClientResponse:
+    """A call of which the first token has come, and many are to come."""
+    body = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True}
+    response = await http.post(f"http://127.0.0.1:{port}/v1/completions", json=body)
+    assert response.status == 200
+    await response.content.readline()
+    return response
+
+
+async def test_nothing_is_left_when_the_owner_is_killed_hard_with_a_call_in_flight(tiny_model, tmp_path):
     port, log_path = held_port(), tmp_path / "engine.log"
     owner = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", OWNER, str(tiny_model), str(port), str(log_path)),
@@ -93,10 +103,16 @@ async def test_nothing_is_left_when_the_owner_is_killed_hard(tiny_model, tmp_pat
             assert not owner.stdout.at_eof()
         (server,) = children(owner.pid)
         assert len(family(server)) > 1
+        async with aiohttp.ClientSession() as http:
+            call = await answering(http, port)
+            owner.kill()
+            await owner.wait()
+            await until_gone(server)
+            call.close()
     finally:
-        owner.kill()
-        await owner.wait()
-    await until_gone(server)
+        if owner.returncode is None:
+            owner.kill()
+            await owner.wait()
 
 
 async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(tiny_model, tmp_path):
