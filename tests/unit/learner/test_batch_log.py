@@ -210,7 +210,14 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
     )
     environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{os.environ.get('PYTHONPATH', '')}"}
     done = subprocess.run(
-        [sys.executable, "-c", code, __file__, str(tmp_path)],
+        [
+            sys.executable,
+            "-B",
+            "-c",
+            code,
+            __file__,
+            str(tmp_path),
+        ],  # -B: half a file of bytecode would outlive the test
         env=environment,
         capture_output=True,
         text=True,
