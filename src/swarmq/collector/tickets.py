@@ -18,8 +18,9 @@ batch, and that kind has no ticket out and nothing running,
 * the slots that its nearest half-open group lacks are ticketed beyond the window;
 * if no kind has anything out or running, one group more is granted, to be paid back by the next that is trained.
 
-A policy that has reached its last step trains no more: the window is wider by the groups that wait for such learners alone.
 A learner that has a batch waiting stops both, so staleness grows only while learners starve.
+
+A policy that has reached its last step trains no more: the window is wider by the groups that wait for such learners alone.
 """
 
 from __future__ import annotations
