@@ -226,6 +226,7 @@ class Train(Settings, frozen=True, kw_only=True):
     layout: Literal["auto", "rows", "tree"] = "auto"
     """Packed rows, or trees that compute shared beginnings once; `auto` takes what is less work. The result is the same."""
     gradient_checkpointing: bool = True
+    """The backward pass computes layers again, as many as GPU memory does not hold (without a GPU: all of them)."""
     mixed_precision: Literal["no", "bf16"] = "no"
     sharding: Literal["auto", "none", "full"] = "auto"
     """Of several ranks: each holds the whole model, or its share of parameters, gradients and optimizer state (FSDP2);

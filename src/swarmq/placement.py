@@ -38,6 +38,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[tuple[int, ...], ...]
     """GPUs of each engine; more than one share its weights out (tensor parallel)."""
     gpu_memory_utilization: float
+    learner_share: float
+    """Of each GPU of the learner: what it may fill, so that an engine that is started again finds its own."""
     sleep: bool
     reason: str
 
@@ -156,6 +158,7 @@ def _split(needs: Needs, numbers: tuple[int, ...], memory: int) -> Placement | N
         learner=numbers[:ranks],
         engines=tuple(rest[n * width : (n + 1) * width] for n in range(served)),
         gpu_memory_utilization=ALONE,
+        learner_share=HEADROOM,
         sleep=False,
         reason=f"the learner takes {_gib(needs.learner[ranks])} of each of its GPUs' {_gib(memory)}, so that rollouts "
         "go on while it steps",
@@ -181,6 +184,7 @@ def _shared(
         learner=numbers,
         engines=tuple((number,) for number in numbers),
         gpu_memory_utilization=round(utilization, 3),
+        learner_share=round(HEADROOM * share - (0 if sleep else utilization), 3),
         sleep=sleep,
         reason=f"{taken} do not fit together, so the engine sleeps during steps" if sleep else f"{taken} fit together",
     )
@@ -198,6 +202,7 @@ def _served(
         learner=(),
         engines=tuple(numbers[at : at + width] for at in range(0, len(numbers) - width + 1, width)),
         gpu_memory_utilization=policy.engine.gpu_memory_utilization or round(ALONE * share, 3),
+        learner_share=0.0,
         sleep=False,
         reason="it is served and not trained",
     )

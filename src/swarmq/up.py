@@ -41,7 +41,7 @@ from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visi
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
-from swarmq.learner.memory import judges
+from swarmq.learner.memory import GPU_SHARE, judges
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement, place_all
@@ -347,7 +347,7 @@ async def _daemons(
         report(f"{name}: starting")
         argv, log_path = [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log"
         placement = deployment.placements.get(name.removeprefix("learner.")) if name.startswith("learner.") else None
-        gpus = visible(placement.learner) if placement else {}
+        gpus = visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)} if placement else {}
         daemon = Daemon(name, argv, log_path, {ANSWERED: "1", **gpus})
         await daemon.start()
         stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])

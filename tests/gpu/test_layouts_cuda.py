@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config
 
 from swarmq.learner import tree_head
+from swarmq.learner.kept import Checkpointing
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_head import Form, Head, score
 from swarmq.timeline import PrefixTree, row_layouts, standalone
@@ -91,14 +92,16 @@ def in_turn(logprobs, model):
 
 @pytest.mark.parametrize("way", ["rows", "tree"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_log_probabilities_and_gradient_are_the_oracles(name, way):
+@pytest.mark.parametrize("others_kept", [0, 1])
+def test_log_probabilities_and_gradient_are_the_oracles(name, way, others_kept, monkeypatch):
     episodes = group()
     logprobs, gradient = oracle(build(name), episodes)
     layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else row_layouts(episodes, 2000)
     assert len(layouts) > 1
     model = LayoutModel(build(name))
     model.compile_layers()
-    model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    monkeypatch.setattr(Checkpointing, "_how_many", lambda *_: others_kept)
+    Checkpointing.enable(model.model)
     ours, our_gradient = computed(model, layouts)
     assert (ours - logprobs).abs().max() < 1e-5
     assert (our_gradient - gradient).norm() / gradient.norm() < 1e-5

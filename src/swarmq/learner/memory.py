@@ -21,6 +21,8 @@ LAYER_BYTES = 70
 """Per token and hidden unit: everything inside one layer, in BF16."""
 HEADROOM = 0.92
 """Of a GPU's memory may be planned with."""
+GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
+"""Environment variable: the share of its GPU's memory that a learner may fill with what it could do without."""
 GIB = 1 << 30
 
 

@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from swarmq.errors import LearnerError
+from swarmq.learner.kept import Checkpointing
 
 
 def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
@@ -27,7 +28,7 @@ def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     if gradient_checkpointing:
-        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        Checkpointing.enable(lm)
     return lm
 
 

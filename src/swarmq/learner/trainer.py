@@ -87,7 +87,7 @@ class Trainer:
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        if not is_sharded(self.model) and not train.lora:  # hooks and adapters inside of layers are best left alone
+        if not train.lora:  # adapters inside of layers are best left alone
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self.frozen = FrozenModels(initial or source, self.accelerator, vocab_size(policy.model))

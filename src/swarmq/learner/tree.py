@@ -96,7 +96,7 @@ class LayoutModel(nn.Module):
         layers = set(self.model._no_split_modules or ())  # noqa: SLF001 - where transformers names its layers
         for module in self.model.modules():
             if type(module).__name__ in layers:
-                module.compile(dynamic=True)
+                module.forward = torch.compile(module.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
         """Log-probabilities of the layout's S targets at `temperatures`, one for all or [S]."""

@@ -8,7 +8,7 @@ padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product at
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from swarmq.errors import LearnerError
 from swarmq.learner.batched_attention import Batches, Form, Run, attend_in_batches, batches_of
+from swarmq.learner.kept import Kept
 from swarmq.timeline.layout import Layout, block_map, node_spans
 from swarmq.timeline.turns import IntArray
 
@@ -30,9 +31,6 @@ BLOCK = 128
 LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384, 24576))]
 """What layouts are padded to. A block of padding costs one of the many that a real block costs, and its share of the
 copies; a compilation costs seconds."""
-
-KEPT_SHARE = 0.4
-"""Of a GPU's free memory, which attention of all layers may keep for the backward pass of one layout."""
 
 
 class Visibility:
@@ -78,43 +76,6 @@ class Visibility:
     def padded_length(self) -> int:
         """Tokens that the attention kernel is given; what it is compiled for."""
         return len(self._exits)
-
-
-class Kept:
-    """What gradient checkpointing need not compute again. Where memory allows, the tensors that attention saves for its
-    backward pass are exempt from checkpointing, and the recomputation of its layer is given the output that there was."""
-
-    def __init__(self) -> None:
-        self._outputs: dict[torch.nn.Module, Tensor] = {}
-        self._fits: bool | None = None
-
-    def output(self, module: Any, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Tensor:
-        """What `compute` makes of `inputs` (query, key, value), or made when `module` computed this layout before."""
-        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
-        if recomputing and module in self._outputs:
-            return self._outputs.pop(module)
-        if not torch.is_grad_enabled() or not self._may_keep(module, inputs):
-            return compute()
-        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
-            output = compute()
-        self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
-        return output
-
-    def _may_keep(self, module: Any, inputs: Sequence[Tensor]) -> bool:
-        if self._fits is None:
-            layers = module.config.get_text_config().num_hidden_layers
-            size = layers * (inputs[0].nbytes + sum(x.nbytes for x in inputs))  # the output is as large as the query
-            self._fits = size < KEPT_SHARE * free_memory(inputs[0].device)
-        return self._fits
-
-
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that this process could allocate."""
-    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def placed(values: NDArray[Any], device: torch.device) -> Tensor:

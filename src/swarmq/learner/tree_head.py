@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from swarmq.learner.kept import free_memory
+
 CPU_CHUNK = 1 << 22
 """Most logits at once on a CPU: 16 MiB. And most of their gradients that are kept."""
 GPU_SHARE = 1 / 10
@@ -204,9 +206,7 @@ def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
 
 def _room(device: torch.device) -> int:
     """Bytes of a GPU: a share of all, or less where others left little."""
-    free, total = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(min(GPU_SHARE * total, FREE_SHARE * free))
+    return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * free_memory(device)))
 
 
 def _kernels() -> Any:

@@ -1,5 +1,6 @@
-"""Gradient checkpointing computes a layer again, but its attention only where memory is short."""
+"""Gradient checkpointing computes again only what memory does not hold: layers first, their attention last."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -7,8 +8,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swarmq.learner import tree_attention
-from swarmq.learner.tree_attention import Kept
+from swarmq.learner import kept as keeping
+from swarmq.learner.kept import Checkpointing, Kept
+from swarmq.learner.memory import LAYER_BYTES
 
 LAYERS = 3
 
@@ -51,7 +53,7 @@ def gradient(layers, *, checkpointed, times=1):
 
 @pytest.mark.parametrize(("free", "computed"), [(1 << 20, 1), (100, 2)])
 def test_attention_is_computed_again_only_where_memory_is_short(layers, monkeypatch, free, computed):
-    monkeypatch.setattr(tree_attention, "free_memory", lambda _: free)
+    monkeypatch.setattr(keeping, "room", lambda _: free)
     expected = gradient(layers, checkpointed=False)
     found = gradient(layers, checkpointed=True)
     assert [layer.attended for layer in layers] == [computed] * LAYERS
@@ -59,13 +61,69 @@ def test_attention_is_computed_again_only_where_memory_is_short(layers, monkeypa
 
 
 def test_a_second_pass_over_a_layout_is_computed_anew(layers, monkeypatch):
-    monkeypatch.setattr(tree_attention, "free_memory", lambda _: 1 << 20)
+    monkeypatch.setattr(keeping, "room", lambda _: 1 << 20)
     layer, kept = layers[0], Kept()
     for x in (torch.ones(2, 4), torch.zeros(2, 4)):
         assert torch.equal(layer(x, kept), layer(x, Kept()))
 
 
 def test_without_a_gradient_nothing_is_kept(layers, monkeypatch):
-    monkeypatch.setattr(tree_attention, "free_memory", lambda _: pytest.fail("asked for memory"))
+    monkeypatch.setattr(keeping, "room", lambda _: pytest.fail("asked for memory"))
     with torch.no_grad():
         layers[0](torch.ones(2, 4), Kept())
+
+
+WHOLE, ONCE = 1000, 100
+"""Bytes that a layer keeps when it is kept whole, and when it is checkpointed."""
+FIRST = LAYER_BYTES * 8
+"""Room with which the first layer is tried, for an input of 8 numbers."""
+
+
+class Decoder:
+    """Layers on a GPU of `total` bytes, of which they take what `Checkpointing` lets them."""
+
+    def __init__(self, monkeypatch, layers, total):
+        self.total, self.taken = total, 0
+        monkeypatch.setattr(keeping, "LAYERS_SHARE", 1)
+        monkeypatch.setattr(keeping, "room", lambda _: self.total - self.taken)
+        monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
+        monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
+        self.layers, self.checkpointing = layers, Checkpointing(LAYERS, [])
+        self.kept = []
+
+    def checkpoint(self, layer, *inputs, use_reentrant):
+        self.taken -= WHOLE - ONCE  # which running it adds
+        self.kept[-1] = False
+        return checkpoint(layer, *inputs, use_reentrant=use_reentrant)
+
+    def gradient(self):
+        self.layers.zero_grad()
+        self.kept, x = [], torch.linspace(-1, 1, 8).view(1, 2, 4)
+        visibility = SimpleNamespace(kept=Kept(), compiled=True)
+        visibility.kept.attention_bytes, visibility.kept._fits = ONCE - x.nbytes, True
+        for layer in self.layers:
+            self.kept.append(True)
+            x = self.checkpointing(partial(self.run, layer, visibility=visibility), x)
+        x.square().sum().backward()
+        return torch.cat([p.grad.flatten() for p in self.layers.parameters()])
+
+    def run(self, layer, x, *, visibility):
+        self.taken += WHOLE
+        return layer(x, visibility.kept)
+
+
+@pytest.mark.parametrize(
+    ("room", "kept"),
+    [
+        (FIRST, [False, False, False]),
+        (FIRST + 1, [True, False, False]),
+        (2 * WHOLE + ONCE - 1, [True, False, False]),
+        (2 * WHOLE + ONCE, [True, True, False]),
+        (3 * WHOLE, [True, True, True]),
+    ],
+)
+def test_layers_are_kept_whole_as_far_as_memory_goes(layers, monkeypatch, room, kept):
+    decoder = Decoder(monkeypatch, layers, room)
+    found, expected = decoder.gradient(), gradient(layers, checkpointed=False)
+    assert decoder.kept == kept
+    assert torch.equal(found, expected)

@@ -9,7 +9,7 @@ from swarmq.config import Engine, Loss, Policy, Train
 from swarmq.engine.gpus import Gpu, chosen
 from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
-from swarmq.learner.memory import GIB
+from swarmq.learner.memory import GIB, HEADROOM
 from swarmq.placement import place, place_all
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
@@ -99,6 +99,14 @@ def test_what_the_user_chose_is_kept() -> None:
     own, gpus = placement.applied(asked)
     assert own.engine.gpu_memory_utilization == 0.3
     assert gpus == ((0,), (1,))
+
+
+def test_a_learner_leaves_its_engine_the_room_to_start_again() -> None:
+    beside = place(policy(placement="shared"), model(1), [H200])
+    assert not beside.sleep
+    assert beside.learner_share + beside.gpu_memory_utilization == pytest.approx(HEADROOM)
+    asleep = place(policy(engine=Engine(sleep=True), placement="shared"), model(1), [H200])
+    assert asleep.learner_share == place(policy(), model(1), [H200] * 2).learner_share == HEADROOM
 
 
 def test_a_policy_that_is_not_trained_leaves_no_learner_room() -> None:

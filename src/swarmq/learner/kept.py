@@ -1,0 +1,147 @@
+"""Gradient checkpointing that computes again only what a GPU's memory cannot hold.
+
+A pass keeps, as far as there is room: first what attention saves for its backward pass, which costs little memory for its
+time, then whole layers from the first one on. All others are checkpointed as transformers would do it. What a layer
+takes is not estimated but seen, pass by pass, on its first layer. Elsewhere than on CUDA every layer is checkpointed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from swarmq.learner.memory import GPU_SHARE, LAYER_BYTES
+
+log = structlog.get_logger()
+
+ATTENTION_SHARE = 0.4
+"""Of a GPU's free memory, which attention of all layers may keep."""
+LAYERS_SHARE = 0.8
+"""Of what is free beside gradients and the rest of the pass, which whole layers may keep. The head needs some, and memory is
+never without gaps."""
+
+
+class Kept:
+    """What the backward pass of one layout finds ready."""
+
+    def __init__(self) -> None:
+        self.layers: int | None = None
+        """How many more are kept whole; None before the first."""
+        self.whole = False
+        """Whether the layer that is computed now is."""
+        self.attention_bytes: int = 0
+        """Of a checkpointed layer."""
+        self._outputs: dict[nn.Module, Tensor] = {}
+        self._fits: bool | None = None
+
+    def output(self, module: Any, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Tensor:
+        """The attention that `compute` makes of `inputs` (query, key, value), or made before if `module` is computed again.
+
+        The tensors that it saves are exempt from checkpointing, and the recomputation is given the output that there was.
+        """
+        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
+        if recomputing and module in self._outputs:
+            return self._outputs.pop(module)
+        if not torch.is_grad_enabled() or not self._may_keep(module, inputs) or self.whole:
+            return compute()
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            output = compute()
+        self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
+        return output
+
+    def _may_keep(self, module: Any, inputs: Sequence[Tensor]) -> bool:
+        if self._fits is None:
+            layers = module.config.get_text_config().num_hidden_layers
+            size = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output is as large as the query
+            self._fits = layers * size < ATTENTION_SHARE * room(inputs[0].device)
+            self.attention_bytes = size if self._fits else 0
+        return self._fits
+
+
+class Checkpointing:
+    """Stands where transformers has a layer checkpointed, and decides which are."""
+
+    @classmethod
+    def enable(cls, lm: Any) -> None:
+        """Let this decide for every layer of a transformers model."""
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in lm.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        decide = cls(len(layers), list(lm.parameters()))
+        for layer in layers:
+            layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
+
+    def __init__(self, num_layers: int, parameters: Sequence[nn.Parameter]) -> None:
+        self._num_layers, self._parameters = num_layers, parameters
+        self._told: int | None = None
+
+    def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
+        """`layer` of `inputs`, the first of which are the hidden states [1, T, hidden]."""
+        visibility = layer.keywords.get("visibility")
+        if visibility is None or not visibility.compiled:
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        kept, hidden = visibility.kept, inputs[0]
+        if kept.layers is None:
+            kept.layers = 0
+            if LAYER_BYTES * hidden.numel() < self._room(hidden.device):
+                before = allocated(hidden.device)
+                outputs = _whole(kept, layer, inputs)
+                taken = allocated(hidden.device) - before
+                kept.layers = self._how_many(self._room(hidden.device), taken, hidden.nbytes + kept.attention_bytes)
+                self._tell(kept.layers + 1, hidden)
+                return outputs
+            self._tell(0, hidden)
+        if kept.layers > 0:
+            kept.layers -= 1
+            return _whole(kept, layer, inputs)
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+    def _how_many(self, room: float, whole: int, checkpointed: int) -> int:
+        """Layers beside the first that may be kept, when one takes `whole` bytes, and `checkpointed` where it is."""
+        others = self._num_layers - 1
+        return max(0, min(others, int((room - others * checkpointed) / max(whole - checkpointed, 1))))
+
+    def _room(self, device: torch.device) -> float:
+        """Bytes for whole layers: beside gradients that do not exist yet, and under autocast the weights in BF16."""
+        later = sum(4 * p.numel() for p in self._parameters if p.requires_grad and p.grad is None)
+        if torch.is_autocast_enabled("cuda"):
+            later += 2 * sum(p.numel() for p in self._parameters)
+        return LAYERS_SHARE * (room(device) - later)
+
+    def _tell(self, kept: int, hidden: Tensor) -> None:
+        if kept != self._told:
+            log.info("gradient_checkpointing", layers_kept=kept, layers=self._num_layers, tokens=hidden.shape[-2])
+            self._told = kept
+
+
+def _whole(kept: Kept, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    kept.whole = True
+    try:
+        return layer(*inputs)
+    finally:
+        kept.whole = False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process could allocate."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
+
+
+def room(device: torch.device) -> int:
+    """Bytes that it may fill with what it could do without."""
+    mine = float(os.environ.get(GPU_SHARE, "1")) * torch.cuda.mem_get_info(device)[1]
+    return min(free_memory(device), int(mine) - allocated(device))
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)
