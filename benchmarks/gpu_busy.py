@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from typing import Any, NamedTuple, Self
@@ -17,6 +18,12 @@ class Look(NamedTuple):
     """0 to 1."""
     used_bytes: int
     gpu: int = 0
+
+
+def visible(count: int) -> list[int]:
+    """Of a host's `count` GPUs, those that programs started from here see, by the host's numbers."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(range(count)) if chosen is None else [int(number) for number in chosen.split(",") if number]
 
 
 class GpuWatch:
@@ -52,7 +59,7 @@ class GpuWatch:
             nvml: Any = pynvml
             with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlInit()
-                gpus = [nvml.nvmlDeviceGetHandleByIndex(n) for n in range(nvml.nvmlDeviceGetCount())]
+                gpus = [nvml.nvmlDeviceGetHandleByIndex(n) for n in visible(nvml.nvmlDeviceGetCount())]
                 while not self._stop.wait(LOOK_S):
                     for number, gpu in enumerate(gpus):
                         busy = nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100

@@ -6,7 +6,7 @@
 The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
 (swarmq.learner.warm) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
 rewards. Every seed makes its own model, which all losses start from. Held-out problems are asked before, in between
-and after. Results and curves are saved after every run.
+and after. Results and curves are saved after every run, beside those of other seeds and losses that lie there.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ def main() -> None:
     arguments = parse()
     size, cuda = SIZES[arguments.size], arguments.device == "cuda"
     name = f"learns_{report.place(arguments.device)}"
-    runs: list[dict[str, Any]] = []
+    planned = set(itertools.product(arguments.seeds, arguments.losses))
+    earlier = report.kept(name, out=arguments.out)[1].get("runs", [])
+    runs: list[dict[str, Any]] = [one for one in earlier if (one["seed"], one["loss"]) not in planned]
     with tempfile.TemporaryDirectory(prefix="swarmq-learns-") as folder:
         for seed in arguments.seeds:
             model = made_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps, cuda=cuda)
@@ -103,7 +105,7 @@ def main() -> None:
                 print(f"--- seed {seed}, {loss}", flush=True)
                 job = job_of(Path(folder), model, size, seed, loss, arguments.steps, cuda=cuda)
                 runs.append({"seed": seed, "loss": loss} | asyncio.run(trained(job, arguments.steps)))
-                finished = len(runs) == len(arguments.seeds) * len(arguments.losses)
+                finished = planned <= {(one["seed"], one["loss"]) for one in runs}
                 figures, out = figures_of(runs), arguments.out
                 report.save(name, figures, detail={"runs": runs}, out=out, finished=finished)
                 draw(runs, (out or report.RESULTS) / f"{name}.png")

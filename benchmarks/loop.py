@@ -67,8 +67,8 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
 
 SIZES = {
     "tiny": Size(turns=3, sampled=16, words=8, groups=2, at_once=16, pass_tokens=2048, gpu_share=0.1, workers=1),
-    "1.7b": Size(turns=8, sampled=128, words=64, groups=8, at_once=192, pass_tokens=32768, gpu_share=0.45),
-    "4b": Size(turns=8, sampled=128, words=64, groups=4, at_once=96, pass_tokens=16384, gpu_share=0.28),
+    "1.7b": Size(turns=8, sampled=128, words=64, groups=8, at_once=192, pass_tokens=16384, gpu_share=0.32),
+    "4b": Size(turns=8, sampled=128, words=64, groups=4, at_once=96, pass_tokens=16384, gpu_share=0.24),
 }
 GROUP_SIZE = 8
 

@@ -33,6 +33,7 @@ from benchmarks.timelines_figure import draw
 from benchmarks.timelines_oracle import compare, worst
 from benchmarks.timelines_results import HEADS, WAYS, Flops, Measured, described, line, rest, summary
 from benchmarks.workloads import WORKLOADS, Episode, Source, Workload, batch
+from swarmq.learner.kept import Checkpointing
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, pack, plan, row_layouts, unfold
 from swarmq.timeline.layout import num_pairs
@@ -70,7 +71,6 @@ class Setting(NamedTuple):
     only: list[str]
     deadline: float
     """Of time.monotonic()."""
-    compiled: bool
 
 
 class Repeats(NamedTuple):
@@ -102,7 +102,6 @@ def main() -> None:
         others=Repeats(*arguments.side_repeats),
         only=arguments.only.split(",") if arguments.only else [],
         deadline=began + arguments.deadline,
-        compiled=arguments.compiled,
     )
     check = {} if arguments.no_check else compare(device)
     run = Run([], [], {})
@@ -160,9 +159,6 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--only", help=f"workloads, separated by commas: {', '.join(w.name for w in WORKLOADS)}")
     parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which nothing new is begun")
-    parser.add_argument(
-        "--compiled", action="store_true", help="compile the layers, as the learner does on a GPU; a result of its own"
-    )
     parser.add_argument("--no-check", action="store_true", help="leave out the FP32 comparison with the oracle")
     return parser.parse_args()
 
@@ -170,8 +166,7 @@ def parse() -> argparse.Namespace:
 def measure(setting: Setting, run: Run) -> Iterator[None]:
     """Every workload that fits the time, into `run`; a stop after each."""
     model = LayoutModel(build(setting.model, setting.device))
-    if setting.compiled:
-        model.compile_layers()
+    model.compile_layers()
     source = Source(setting.unit, model.model.config.vocab_size)
     warm: set[int] = set()
     for workload in WORKLOADS:
@@ -272,8 +267,7 @@ def kind_of(kernel: str) -> str:
 def name_of(setting: Setting) -> str:
     """Of the result: after the device, and the model if it is not the one usual there."""
     usual = setting.model == ("1.7b" if setting.device.type == "cuda" else "tiny")
-    name = f"timelines_{report.place(setting.device.type)}" + ("" if usual else f"_{setting.model.replace('.', 'p')}")
-    return f"{name}_compiled" if setting.compiled else name
+    return f"timelines_{report.place(setting.device.type)}" + ("" if usual else f"_{setting.model.replace('.', 'p')}")
 
 
 def wait(device: torch.device) -> None:
@@ -290,7 +284,7 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, attn_implementation="sdpa"
         )
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    Checkpointing.enable(model)
     return model
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks.workloads import Episode, Source, forks, think_stripped
+from swarmq.learner.kept import Checkpointing
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import Layout, PrefixTree, row_layouts
 
@@ -59,7 +60,7 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
     with device:
         model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     model.train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    Checkpointing.enable(model)
     return model
 
 

@@ -16,6 +16,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from swarmq.learner.memory import GPU_SHARE, LAYER_BYTES
 
@@ -72,7 +73,7 @@ class Checkpointing:
     def enable(cls, lm: Any) -> None:
         """Let this decide for every layer of a transformers model."""
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        layers = [module for module in lm.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
         decide = cls(len(layers), list(lm.parameters()))
         for layer in layers:
             layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
