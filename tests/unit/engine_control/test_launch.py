@@ -19,12 +19,12 @@ LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_c
 @pytest.mark.parametrize(("limit", "served"), [(None, "2048"), (512, "512"), (4096, "2048")])
 def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, served):
     model = msgspec.structs.replace(SMALL, max_length=limit)
-    words = arguments(Policy(model="m"), model, port=81, cuda=False)
+    words = arguments(Policy(model="m"), model, port=81, cuda=False, cores=2)
     assert words[words.index("--max-model-len") + 1] == served
 
 
 def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
-    words = arguments(Policy(model="m"), SMALL, port=81, cuda=False)
+    words = arguments(Policy(model="m"), SMALL, port=81, cuda=False, cores=2)
     for option, value in (
         ("--host", "127.0.0.1"),
         ("--port", "81"),
@@ -39,22 +39,29 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
 
 def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
     policy = Policy(model="m")
-    cpu, gpu = (arguments(policy, SMALL, port=81, cuda=cuda) for cuda in (False, True))
+    cpu, gpu = (arguments(policy, SMALL, port=81, cuda=cuda, cores=16) for cuda in (False, True))
     assert cpu[cpu.index("--dtype") + 1] == "float32"
     assert gpu[gpu.index("--dtype") + 1] == "auto"
     assert "--enforce-eager" not in gpu
 
 
+@pytest.mark.parametrize(("cores", "servers"), [(2, "1"), (8, "2"), (16, "4"), (128, "4")])
+def test_callers_of_a_gpu_are_served_by_several_processes_where_there_are_cores(cores, servers):
+    words = arguments(Policy(model="m"), SMALL, port=81, cuda=True, cores=cores)
+    assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
+    assert words[words.index("--api-server-count") + 1] == servers
+
+
 def test_arguments_of_the_user_come_last():
     thinking = msgspec.structs.replace(SMALL, reasoning_parser="qwen3")
-    words = arguments(Policy(model="m"), thinking, port=81, cuda=False)
+    words = arguments(Policy(model="m"), thinking, port=81, cuda=False, cores=2)
     assert words[words.index("--reasoning-parser") + 1] == "qwen3"
     policy = Policy(model="m", engine=Engine(arguments=("--tool-call-parser", "other")))
-    assert arguments(policy, SMALL, port=81, cuda=False)[-2:] == ["--tool-call-parser", "other"]
+    assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-2:] == ["--tool-call-parser", "other"]
 
 
 def test_a_model_without_known_tool_calls_gets_no_parser():
-    assert "--enable-auto-tool-choice" not in arguments(Policy(model="m"), LARGE, port=81, cuda=False)
+    assert "--enable-auto-tool-choice" not in arguments(Policy(model="m"), LARGE, port=81, cuda=False, cores=2)
 
 
 def test_the_environment_of_the_user_stays_but_weights_can_always_be_controlled():
