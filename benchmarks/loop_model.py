@@ -36,6 +36,9 @@ def make_model(folder: Path, shape: str, device: str) -> None:
         model = Qwen3ForCausalLM(config).to(torch.bfloat16 if device == "cuda" else torch.float32)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    del model
+    if device == "cuda":
+        torch.cuda.empty_cache()  # which is the engine's and the learner's
 
 
 def make_tokenizer(size: int) -> PreTrainedTokenizerFast:

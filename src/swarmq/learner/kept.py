@@ -22,11 +22,9 @@ from swarmq.learner.memory import GPU_SHARE, LAYER_BYTES
 
 log = structlog.get_logger()
 
-ATTENTION_SHARE = 0.4
-"""Of a GPU's free memory, which attention of all layers may keep."""
-LAYERS_SHARE = 0.8
-"""Of what is free beside gradients and the rest of the pass, which whole layers may keep. The head needs some, and memory is
-never without gaps."""
+SHARE = 0.8
+"""Of what will be free beside gradients, one layer's recomputation and the inputs of all others, which may be kept: the head
+needs some, and memory is never without gaps."""
 
 
 class Kept:
@@ -37,6 +35,8 @@ class Kept:
         """How many more are kept whole; None before the first."""
         self.whole = False
         """Whether the layer that is computed now is."""
+        self.room = 0.0
+        """Bytes, of attention in all layers."""
         self.attention_bytes: int = 0
         """Of a checkpointed layer."""
         self._outputs: dict[nn.Module, Tensor] = {}
@@ -61,7 +61,7 @@ class Kept:
         if self._fits is None:
             layers = module.config.get_text_config().num_hidden_layers
             size = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output is as large as the query
-            self._fits = layers * size < ATTENTION_SHARE * room(inputs[0].device)
+            self._fits = layers * size < self.room
             self.attention_bytes = size if self._fits else 0
         return self._fits
 
@@ -89,12 +89,12 @@ class Checkpointing:
             return checkpoint(layer, *inputs, use_reentrant=False)
         kept, hidden = visibility.kept, inputs[0]
         if kept.layers is None:
-            kept.layers = 0
-            if LAYER_BYTES * hidden.numel() < self._room(hidden.device):
+            kept.layers, kept.room = 0, self._room(hidden)
+            if LAYER_BYTES * hidden.numel() < kept.room:
                 before = allocated(hidden.device)
                 outputs = _whole(kept, layer, inputs)
                 taken = allocated(hidden.device) - before
-                kept.layers = self._how_many(self._room(hidden.device), taken, hidden.nbytes + kept.attention_bytes)
+                kept.layers = self._how_many(self._room(hidden), taken - hidden.nbytes, kept.attention_bytes)
                 self._tell(kept.layers + 1, hidden)
                 return outputs
             self._tell(0, hidden)
@@ -103,17 +103,20 @@ class Checkpointing:
             return _whole(kept, layer, inputs)
         return checkpoint(layer, *inputs, use_reentrant=False)
 
-    def _how_many(self, room: float, whole: int, checkpointed: int) -> int:
-        """Layers beside the first that may be kept, when one takes `whole` bytes, and `checkpointed` where it is."""
+    def _how_many(self, room: float, whole: int, attention: int) -> int:
+        """Layers beside the first that may be kept, when one takes `whole` bytes besides its input, and the `attention` that
+        is kept anyway a part of it."""
         others = self._num_layers - 1
-        return max(0, min(others, int((room - others * checkpointed) / max(whole - checkpointed, 1))))
+        return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
-    def _room(self, device: torch.device) -> float:
-        """Bytes for whole layers: beside gradients that do not exist yet, and under autocast the weights in BF16."""
+    def _room(self, hidden: Tensor) -> float:
+        """Bytes that may be kept beside what cannot be helped: gradients that do not exist yet, under autocast the weights in
+        BF16, the input of every layer, and one layer when it is computed again."""
         later = sum(4 * p.numel() for p in self._parameters if p.requires_grad and p.grad is None)
         if torch.is_autocast_enabled("cuda"):
             later += 2 * sum(p.numel() for p in self._parameters)
-        return LAYERS_SHARE * (room(device) - later)
+        later += self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
+        return SHARE * (room(hidden.device) - later)
 
     def _tell(self, kept: int, hidden: Tensor) -> None:
         if kept != self._told:

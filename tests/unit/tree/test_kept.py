@@ -39,44 +39,51 @@ def layers():
     return nn.ModuleList(Layer() for _ in range(LAYERS))
 
 
-def gradient(layers, *, checkpointed, times=1):
+def with_room(size=1 << 20):
+    kept = Kept()
+    kept.room = size
+    return kept
+
+
+def gradient(layers, *, checkpointed, room=1 << 20):
     layers.zero_grad()
     for layer in layers:
         layer.attended = 0
-    for _ in range(times):
-        kept, x = Kept(), torch.linspace(-1, 1, 8).view(2, 4)
-        for layer in layers:
-            x = checkpoint(layer, x, kept, use_reentrant=False) if checkpointed else layer(x, kept)
-        x.square().sum().backward()
+    kept, x = with_room(room), torch.linspace(-1, 1, 8).view(2, 4)
+    for layer in layers:
+        x = checkpoint(layer, x, kept, use_reentrant=False) if checkpointed else layer(x, kept)
+    x.square().sum().backward()
     return torch.cat([p.grad.flatten() for p in layers.parameters()])
 
 
-@pytest.mark.parametrize(("free", "computed"), [(1 << 20, 1), (100, 2)])
-def test_attention_is_computed_again_only_where_memory_is_short(layers, monkeypatch, free, computed):
-    monkeypatch.setattr(keeping, "room", lambda _: free)
+@pytest.mark.parametrize(("room", "computed"), [(1 << 20, 1), (100, 2)])
+def test_attention_is_computed_again_only_where_memory_is_short(layers, room, computed):
     expected = gradient(layers, checkpointed=False)
-    found = gradient(layers, checkpointed=True)
+    found = gradient(layers, checkpointed=True, room=room)
     assert [layer.attended for layer in layers] == [computed] * LAYERS
     assert torch.equal(found, expected)
 
 
-def test_a_second_pass_over_a_layout_is_computed_anew(layers, monkeypatch):
-    monkeypatch.setattr(keeping, "room", lambda _: 1 << 20)
-    layer, kept = layers[0], Kept()
+def test_a_second_pass_over_a_layout_is_computed_anew(layers):
+    layer, kept = layers[0], with_room()
     for x in (torch.ones(2, 4), torch.zeros(2, 4)):
         assert torch.equal(layer(x, kept), layer(x, Kept()))
 
 
-def test_without_a_gradient_nothing_is_kept(layers, monkeypatch):
-    monkeypatch.setattr(keeping, "room", lambda _: pytest.fail("asked for memory"))
+def test_without_a_gradient_nothing_is_kept(layers):
+    kept = with_room()
     with torch.no_grad():
-        layers[0](torch.ones(2, 4), Kept())
+        layers[0](torch.ones(2, 4), kept)
+    assert not kept._outputs
 
 
-WHOLE, ONCE = 1000, 100
-"""Bytes that a layer keeps when it is kept whole, and when it is checkpointed."""
-FIRST = LAYER_BYTES * 8
-"""Room with which the first layer is tried, for an input of 8 numbers."""
+WHOLE, INPUT, ATTENTION = 1000, 32, 100
+"""Bytes that a layer keeps when it is kept whole, and the input and the attention of one that is not."""
+TRIED = LAYER_BYTES * 8
+"""Bytes with which the first layer is tried; as many are left for one that is computed again."""
+HELD = LAYERS * INPUT + TRIED
+REST = HELD + WHOLE + (LAYERS - 1) * ATTENTION
+MORE = WHOLE - INPUT - ATTENTION
 
 
 class Decoder:
@@ -84,7 +91,7 @@ class Decoder:
 
     def __init__(self, monkeypatch, layers, total):
         self.total, self.taken = total, 0
-        monkeypatch.setattr(keeping, "LAYERS_SHARE", 1)
+        monkeypatch.setattr(keeping, "SHARE", 1)
         monkeypatch.setattr(keeping, "room", lambda _: self.total - self.taken)
         monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
@@ -92,7 +99,7 @@ class Decoder:
         self.kept = []
 
     def checkpoint(self, layer, *inputs, use_reentrant):
-        self.taken -= WHOLE - ONCE  # which running it adds
+        self.taken -= WHOLE - INPUT - ATTENTION  # which running it adds
         self.kept[-1] = False
         return checkpoint(layer, *inputs, use_reentrant=use_reentrant)
 
@@ -100,7 +107,7 @@ class Decoder:
         self.layers.zero_grad()
         self.kept, x = [], torch.linspace(-1, 1, 8).view(1, 2, 4)
         visibility = SimpleNamespace(kept=Kept(), compiled=True)
-        visibility.kept.attention_bytes, visibility.kept._fits = ONCE - x.nbytes, True
+        visibility.kept.attention_bytes, visibility.kept._fits = ATTENTION, True
         for layer in self.layers:
             self.kept.append(True)
             x = self.checkpointing(partial(self.run, layer, visibility=visibility), x)
@@ -115,11 +122,11 @@ class Decoder:
 @pytest.mark.parametrize(
     ("room", "kept"),
     [
-        (FIRST, [False, False, False]),
-        (FIRST + 1, [True, False, False]),
-        (2 * WHOLE + ONCE - 1, [True, False, False]),
-        (2 * WHOLE + ONCE, [True, True, False]),
-        (3 * WHOLE, [True, True, True]),
+        (HELD + TRIED, [False, False, False]),
+        (HELD + TRIED + 1, [True, False, False]),
+        (REST + MORE - 1, [True, False, False]),
+        (REST + MORE, [True, True, False]),
+        (REST + 2 * MORE, [True, True, True]),
     ],
 )
 def test_layers_are_kept_whole_as_far_as_memory_goes(layers, monkeypatch, room, kept):
