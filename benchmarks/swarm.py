@@ -1,6 +1,6 @@
 """The swarm: many clients, several kinds, several models, changed while it runs.
 
-    python -m benchmarks.swarm --part collector mix edit scale policies
+    python -m benchmarks.swarm --part collector mix edit scale hold policies
 
 Each part can be run alone, and needs no more than it uses; the figures of parts that were not run are kept from the last time.
 """
@@ -16,7 +16,7 @@ import msgspec
 from benchmarks import report
 from swarmq.messages import encode
 
-PARTS = ("collector", "mix", "edit", "scale", "policies")
+PARTS = ("collector", "mix", "edit", "scale", "hold", "policies")
 EPISODES = 1600
 PICTURE = Path(__file__).parents[1] / "docs" / "images" / "swarm-edit.png"
 
@@ -35,6 +35,7 @@ def main() -> None:
         "collector": lambda: [one_collector()],
         "mix": lambda: [mix()],
         "scale": lambda: [scale(options.episodes)],
+        "hold": lambda: [hold(options.episodes)],
         "edit": lambda: [edit()],
         "policies": lambda: policies(options.seeds, options.steps),
     }
@@ -85,6 +86,15 @@ def scale(episodes: int) -> Found:
         "overhead_cpu_ms_16_workers": sum(many.cpu_ms.values()),
     }
     return figures, {"note": swarm_scale.__doc__, "workers": msgspec.to_builtins(found)}
+
+
+def hold(episodes: int) -> Found:
+    from benchmarks import swarm_scale  # noqa: PLC0415 - a part needs no more than it uses
+
+    found = swarm_scale.hold(episodes)
+    cost = sum(found.cpu_ms.values())
+    figures = {"held_episodes": found.open_max, "held_episodes_per_s": found.episodes_per_s, "held_cpu_ms": cost}
+    return figures, msgspec.to_builtins(found)
 
 
 def edit() -> Found:

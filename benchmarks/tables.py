@@ -22,8 +22,8 @@ HEADLINES = (
     ("from an edited reward function to its first traceback", "demo", "{edit_to_traceback_s:.2f} s"),
     ("chats of 10, 20, 30 turns, 1.7 B: folded over a row for each turn", "timelines_h200", "{speedup_linear_10:.1f}x, {speedup_linear_20:.1f}x, {speedup_linear_30:.1f}x"),
     ("episodes that fork, 1.7 B: trees; rows of merged prefixes alone", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
-    ("learner alone, 1.7 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}"),
-    ("the same over plain transformers", "learner_h200", "{over_baseline_1p7b:.1f}x"),
+    ("learner alone, 1.7 B, 4 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
+    ("the same over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
     ("bytes on the queue for a sampled token at 50 turns; with whole prompts", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
     ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
