@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
@@ -74,11 +74,12 @@ class Checkpointing:
         """Let this decide for every layer of a transformers model."""
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
-        decide = cls(len(layers), list(lm.parameters()))
+        decide = cls(len(layers), lm.parameters)
         for layer in layers:
             layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
 
-    def __init__(self, num_layers: int, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """`parameters` are those that the model has now: sharding puts others in their places."""
         self._num_layers, self._parameters = num_layers, parameters
         self._told: int | None = None
 
@@ -112,9 +113,10 @@ class Checkpointing:
     def _room(self, hidden: Tensor) -> float:
         """Bytes that may be kept beside what cannot be helped: gradients that do not exist yet, under autocast the weights in
         BF16, the input of every layer, and one layer when it is computed again."""
-        later = sum(4 * p.numel() for p in self._parameters if p.requires_grad and p.grad is None)
+        parameters = list(self._parameters())
+        later = sum(4 * p.numel() for p in parameters if p.requires_grad and p.grad is None)
         if torch.is_autocast_enabled("cuda"):
-            later += 2 * sum(p.numel() for p in self._parameters)
+            later += 2 * sum(p.numel() for p in parameters)
         later += self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
         return SHARE * (room(hidden.device) - later)
 

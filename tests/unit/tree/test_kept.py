@@ -95,7 +95,7 @@ class Decoder:
         monkeypatch.setattr(keeping, "room", lambda _: self.total - self.taken)
         monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
-        self.layers, self.checkpointing = layers, Checkpointing(LAYERS, [])
+        self.layers, self.checkpointing = layers, Checkpointing(LAYERS, list)
         self.kept = []
 
     def checkpoint(self, layer, *inputs, use_reentrant):
