@@ -94,6 +94,7 @@ def hold(episodes: int) -> Found:
     found = swarm_scale.hold(episodes)
     cost = sum(found.cpu_ms.values())
     figures = {"held_episodes": found.open_max, "held_episodes_per_s": found.episodes_per_s, "held_cpu_ms": cost}
+    figures["held_dropped"] = found.dropped
     return figures, msgspec.to_builtins(found)
 
 

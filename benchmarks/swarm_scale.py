@@ -39,6 +39,8 @@ class Scaled(msgspec.Struct, frozen=True, kw_only=True):
     """Part -> processor milliseconds an episode, of all its processes together."""
     open_max: int
     """Episodes at once that the collector saw."""
+    dropped: int = 0
+    """Episodes that were not trained, for any reason."""
 
 
 def run(episodes: int) -> list[Scaled]:
@@ -80,7 +82,8 @@ async def _run(folder: Path, workers: int, episodes: int, *, seconds: float, sta
             await world.until(lambda _, seen=seen: finished() > seen)
             most = max(most, int(world.follower.board.part("collector").get("open", 0)))
         took, count, after = time.monotonic() - began, finished() - first, spent()
+        dropped = sum(world.follower.board.part("collector").get("dropped", {}).values())
     cost: defaultdict[str, float] = defaultdict(float)
     for name in after:
         cost[name.partition(".")[0]] += 1e3 * (after[name] - before[name]) / count
-    return Scaled(workers=workers, episodes_per_s=count / took, cpu_ms=dict(cost), open_max=most)
+    return Scaled(workers=workers, episodes_per_s=count / took, cpu_ms=dict(cost), open_max=most, dropped=dropped)

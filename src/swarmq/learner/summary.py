@@ -52,6 +52,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
         "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
         "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
+        "groups_by_kind": dict(Counter(group[0].kind for group in groups_of(episodes))),
         "episodes": len(episodes),
         "groups": groups,
         "equal_groups": equal / max(groups + equal, 1),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -18,6 +20,8 @@ STALE_S = 15.0
 def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
     """The whole screen: learners, episodes, queues, warnings."""
     parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board)]
+    if any(len(_kinds_of(steps)) > 1 for steps in board.steps.values()):
+        parts.append(_kinds(board, width))
     if board.rounds:
         parts.append(_rounds(board, width))
     if board.warnings:
@@ -89,6 +93,32 @@ def _flow(board: Board) -> RenderableType:
         columns.add_column(title, ratio=1)
     columns.add_row(left, middle, right)
     return columns
+
+
+def _kinds(board: Board, width: int) -> RenderableType:
+    """What each kind of task had of the newest batch, and how its reward came to be."""
+    table = Table(box=None, padding=(0, 2), expand=True)
+    for column in ("policy", "kind", "groups in the batch", "reward", "solved"):
+        table.add_column(column, justify="left" if column in {"policy", "kind"} else "right")
+    table.add_column("reward by step", ratio=1)
+    for policy, steps in sorted(board.steps.items()):
+        last = steps[-1]
+        for kind in _kinds_of(steps):
+            history = [float(step["reward_by_kind"][kind]) for step in steps if kind in step.get("reward_by_kind", {})]
+            solved = last.get("success_by_kind", {}).get(kind)
+            table.add_row(
+                policy,
+                kind,
+                str(last.get("groups_by_kind", {}).get(kind, 0)),
+                f"{history[-1]:.3f}",
+                "-" if solved is None else f"{solved:.1%}",
+                Text(sparkline(history, max(10, width // 4), low=0.0), style="green"),
+            )
+    return table
+
+
+def _kinds_of(steps: Iterable[Mapping[str, Any]]) -> list[str]:
+    return sorted({kind for step in steps for kind in step.get("reward_by_kind", {})})
 
 
 def _rounds(board: Board, width: int) -> RenderableType:

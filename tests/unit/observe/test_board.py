@@ -31,6 +31,26 @@ def test_steps_warnings_and_counts_reach_the_screen():
         assert expected in shown
 
 
+def test_each_kind_of_a_mix_is_shown_with_its_share_and_rewards():
+    board = Board(run="r")
+    for version, code in ((1, 0.125), (2, 0.375)):
+        rewards, groups = {"math": 0.5, "code": code}, {"math": 6, "code": 2}
+        board.fold(
+            event(
+                "step", version=version, reward_by_kind=rewards, groups_by_kind=groups, success_by_kind={"code": 0.25}
+            )
+        )
+    shown = {line.split()[2]: line for line in text_of(board).splitlines() if "main" in line and len(line.split()) > 3}
+    assert [word in shown["code"] for word in (" 2 ", "0.375", "25.0%", BLOCKS[7])] == [True] * 4
+    assert [word in shown["math"] for word in (" 6 ", "0.500", " - ")] == [True] * 3
+
+
+def test_a_single_kind_is_not_told_apart():
+    board = Board(run="r")
+    board.fold(event("step", version=1, reward_by_kind={"default": 0.5}))
+    assert "kind" not in text_of(board)
+
+
 def test_the_screen_shows_how_much_drifted_and_why_turns_branched():
     board = Board(run="r")
     board.fold(event("state", source="proxy.0", drift_rate=0.25, repaired=1200, branches={"history_edited": 7}))
