@@ -36,7 +36,7 @@ class Kept:
         self.whole = False
         """Whether the layer that is computed now is."""
         self.room = 0.0
-        """Bytes, of attention in all layers."""
+        """Bytes, of attention in one layer."""
         self.attention_bytes: int = 0
         """Of a checkpointed layer."""
         self._outputs: dict[nn.Module, Tensor] = {}
@@ -50,18 +50,17 @@ class Kept:
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
         if recomputing and module in self._outputs:
             return self._outputs.pop(module)
-        if not torch.is_grad_enabled() or not self._may_keep(module, inputs) or self.whole:
+        if not torch.is_grad_enabled() or not self._may_keep(inputs) or self.whole:
             return compute()
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             output = compute()
         self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
         return output
 
-    def _may_keep(self, module: Any, inputs: Sequence[Tensor]) -> bool:
+    def _may_keep(self, inputs: Sequence[Tensor]) -> bool:
         if self._fits is None:
-            layers = module.config.get_text_config().num_hidden_layers
             size = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output is as large as the query
-            self._fits = layers * size < self.room
+            self._fits = size < self.room
             self.attention_bytes = size if self._fits else 0
         return self._fits
 
@@ -90,8 +89,9 @@ class Checkpointing:
             return checkpoint(layer, *inputs, use_reentrant=False)
         kept, hidden = visibility.kept, inputs[0]
         if kept.layers is None:
-            kept.layers, kept.room = 0, self._room(hidden)
-            if LAYER_BYTES * hidden.numel() < kept.room:
+            free = self._room(hidden)
+            kept.layers, kept.room = 0, free / self._num_layers
+            if LAYER_BYTES * hidden.numel() < free:
                 before = allocated(hidden.device)
                 outputs = _whole(kept, layer, inputs)
                 taken = allocated(hidden.device) - before

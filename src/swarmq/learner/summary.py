@@ -44,6 +44,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_tallies(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
+    grouped = groups_of(episodes)
     groups = len({episode.group_id for episode in episodes})
     equal = sum(index.groups_equal for index in indices)
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -52,11 +53,11 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
         "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
         "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
-        "groups_by_kind": dict(Counter(group[0].kind for group in groups_of(episodes))),
+        "groups_by_kind": dict(Counter(group[0].kind for group in grouped)),
         "episodes": len(episodes),
         "groups": groups,
         "equal_groups": equal / max(groups + equal, 1),
-        "partial_groups": sum(len(g) < g[0].group_size for g in groups_of(episodes)) / max(groups, 1),
+        "partial_groups": sum(len(g) < g[0].group_size for g in grouped) / max(groups, 1),
         "length_penalised": _share(length_penalty(e, record.settings) > 0 for e in episodes)
         if record.settings
         else 0.0,
