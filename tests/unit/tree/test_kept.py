@@ -106,6 +106,7 @@ class Decoder:
         self.layers.zero_grad()
         self.kept, x = [], torch.linspace(-1, 1, 8).view(1, 2, 4)
         visibility = SimpleNamespace(kept=Kept(), compiled=True)
+        self.visibility = visibility
         visibility.kept.attention_bytes, visibility.kept._fits = ATTENTION, True
         for layer in self.layers:
             self.kept.append(True)
@@ -133,3 +134,9 @@ def test_layers_are_kept_whole_as_far_as_memory_goes(layers, monkeypatch, room, 
     found, expected = decoder.gradient(), gradient(layers, checkpointed=False)
     assert decoder.kept == kept
     assert torch.equal(found, expected)
+
+
+def test_attention_of_a_layer_has_its_share_of_what_is_free_beside_all_that_cannot_be_helped(layers, monkeypatch):
+    decoder = Decoder(monkeypatch, layers, HELD + 600)
+    decoder.gradient()
+    assert decoder.visibility.kept.room == 600 / LAYERS
