@@ -57,11 +57,11 @@ def linear(turns: int) -> Callable[[Source], list[Episode]]:
 
 
 def common_prompt(units: int, *, members: int = 4, turns: int = 4) -> Callable[[Source], list[Episode]]:
-    """A group: one long system prompt and task for all members."""
+    """A group that shares a system prompt of so many units, and nothing else: every member's task is its own."""
 
     def make(source: Source) -> list[Episode]:
-        prompt = source.tokens(units + 4)
-        return [chat(source, prompt, turns) for _ in range(members)]
+        prompt = source.tokens(units)
+        return [chat(source, [*prompt, *source.tokens(4)], turns) for _ in range(members)]
 
     return make
 

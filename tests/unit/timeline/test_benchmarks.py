@@ -67,6 +67,16 @@ def test_linear_chats_fold_into_one_row_each():
     assert ratios("linear_30")[0] == pytest.approx(16.2, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("name", "shared"), [("prompt_0", 0), ("prompt_1k", 1024), ("prompt_4k", 4096), ("prompt_8k", 8192)]
+)
+def test_a_shared_prompt_is_as_long_as_its_name_says(name, shared):
+    made = next(w for w in WORKLOADS if w.name == name).make(Source(unit=128, vocab=150_000))
+    rows = sum(len(row) for turns in made for row in fold(turns))
+    assert rows - PrefixTree(made).num_tokens == (len(made) - 1) * shared
+    assert {len(turns[0].prompt_ids) for turns in made} == {shared + 4 * 128}
+
+
 def test_there_is_as_much_work_as_asked_for():
     for workload in WORKLOADS:
         made = batch(workload, Source(unit=4, vocab=1000), at_least=5000)
