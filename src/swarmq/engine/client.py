@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.engine.versions import check_server
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 
@@ -29,6 +30,10 @@ TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORE
 
 class EngineFaultError(EngineError):
     """The engine answered that it failed."""
+
+
+class EngineRouteError(EngineError):
+    """The server knows nothing of what we asked for."""
 
 
 class _Number(msgspec.Struct, gc=False):
@@ -90,8 +95,10 @@ class VllmEngine:
             yield cls(url, session, deadline_s=deadline_s)
 
     async def info(self) -> EngineInfo:
-        """Asked once. Raises EngineError."""
+        """Asked once. Raises EngineError, also for a vLLM that is not of the versions we know."""
         if self._info is None:
+            with contextlib.suppress(EngineRouteError):  # who does not say passes
+                check_server(self.url, await self._json("GET", "/version", None))
             models = await self._json("GET", "/v1/models", None)
             model = models["data"][0]
             self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
@@ -239,7 +246,7 @@ class VllmEngine:
         except (msgspec.MsgspecError, KeyError, TypeError):
             message, param = raw[:200].decode(errors="replace"), None
         if status == 404 and param != "model":
-            return EngineError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
+            return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
         if status >= 500 or status == 404:
             kind = EngineFaultError if status == 500 else EngineError
             return kind(f"the engine at {self.url} failed ({status}): {message}")

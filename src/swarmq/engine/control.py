@@ -36,6 +36,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from swarmq.engine.versions import check_server
 from swarmq.engine.weights_plugin import UNTOUCHED
 from swarmq.errors import EngineError, EngineRefusedError
 
@@ -47,6 +48,7 @@ CONDEMNED = "-restart"
 LOAD_S = 60.0
 SLOWEST_BYTES_PER_S = 100e6
 """An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
+NO_ROUTE = (404, 405)
 OPEN_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -131,6 +133,7 @@ class EngineControl:
         self.timeouts = timeouts or Timeouts()
         self.phase = Phase.SERVING
         self._session: aiohttp.ClientSession | None = None
+        self._version_known = False
 
     async def __aenter__(self) -> Self:
         # vLLM closes the connection after each error; a kept one would fail the next call.
@@ -152,11 +155,15 @@ class EngineControl:
         return True
 
     async def status(self) -> Status:
-        """Raises EngineError when the engine does not answer or was started without its control endpoints."""
+        """Raises EngineError when the engine does not answer, is of another version of vLLM than we know, or was started
+        without its control endpoints."""
+        await self._check_version()
         try:
             info = await self._call("GET", "/weight_info", self.timeouts.ask_s)
             pause = await self._call("GET", "/is_paused", self.timeouts.ask_s)
         except EngineRefusedError as error:
+            if error.status not in NO_ROUTE:
+                raise _unwell(error) from error
             raise EngineError(
                 f"engine {self.url} has no weight control ({error}): "
                 "use vLLM 0.30 to 0.33, started on a loopback address with VLLM_SERVER_DEV_MODE=1"
@@ -235,6 +242,17 @@ class EngineControl:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
         await self._resume()
 
+    async def _check_version(self) -> None:
+        """Once: who looks again makes another EngineControl. Who does not say passes."""
+        if self._version_known:
+            return
+        try:
+            check_server(self.url, await self._call("GET", "/version", self.timeouts.ask_s))
+        except EngineRefusedError as error:
+            if error.status not in NO_ROUTE:
+                raise _unwell(error) from error
+        self._version_known = True
+
     async def _pause(self) -> None:
         self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
@@ -297,3 +315,8 @@ class EngineControl:
             raise EngineError(f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it") from error
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {self.url} cannot be reached: {error}") from error
+
+
+def _unwell(error: EngineRefusedError) -> EngineError:
+    """An engine that fails when asked how it is refuses nothing: it may be well in a moment."""
+    return EngineError(f"{error}; look into its log")

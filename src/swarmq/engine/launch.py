@@ -10,7 +10,6 @@ import asyncio
 import importlib.metadata
 import json
 import os
-import re
 import shlex
 import signal
 import sys
@@ -26,6 +25,7 @@ import structlog
 from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.model import Model, check_model
+from swarmq.engine.versions import check_version
 from swarmq.engine.watch import PauseWatch
 from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
 from swarmq.errors import EngineError, MissingExtraError
@@ -36,9 +36,6 @@ __all__ = ["EngineProcess", "check_model"]
 log = structlog.get_logger()
 
 HOST = "127.0.0.1"
-SUPPORTED = ((0, 30), (0, 34))
-"""vLLM from the first version, before the second."""
-
 GPU_SHARE = 0.45
 """Of a GPU's memory, where nobody has chosen."""
 POLL_S = 0.2
@@ -183,13 +180,6 @@ def is_cuda_build() -> bool:
     raise MissingExtraError(
         "vLLM is not installed: `make install` in the repository, or pip install 'swarmq[vllm]' on a CUDA machine"
     )
-
-
-def check_version(version: str) -> None:
-    """Raises EngineError for a vLLM that our control of weights was not written for."""
-    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
-    if not SUPPORTED[0] <= numbers < SUPPORTED[1]:
-        raise EngineError(f"vLLM {version} is installed, 0.30 to 0.33 are supported: pip install 'vllm>=0.30,<0.34'")
 
 
 def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int) -> list[str]:

@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from swarmq.engine.client import EngineFaultError, VllmEngine
+from swarmq.engine.client import EngineFaultError, EngineRouteError, VllmEngine
 from swarmq.engine.protocol import Rendered
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
@@ -146,7 +146,7 @@ async def test_what_cannot_be_trusted_is_the_engine_s_fault(block):
         ),
         (400, {"message": "temperature must be non-negative", "param": "temperature"}, EngineRefusedError, None),
         (404, {"message": "The model does not exist", "param": "model"}, EngineError, None),
-        (404, None, EngineError, None),
+        (404, None, EngineRouteError, None),
         (500, {"message": "EngineCore encountered an issue"}, EngineFaultError, None),
     ],
 )
@@ -159,6 +159,22 @@ async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
             await engine.render({})
     assert type(caught.value) is kind
     assert getattr(caught.value, "code", None) == code
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.40.0", "1.2"])
+async def test_a_server_out_of_the_range_is_named_before_anything_is_asked_of_it(version):
+    asked = []
+
+    async def handler(request):
+        asked.append(request.path)
+        return web.json_response({"version": version})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", handler)
+    async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=30.0) as engine:
+        with pytest.raises(EngineError, match=rf"{engine.url} is vLLM {version}, 0\.30 to 0\.33 are supported"):
+            await engine.render({"messages": []})
+    assert asked == ["/version"]
 
 
 async def test_nobody_there_is_an_engine_error_and_unhealthy():

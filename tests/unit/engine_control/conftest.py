@@ -17,6 +17,7 @@ class ScriptedVllm:
     """`fail[path]` makes that endpoint refuse with this text; `hang` holds it until the client gives up."""
 
     url: str = ""
+    version: str = "0.32.0"
     label: str = "default"
     paused: bool = False
     asleep: bool = False
@@ -28,6 +29,8 @@ class ScriptedVllm:
     fail: dict[str, str] = field(default_factory=dict)
     fail_updates_with: dict[str, str] = field(default_factory=dict)
     """A key of the update's info -> the refusal."""
+    missing: set[str] = field(default_factory=set)
+    """Routes that it does not have."""
     drop: set[str] = field(default_factory=set)
     calls: list[str] = field(default_factory=list)
     updates: list[dict[str, object]] = field(default_factory=list)
@@ -47,12 +50,16 @@ class ScriptedVllm:
             assert request.transport
             request.transport.close()
             return web.Response()
+        if path in self.missing:
+            return web.json_response({"detail": "Not Found"}, status=404)
         if path in self.fail:
             self.active = self.active and path != "/update_weights"
             return self.refuse(self.fail[path])
         match path:
             case "/health":
                 return web.Response()
+            case "/version":
+                return web.json_response({"version": self.version})
             case "/metrics":
                 return web.Response(text=self.metrics)
             case "/weight_info":

@@ -101,11 +101,40 @@ async def test_a_pause_without_owner_is_ended_when_the_weights_are_whole(vllm):
 
 
 async def test_an_engine_without_control_endpoints_is_named_with_the_remedy(vllm):
-    vllm.fail["/weight_info"] = "Not Found"
+    vllm.missing.add("/weight_info")
     async with EngineControl(vllm.url) as engine:
         with pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
             await engine.update(NEW, 1)
-    assert vllm.calls == ["/weight_info"]
+    assert vllm.calls == ["/version", "/weight_info"]
+
+
+@pytest.mark.parametrize("route", ["/version", "/weight_info", "/is_paused"])
+async def test_a_server_that_fails_is_quoted_and_not_taken_for_one_of_another_version(vllm, route):
+    vllm.fail[route] = "EngineCore encountered an issue"
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match=f"{vllm.url}: {route} failed: .*EngineCore encountered") as caught:
+            await engine.status()
+    assert "0.30" not in str(caught.value)
+    assert not isinstance(caught.value, EngineRefusedError), "a push would give up at once"
+
+
+@pytest.mark.parametrize("version", ["0.29.1", "0.40.0"])
+async def test_a_server_out_of_the_range_is_refused_with_url_version_and_range(vllm, version):
+    vllm.version = version
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match=rf"{vllm.url} is vLLM {version}, 0\.30 to 0\.33 are supported"):
+            await engine.update(NEW, 1)
+    assert vllm.calls == ["/version"], "nothing else was touched"
+
+
+@pytest.mark.parametrize("version", ["", "dev", "0.33.1+cu130"])
+async def test_a_server_of_the_range_passes_and_so_does_one_that_does_not_say(vllm, version):
+    vllm.version = version
+    vllm.missing |= {"/version"} if not version else set()
+    async with EngineControl(vllm.url) as engine:
+        assert not (await engine.status()).paused
+        await engine.status()
+    assert vllm.calls.count("/version") == 1
 
 
 async def test_an_engine_that_does_not_answer_ends_in_an_error_that_names_it(vllm):

@@ -27,6 +27,13 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
     assert "cannot be reached" in (await look(job))[1].state
 
 
+async def test_an_engine_of_another_version_is_not_added(job, vllm):
+    vllm.version = "0.40.0"
+    with pytest.raises(EngineError, match=f"{vllm.url} is vLLM 0.40.0"):
+        await add(job, "main", vllm.url)
+    assert Roster(job).urls() == {"main": (vllm.url,)}
+
+
 async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
     with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
         remove(job, "main", vllm.url)

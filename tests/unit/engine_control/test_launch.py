@@ -8,8 +8,9 @@ import msgspec
 import pytest
 
 from swarmq.config import Engine, Policy
-from swarmq.engine.launch import EngineProcess, arguments, check_version, environment
+from swarmq.engine.launch import EngineProcess, arguments, environment
 from swarmq.engine.model import Model
+from swarmq.engine.versions import check_version
 from swarmq.errors import EngineError
 
 SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")

@@ -44,7 +44,7 @@ async def test_ensure_leaves_an_engine_alone_that_serves_the_version(vllm, weigh
     vllm.label = "5"
     report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
     assert report.total_s == 0
-    assert set(vllm.calls) == {"/weight_info", "/is_paused"}
+    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused"}
 
 
 @pytest.mark.parametrize(("label", "paused"), [("4", False), ("5", True), ("updating-5", True), ("default", False)])
