@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from swarmq.config import Loss, Train
-from swarmq.errors import TaskError
+from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.children import own_rank
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.trainer import Trainer
@@ -44,7 +44,8 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
     out: Path
     """A new folder that every engine and learner loads."""
     train: Train
-    """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says."""
+    """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says, and nobody sampled the tokens, so
+    what compares with an engine is left out."""
     epochs: int = 1
     batch: int = 32
     """Demonstrations of an optimizer step."""
@@ -60,12 +61,13 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
-    """Train and write `out`. Raises TaskError for demonstrations that cannot be used, LearnerError for the model."""
+    """Train and write `out`. Raises TaskError for demonstrations that cannot be used, LearnerError for the model and for a step
+    that would have done harm."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
     tokenizer = _tokenizer(plan.model)
     episodes = list(read(plan.demonstrations, tokenizer))
-    train = msgspec.structs.replace(plan.train, loss=Loss(name="sft"), teacher=None, reference=None, token_log=False)
+    train = _supervised(plan.train)
     trainer = Trainer(plan.model, train)
     short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
     if not short:
@@ -74,6 +76,11 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
     for number, batch in enumerate(batches, start=1):
         index = Index(record=number, version=number)
         fields = trainer.step(BatchRecord(index=index, episodes=tuple(batch), settings=train))
+        if skipped := fields.get("skipped"):
+            raise LearnerError(
+                f"step {number} of {len(batches)} changed nothing ({skipped}), and {plan.out} is not written: "
+                f"try a smaller learning_rate than {train.learning_rate:g}, or other demonstrations"
+            )
         left_out = len(episodes) - len(short)
         report(Progress(step=number, steps=len(batches), loss=fields["loss"], left_out=left_out))
     if own_rank() in (None, 0):
@@ -83,6 +90,19 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
         trainer.save_weights(partial)
         tokenizer.save_pretrained(partial)
         partial.rename(plan.out)
+
+
+def _supervised(train: Train) -> Train:
+    return msgspec.structs.replace(
+        train,
+        loss=Loss(name="sft"),
+        teacher=None,
+        reference=None,
+        row_k3_max=0.0,
+        ratio_band=None,
+        steps_per_batch=1,
+        token_log=False,
+    )
 
 
 def read(path: Path, tokenizer: Any) -> Iterator[Episode]:

@@ -168,3 +168,8 @@ def test_tokens_outside_the_band_are_left_out_and_counted() -> None:
 
 def test_without_filters_nothing_is_computed() -> None:
     assert keep(Tokens(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.int64), 1), Train()) is None
+
+
+def test_a_loss_without_ratios_is_not_filtered_by_them() -> None:
+    tokens = Tokens(torch.full((2,), -9.0), *(torch.zeros(2),) * 2, torch.zeros(2, dtype=torch.int64), 1)
+    assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0))) is None

@@ -6,15 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.tiny_model import tiny_model
 from swarmq.config import Train
-from swarmq.errors import TaskError
+from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.warm import WarmStart, demonstration, longest, read, warm
 
+TRAIN = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False, trackers=())
 CHAT = [
     {"role": "user", "content": "What is 17 + 25?"},
     {"role": "assistant", "content": "The answer is 42."},
@@ -64,9 +66,14 @@ def test_a_line_that_cannot_be_used_is_named(line: str, match: str, tokenizer: A
 def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     path.write_text("\n".join([json.dumps({"messages": CHAT})] * 4 + [json.dumps({"messages": LONG})]))
-    train = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False)
+    of_the_run = {"row_k3_max": 0.1, "ratio_band": (0.5, 2.0), "steps_per_batch": 2}
     plan = WarmStart(
-        model=str(tiny_model()), demonstrations=path, out=tmp_path / "warm", train=train, epochs=4, batch=2
+        model=str(tiny_model()),
+        demonstrations=path,
+        out=tmp_path / "warm",
+        train=msgspec.structs.replace(TRAIN, **of_the_run),
+        epochs=4,
+        batch=2,
     )
     seen = []
     warm(plan, seen.append)
@@ -76,6 +83,16 @@ def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(
     assert AutoTokenizer.from_pretrained(plan.out).chat_template
     with pytest.raises(TaskError, match="exists already"):
         warm(plan, seen.append)
+
+
+def test_a_step_that_changed_nothing_ends_it_without_a_folder(tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text("\n".join([json.dumps({"messages": CHAT})] * 2))
+    train = msgspec.structs.replace(TRAIN, learning_rate=1e30)
+    plan = WarmStart(model=str(tiny_model()), demonstrations=path, out=tmp_path / "warm", train=train, batch=1)
+    with pytest.raises(LearnerError, match=r"step 2 of 2 changed nothing \(gradient_not_finite\).* is not written"):
+        warm(plan, lambda _: None)
+    assert not list(tmp_path.glob("warm*"))
 
 
 LONG = [{"role": "user", "content": "one " * 400}, {"role": "assistant", "content": "Too long."}]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, Tokens
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, Tokens
 
 
 class Kept(NamedTuple):
@@ -17,13 +17,18 @@ class Kept(NamedTuple):
     tokens_out: Tensor  # scalar, tokens left out of calls that stay
 
 
+def filters(train: Train) -> bool:
+    """Whether any filter applies; none does to a loss that does not ask with what probability a token was sampled."""
+    return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
+
+
 def keep(tokens: Tokens, train: Train) -> Kept | None:
     """Model calls by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long
-    ones; then tokens by the band of rho. None when no filter is set.
+    ones; then tokens by the band of rho. None when no filter applies.
 
     A call is whole in every layout, as a row or an episode is not, so the layout cannot change what is left out.
     """
-    if not train.row_k3_max and train.ratio_band is None:
+    if not filters(train):
         return None
     gap = (tokens.theta.detach() - tokens.mu).clamp(max=MAX_LOG_RATIO)
     kept = torch.ones_like(gap, dtype=torch.bool)
