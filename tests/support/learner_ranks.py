@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
 
 from support.episodes import make_group
 from swarmq.config import Train
@@ -43,12 +44,12 @@ def main(model: str, train: Train, target: Path) -> None:
     trainer.accelerator.wait_for_everyone()
     if is_sharded(trainer.model):
         resumed(trainer, model, train, target.parent)
-        precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient)
+        precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient, target.parent / "precise")
     trainer.accelerator.end_training()
 
 
-def precise(model: str, train: Train, exact: dict[str, torch.Tensor]) -> None:
-    """Layers compute in BF16; what is divided, subtracted and added up is FP32."""
+def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: Path) -> None:
+    """Layers compute in BF16, and engines get their weights so; what is divided, subtracted, added up or kept is FP32."""
     AcceleratorState._reset_state()
     trainer = Trainer(model, train)
     seen: set[torch.dtype] = set()
@@ -76,6 +77,14 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor]) -> None:
         assert not torch.equal(made, made.bfloat16().float()), f"{name}: added up in BF16"
         apart = float((made - exact[name]).norm() / exact[name].norm())
         assert apart < 0.1, (name, apart)
+    scratch.mkdir(exist_ok=True)
+    trainer.save_weights(scratch)
+    if rank == 0:
+        for_engines = dict(trainer.named_tensors())
+        saved = load_file(scratch / "model.safetensors")
+        assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+        assert not any(torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values() if tensor.ndim > 1)
+        assert all(torch.equal(for_engines[name], tensor.bfloat16()) for name, tensor in saved.items())
 
 
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:

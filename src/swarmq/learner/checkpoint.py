@@ -88,8 +88,8 @@ def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep
         save_accelerator_state(
             str(draft / STATE), [], [_optimizer(trainer)], [], [], accelerator.process_index, accelerator.step
         )
+        trainer.save_weights(draft)
         if accelerator.is_main_process:
-            trainer.save_weights(draft)
             copy_tokenizer(model, draft)
             _seal(draft, identity, trainer.version)
             _publish(draft, target)

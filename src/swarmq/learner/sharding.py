@@ -1,7 +1,8 @@
 """Parameters, gradients and optimizer state spread over the ranks: FSDP2, by accelerate.
 
 Each decoder layer is gathered when it is computed and freed again. Weights for engines and checkpoints are gathered
-whole, one after another, on every rank in the same order, and kept by rank 0 alone; so is the optimizer's state.
+whole, one after another, on every rank in the same order, and kept by rank 0 alone: for engines after every step, in the
+type that layers compute in; for checkpoints as they are, and the optimizer's state, too.
 """
 
 from __future__ import annotations
@@ -84,14 +85,34 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def gathered(lm: Any, *, keep: bool, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Every weight by its Hugging Face name, on the CPU, where `keep`; empty elsewhere. Every rank calls it."""
+def gathered(
+    lm: Any, *, keep: bool, dtype: torch.dtype | None = None, into: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Every weight by its Hugging Face name, in host memory, where `keep`; empty elsewhere. Every rank calls it.
+
+    `dtype`: floating weights travel and are kept as this. `into`: what an earlier call gave, filled anew; memory that a GPU
+    writes without the processor's help is slow to get.
+    """
     weights: dict[str, Tensor] = {}
-    for name, tensor in lm.state_dict().items():
-        full = whole(tensor)
+    places: dict[int, Tensor] = {}
+    for name, tensor in lm.state_dict(keep_vars=True).items():
+        if id(tensor) not in places:  # a tied head is gathered once
+            full = whole(tensor.detach().to(dtype) if dtype and tensor.is_floating_point() else tensor)
+            places[id(tensor)] = _kept(full, (into or {}).get(name)) if keep else full.new_empty(0)
         if keep:
-            weights[name] = full.to("cpu", dtype if full.is_floating_point() else None)
+            weights[name] = places[id(tensor)]
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
     return weights
+
+
+def _kept(full: Tensor, place: Tensor | None) -> Tensor:
+    """On the host, in `place` if there is one; on its way there while the GPU is not waited for."""
+    if not full.is_cuda:
+        return full.clone() if place is None else place.copy_(full)
+    if place is None:
+        place = torch.empty(full.shape, dtype=full.dtype, pin_memory=True)
+    return place.copy_(full, non_blocking=True)
 
 
 class WholeState:

@@ -101,7 +101,7 @@ class Trainer:
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
         self._whole: dict[str, Tensor] = {}
-        """On rank 0 of a sharded policy: its weights, gathered after the newest step."""
+        """On rank 0 of a sharded policy: its weights for engines, gathered after the newest step."""
         self._seen: Seen | None = None
         self._taught: Scores | None = None
         """By a teacher that an engine serves, of the episodes of the optimizer step."""
@@ -125,7 +125,8 @@ class Trainer:
         return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them."""
+        """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them. Of a sharded
+        policy on rank 0 alone, and in the type that it computes in."""
         if self._whole:
             return iter(self._whole.items())
         if self.train.lora:
@@ -137,14 +138,22 @@ class Trainer:
         return lora.deferred(self.lm) if self.train.lora else self.named_tensors()
 
     def save_weights(self, folder: Path) -> None:
-        """Write what `from_pretrained` loads, and the adapters if there are any. Rank 0 alone calls it."""
-        if not self._whole and not self.train.lora:
+        """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
+        sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
+        weights = gathered(self.lm, keep=is_main) if sharded else {}
+        if not is_main:
+            return
+        if not sharded and not self.train.lora:
             self.lm.save_pretrained(folder)
             return
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
-        weights = {name: tensor.contiguous() for name, tensor in self.named_tensors() if name not in left_out}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        named = weights.items() if sharded else self.named_tensors()
+        save_file(
+            {name: tensor.contiguous() for name, tensor in named if name not in left_out},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         self.lm.config.save_pretrained(folder)
         if self.train.lora:
             lora.save_adapter(self.lm, folder)
@@ -152,7 +161,8 @@ class Trainer:
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
-            self._whole = gathered(self.lm, keep=self.accelerator.is_main_process)
+            half = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
+            self._whole = gathered(self.lm, keep=self.accelerator.is_main_process, dtype=half, into=self._whole)
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.

@@ -83,11 +83,12 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
             )
         left_out = len(episodes) - len(short)
         report(Progress(step=number, steps=len(batches), loss=fields["loss"], left_out=left_out))
-    if own_rank() in (None, 0):
-        partial = plan.out.with_name(plan.out.name + ".partial")
+    partial, is_main = plan.out.with_name(plan.out.name + ".partial"), own_rank() in (None, 0)
+    if is_main:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        trainer.save_weights(partial)
+    trainer.save_weights(partial)
+    if is_main:
         tokenizer.save_pretrained(partial)
         partial.rename(plan.out)
 
