@@ -135,9 +135,7 @@ def episodes(length: int, count: int, vocab: int) -> tuple[Episode, ...]:
 
 def swarmq(folder: str, batch: tuple[Episode, ...], arguments: argparse.Namespace) -> dict[str, Any]:
     """Whole steps of the trainer."""
-    half = arguments.device == "cuda"
     train = Train(
-        mixed_precision="bf16" if half else "no",
         micro_batch_tokens=max(
             arguments.pass_tokens, len(batch[0].turns[0].prompt_ids + batch[0].turns[0].sampled_ids) // 4
         ),

@@ -105,10 +105,8 @@ def on_ranks(count: int, folder: Path, arguments: argparse.Namespace) -> dict[st
 
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: whole optimizer steps of the trainer."""
-    half = arguments.device == "cuda"
     train = Train(
         sharding="full",
-        mixed_precision="bf16" if half else "no",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
         token_log=False,
         trackers=(),

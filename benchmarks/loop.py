@@ -152,7 +152,6 @@ def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> 
         },
         "sampling": {"max_tokens": size.sampled},
         "train": {
-            "mixed_precision": "bf16" if cuda else "no",
             "micro_batch_tokens": max(size.pass_tokens, length),
             "checkpoint_every": 1_000_000,
             "token_log": False,

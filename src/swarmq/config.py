@@ -227,7 +227,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """Packed rows, or trees that compute shared beginnings once; `auto` takes what is less work. The result is the same."""
     gradient_checkpointing: bool = True
     """The backward pass computes layers again, as many as GPU memory does not hold (without a GPU: all of them)."""
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: Literal["auto", "no", "bf16"] = "auto"
+    """What layers compute in: BF16 beside FP32 master weights, or FP32 alone (`no`); `auto` is BF16 on a GPU, else FP32."""
     sharding: Literal["auto", "none", "full"] = "auto"
     """Of several ranks: each holds the whole model, or its share of parameters, gradients and optimizer state (FSDP2);
     `auto` shares where the whole does not fit a GPU."""
@@ -259,6 +260,12 @@ class Train(Settings, frozen=True, kw_only=True):
         """As it is for tasks of this kind."""
         own = self.advantages.get(kind, self.advantage)
         return self if own == self.advantage else msgspec.structs.replace(self, advantage=own)
+
+    def precision(self, *, cuda: bool) -> Literal["no", "bf16"]:
+        """`mixed_precision`, resolved for ranks on GPUs or on processors."""
+        if self.mixed_precision == "auto":
+            return "bf16" if cuda else "no"
+        return self.mixed_precision
 
     @property
     def needs_baseline(self) -> bool:

@@ -51,10 +51,10 @@ def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequ
 
     `judged_by`: parameters of each frozen model; by default they are as large as the policy.
     """
-    half = HALF_BYTES if train.mixed_precision == "bf16" else 0
-    copies = shape.parameters * half // ranks
+    half = train.precision(cuda=True) == "bf16"
+    copies = shape.parameters * HALF_BYTES // ranks if half else 0
     once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
-    wide = 1 if train.mixed_precision == "bf16" else 2
+    wide = 1 if half else 2
     state = state_bytes(shape, train, ranks=ranks, judged_by=judged_by)
     return state + copies + wide * train.micro_batch_tokens * shape.hidden * once
 

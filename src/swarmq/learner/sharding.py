@@ -43,7 +43,7 @@ def plugin(train: Train) -> FullyShardedDataParallelPlugin:
         auto_wrap_policy="transformer_based_wrap",
         cpu_offload=train.cpu_offload,
         cpu_ram_efficient_loading=False,
-        mixed_precision_policy=PRECISION[train.mixed_precision],
+        mixed_precision_policy=PRECISION[train.precision(cuda=torch.cuda.is_available())],
     )
 
 

@@ -204,7 +204,7 @@ class Trainer:
         }
 
     def _matrix_rate(self) -> float:
-        dtype = torch.bfloat16 if self.train.mixed_precision == "bf16" else torch.float32
+        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
         return matrix_rate(self.accelerator.device, dtype)
 
     def _logprobs(self, work: Work) -> list[Tensor]:
@@ -321,7 +321,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         log.info("memory", fits=said)
     plan = plugin(train) if shard.full else None
     accelerator = Accelerator(
-        mixed_precision=train.mixed_precision,
+        mixed_precision=train.precision(cuda=torch.cuda.is_available()),
         cpu=not torch.cuda.is_available(),
         fsdp_plugin=plan,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],

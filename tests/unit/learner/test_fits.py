@@ -12,9 +12,10 @@ import torch
 
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
+from swarmq.learner import trainer
 from swarmq.learner.fits import Gpu, check, check_shape, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
-from swarmq.learner.sharding import check_collectives, plugin
+from swarmq.learner.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
 
 TRAIN = Train(mixed_precision="bf16")
@@ -27,6 +28,30 @@ def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None
         LearnerError, match=r"6\.5 B parameters does not fit: .* 59\.0 are taken by others, \d+\.\d are"
     ):
         check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
+
+
+@pytest.mark.parametrize(
+    ("asked", "cuda", "computed"),
+    [("auto", True, "bf16"), ("auto", False, "no"), ("no", True, "no"), ("bf16", False, "bf16")],
+)
+def test_a_gpu_computes_in_bf16_where_nothing_else_is_asked(
+    asked: str, cuda: bool, computed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train = Train(mixed_precision=asked)
+    made: dict[str, object] = {}
+    monkeypatch.setattr(trainer, "Accelerator", lambda **settings: made.update(settings))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 139 * GIB))
+    monkeypatch.setattr(trainer.fits, "shape_of", lambda _: MIDDLE)
+    make_accelerator(train, "m")
+    assert made["mixed_precision"] == computed
+    assert plugin(train).mixed_precision_policy == PRECISION[computed]
+
+
+def test_memory_is_planned_for_what_a_gpu_computes_in() -> None:
+    assert Train().mixed_precision == "auto"
+    assert learner_bytes(MIDDLE, Train()) == learner_bytes(MIDDLE, TRAIN)
+    assert learner_bytes(MIDDLE, Train(mixed_precision="no")) != learner_bytes(MIDDLE, TRAIN)
 
 
 def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:

@@ -95,7 +95,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
             whole = trainer.model(placed, temperatures).logprobs
         finally:
             policy.head_apart = True
-    apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.train.mixed_precision]
+    apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.accelerator.mixed_precision]
     return judged(
         check,
         bad=apart > limit or chunked.dtype != torch.float32,
@@ -113,7 +113,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     first, second = (_gradient(trainer, group, train) for train in (record.settings, small))
     apart = sum(float(((a - b) ** 2).sum()) for a, b in zip(first, second, strict=True)) ** 0.5
     size = sum(float((a**2).sum()) for a in first) ** 0.5
-    relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[record.settings.mixed_precision]
+    relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[trainer.accelerator.mixed_precision]
     return judged(
         "layout changes nothing",
         bad=relative > limit,
