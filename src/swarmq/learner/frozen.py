@@ -13,6 +13,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.memory import judges
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.sharding import frozen, is_sharded
+from swarmq.learner.tokenizers import check_judge
 from swarmq.learner.tree import LayoutModel, Placed
 
 
@@ -20,7 +21,7 @@ class Frozen:
     """One frozen model, laid out over the ranks as the policy is."""
 
     def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int) -> None:
-        """Raises LearnerError when it cannot be loaded or has other tokens than the policy."""
+        """Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
         lm = load_lm(source, gradient_checkpointing=False)
         if vocab_size(lm) < vocab:
             raise LearnerError(
@@ -41,7 +42,7 @@ class Frozen:
 
 
 class FrozenModels:
-    """Loads what the losses ask for, when they first ask."""
+    """Loads what the losses ask for, when they first ask. Raises LearnerError for what has other tokens than the policy."""
 
     def __init__(self, initial: str, accelerator: Accelerator, vocab: int) -> None:
         self._initial, self._accelerator, self._vocab = initial, accelerator, vocab
@@ -53,5 +54,7 @@ class FrozenModels:
 
     def _load(self, role: str, source: str) -> Frozen:
         if (role, source) not in self._loaded:
+            if source != self._initial:
+                check_judge(self._initial, source, role=role)
             self._loaded[role, source] = Frozen(source, self._accelerator, role=role, vocab=self._vocab)
         return self._loaded[role, source]

@@ -53,7 +53,7 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     from swarmq.learner.tokenizers import check_tokenizers  # noqa: PLC0415
 
     if is_main and not no_push:
-        check_tokenizers(job.policies[policy].model, job.policies[policy].engine.urls)
+        check_tokenizers(job.policies[policy].model, Roster(job).urls()[policy])
     stop = StopSignal()
     with stop.installed(), gpu_errors("the learner"):
         learner = Learner(job, policy, pusher=_pusher(job, policy) if is_main and not no_push else None, stop=stop)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from swarmq.errors import LearnerError
 from swarmq.learner.passes import Pass, Work
+from swarmq.learner.tokenizers import check_served_judge
 from swarmq.messages import Episode
 from swarmq.timeline import Timeline, fold, resolve
 
@@ -29,9 +30,10 @@ ASK_S = 600.0
 
 
 class ServedTeacher:
-    """Of the server at `url`; an OpenAI base url ending in `/v1` will do as well."""
+    """Of the server at `url`; an OpenAI base url ending in `/v1` will do as well. `policy`: the model that it teaches."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, policy: str) -> None:
+        self._policy = policy
         self._url = url.rstrip("/").removesuffix("/v1")
 
     def scores(self, episodes: Sequence[Episode], work: Work) -> Scores:
@@ -43,6 +45,7 @@ class ServedTeacher:
                     "train.teacher: a served teacher judges what was sampled at temperature 1 only; set "
                     "sampling.temperature to 1, or name the teacher's model folder, which the learner then loads"
                 )
+        check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
     async def _scores(self, episodes: dict[int, Episode]) -> Scores:

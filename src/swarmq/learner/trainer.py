@@ -90,7 +90,8 @@ class Trainer:
         if not train.lora:  # adapters inside of layers are best left alone
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
-        self.frozen = FrozenModels(initial or source, self.accelerator, vocab_size(policy.model))
+        self._initial = initial or source
+        self.frozen = FrozenModels(self._initial, self.accelerator, vocab_size(policy.model))
         limits = [policy.rows_only, *(judge.rows_only for judge in self.frozen.of(train).values())]
         self.engine = Engine(
             cost=policy.cost,
@@ -225,7 +226,7 @@ class Trainer:
 
         Raises LearnerError when it does not answer."""
         served = train.teacher if is_served(train.teacher) else None
-        self._taught = ServedTeacher(served).scores(episodes, work) if served else None
+        self._taught = ServedTeacher(served, self._initial).scores(episodes, work) if served else None
 
     def accumulate(self, work: Work, train: Train, *, total: int) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,6 +27,8 @@ class ScriptedVllm:
     workers: list[dict[str, object]] | None = None
     """What they say of themselves; None without our extension."""
     metrics: str = ""
+    tokens: list[int] = field(default_factory=lambda: [5, 6, 7])
+    """Of any text."""
     fail: dict[str, str] = field(default_factory=dict)
     fail_updates_with: dict[str, str] = field(default_factory=dict)
     """A key of the update's info -> the refusal."""
@@ -58,6 +61,8 @@ class ScriptedVllm:
         match path:
             case "/health":
                 return web.Response()
+            case "/tokenize":
+                return web.json_response({"tokens": self.tokens})
             case "/version":
                 return web.json_response({"version": self.version})
             case "/metrics":
@@ -117,7 +122,18 @@ class ScriptedVllm:
 
 @pytest.fixture
 async def vllm() -> AsyncIterator[ScriptedVllm]:
-    scripted = ScriptedVllm()
+    async with serving(ScriptedVllm()) as scripted:
+        yield scripted
+
+
+@pytest.fixture
+async def another() -> AsyncIterator[ScriptedVllm]:
+    async with serving(ScriptedVllm()) as scripted:
+        yield scripted
+
+
+@asynccontextmanager
+async def serving(scripted: ScriptedVllm) -> AsyncIterator[ScriptedVllm]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", scripted.handle)
     async with TestServer(app) as server:

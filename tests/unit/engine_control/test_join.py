@@ -34,6 +34,24 @@ async def test_an_engine_of_another_version_is_not_added(job, vllm):
     assert Roster(job).urls() == {"main": (vllm.url,)}
 
 
+async def test_an_engine_with_another_tokenizer_is_not_added(job, vllm, another):
+    another.tokens = [5, 6, 8]
+    with pytest.raises(
+        EngineError, match=rf"{another.url} has another tokenizer than the one at {vllm.url}: .*token 2 on"
+    ):
+        await add(job, "main", another.url)
+    assert Roster(job).urls() == {"main": (vllm.url,)}
+
+
+@pytest.mark.parametrize("silent", ["new", "old", "neither"])
+async def test_an_engine_is_added_that_has_the_same_tokenizer_or_cannot_be_compared(job, vllm, another, silent):
+    if silent != "neither":
+        another.tokens = [0]
+        (another if silent == "new" else vllm).missing.add("/tokenize")
+    await add(job, "main", another.url)
+    assert Roster(job).urls() == {"main": (vllm.url, another.url)}
+
+
 async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
     with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
         remove(job, "main", vllm.url)
