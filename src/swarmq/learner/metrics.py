@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, Tokens
+from swarmq.learner.algorithms.effects import Effect
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, TokenLoss, Tokens
 
 NAMES = (
     "tokens", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
-    "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
+    "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
     "filtered_positive", "filtered_negative", "divergence",
 )  # fmt: skip
 GAP_BINS = 160
@@ -31,10 +32,11 @@ class Sums:
         for name, value in values.items():
             self.values[name] = self.values[name] + value
 
-    def add_tokens(self, tokens: Tokens, entropy: Tensor, clipped: Tensor, kept: Tensor) -> None:
+    def add_tokens(self, tokens: Tokens, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
         """`kept` [S] bool: the tokens that are trained and that weigh something."""
         theta = tokens.theta.detach()
-        gap, sign = theta - tokens.mu, tokens.advantages.sign()
+        gap, (up, down) = theta - tokens.mu, _signs(loss, kept)
+        masked, clipped = loss.effects == Effect.MASKED, loss.effects > Effect.MASKED
         ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
         self.add(
             tokens=kept.sum(),
@@ -43,10 +45,12 @@ class Sums:
             ratio_squared=(ratio.double().square() * kept).sum(),
             entropy=(entropy * kept).sum(dtype=torch.float64),
             theta=(theta * kept).sum(dtype=torch.float64),
-            positive=((sign > 0) & kept).sum(),
-            negative=((sign < 0) & kept).sum(),
-            clipped_positive=(clipped & (sign > 0) & kept).sum(),
-            clipped_negative=(clipped & (sign < 0) & kept).sum(),
+            positive=up.sum(),
+            negative=down.sum(),
+            masked_positive=(masked & up).sum(),
+            masked_negative=(masked & down).sum(),
+            clipped_positive=(clipped & up).sum(),
+            clipped_negative=(clipped & down).sum(),
         )
         if tokens.reference is not None:
             d = (tokens.reference - theta).clamp(max=MAX_LOG_RATIO)
@@ -54,10 +58,10 @@ class Sums:
         place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), kept.double())
 
-    def add_filtered(self, tokens: Tokens, left_out: Tensor) -> None:
+    def add_filtered(self, loss: TokenLoss, left_out: Tensor) -> None:
         """`left_out` [S] bool: tokens that weigh something and that a filter took."""
-        sign = tokens.advantages.sign()
-        self.add(filtered_positive=((sign > 0) & left_out).sum(), filtered_negative=((sign < 0) & left_out).sum())
+        up, down = _signs(loss, left_out)
+        self.add(filtered_positive=up.sum(), filtered_negative=down.sum())
 
     def reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The figures over all ranks; every rank gets the same."""
@@ -73,6 +77,8 @@ class Sums:
             "effective_samples": total["ratio"] ** 2 / (count * max(total["ratio_squared"], 1e-30)),
             "entropy": total["entropy"] / count,
             "logprob": total["theta"] / count,
+            "masked_positive": total["masked_positive"] / max(total["positive"], 1.0),
+            "masked_negative": total["masked_negative"] / max(total["negative"], 1.0),
             "clipped_positive": total["clipped_positive"] / max(total["positive"], 1.0),
             "clipped_negative": total["clipped_negative"] / max(total["negative"], 1.0),
             "filtered_positive": _share(total["filtered_positive"], total["positive"]),
@@ -81,6 +87,13 @@ class Sums:
             "calls_left_out": int(total["calls_left_out"]),
             "tokens_left_out": int(total["tokens_left_out"]),
         }
+
+
+def _signs(loss: TokenLoss, among: Tensor) -> tuple[Tensor, Tensor]:
+    """[S] bool each: those of positive and of negative advantage, as the loss used it. One without makes all likelier."""
+    if loss.advantages is None:
+        return among, torch.zeros_like(among)
+    return (loss.advantages > 0) & among, (loss.advantages < 0) & among
 
 
 def _share(left_out: float, kept: float) -> float:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarmq.learner.algorithms.losses import TokenLoss
 from swarmq.learner.passes import Pass
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
 from swarmq.messages import Episode
@@ -19,33 +20,46 @@ class Seen:
     def __init__(self) -> None:
         self._passes: list[Pass] = []
         self._scored: list[Tensor] = []
+        self._judged = True
 
-    def add(self, one: Pass, theta: Tensor, kept: Tensor) -> None:
+    def add(self, one: Pass, theta: Tensor, loss: TokenLoss, kept: Tensor) -> None:
         """`theta` [S] log-probabilities, `kept` [S] whether the token is trained."""
+        self._judged = loss.advantages is not None
+        used = torch.zeros_like(theta) if loss.advantages is None else loss.advantages
         self._passes.append(one)
-        self._scored.append(torch.stack([theta.detach().float(), kept.float()]))
+        self._scored.append(torch.stack([theta.detach().float(), kept.float(), used.float(), loss.effects.float()]))
 
     def by_episode(self, episodes: Sequence[Episode]) -> list[EpisodeTokens]:
         """`episodes` are those that the passes' indices mean."""
         if not self._passes:
             return []
-        theta, kept = torch.cat(self._scored, dim=1).cpu().numpy()
+        theta, kept, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
         whose, turn, offset = (
             np.concatenate([getattr(one.layout, name) for one in self._passes])
             for name in ("episodes", "turns", "offsets")
         )
-        advantage = np.concatenate([one.advantages for one in self._passes])
         order = np.lexsort((offset, turn, whose))
         edges = np.flatnonzero(np.diff(whose[order]) | np.diff(turn[order])) + 1
         turns: dict[int, list[TurnTokens]] = {}
         for part in np.split(order, edges):
-            index, left_out = int(whose[part[0]]), (kept[part] == 0).astype(np.uint8)
+            index, apart = int(whose[part[0]]), bool((used[part] != used[part[0]]).any())
             turns.setdefault(index, []).append(
                 TurnTokens(
                     call_id=episodes[index].turns[turn[part[0]]].call_id,
-                    advantage=float(advantage[part[0]]),
-                    logprobs=theta[part].astype("<f4").tobytes(),
-                    left_out=left_out.tobytes() if left_out.any() else b"",
+                    advantage=float(used[part[0]]) if self._judged and not apart else None,
+                    logprobs=_floats(theta[part]),
+                    left_out=_flags(kept[part] == 0),
+                    advantages=_floats(used[part]) if apart else b"",
+                    effects=_flags(effects[part]),
                 )
             )
         return [EpisodeTokens(episode_id=episodes[i].episode_id, turns=tuple(of)) for i, of in turns.items()]
+
+
+def _floats(values: np.ndarray) -> bytes:
+    return values.astype("<f4").tobytes()
+
+
+def _flags(values: np.ndarray) -> bytes:
+    """One byte each; none where all are 0."""
+    return values.astype(np.uint8).tobytes() if values.any() else b""

@@ -1,4 +1,5 @@
-"""What a step saw of every token it trained, for people: log-probability under the trained weights, and advantage.
+"""What a step saw of every token it trained, for people: log-probability under the trained weights, advantage, and what
+the loss did to its gradient.
 
     <folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
 
@@ -23,11 +24,16 @@ class TurnTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampled tokens of one turn."""
 
     call_id: str
-    advantage: float
+    advantage: float | None
+    """That the loss used for all of them; None where it has one for each, or none at all."""
     logprobs: bytes
     """Packed float32, natural log under the weights before the step, one per sampled token."""
     left_out: bytes = b""
     """One byte per sampled token, 1 where a filter left it out; empty where none was."""
+    advantages: bytes = b""
+    """Packed float32, one per sampled token, where the loss has its own for each (`distill`); else empty."""
+    effects: bytes = b""
+    """One byte per sampled token, what the loss did to its policy gradient (algorithms/effects.py); empty where nothing."""
 
 
 class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):

@@ -274,19 +274,19 @@ class Trainer:
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         if (filtered := keep(tokens, train)) is not None:
-            sums.add_filtered(tokens, kept & ~filtered.tokens)
+            sums.add_filtered(result, kept & ~filtered.tokens)
             kept &= filtered.tokens
             weights = weights * kept
             sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)
         objective = (result.per_token * weights).sum() / total
         self.accelerator.backward(objective * self.accelerator.num_processes)
-        sums.add_tokens(tokens, scored.entropies, result.clipped, kept)
+        sums.add_tokens(tokens, scored.entropies, result, kept)
         if one.idle:
             return
         sums.add(loss=objective.detach())
         trained.index_add_(0, self._placed(one.layout.episodes), kept.float())
         if self._seen:
-            self._seen.add(one, tokens.theta, kept)
+            self._seen.add(one, tokens.theta, result, kept)
 
     def _placed(self, values: np.ndarray) -> Tensor:
         return placed(values, self.accelerator.device)

@@ -17,6 +17,7 @@ from swarmq.config import RunFolder
 from swarmq.drift import Drift
 from swarmq.errors import EpisodeError
 from swarmq.learner import token_log
+from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.batch_log import records
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
 from swarmq.messages import Episode, unpack_floats
@@ -44,16 +45,23 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprob_trained: float | None = None
     """The same under the weights that the step began with; None where that was not recorded."""
     advantage: float | None = None
+    """That the loss used; None where it uses none (`sft`), or where that was not recorded."""
     left_out: bool = False
     """A filter took the token out of the loss."""
+    effect: Effect = Effect.WHOLE
+    """What the loss did to the token's policy gradient."""
     version: int | None = None
     """Of the weights that sampled."""
     turn: int | None = None
 
     @property
     def contribution(self) -> float | None:
-        """What the token brought to the loss, as far as it is its own: advantage x trained. None if not recorded."""
-        return None if self.advantage is None else self.advantage * (not self.left_out)
+        """What the token brought to the policy gradient: advantage x mask, the filters' and the loss's own. A loss
+        without advantages makes every token likelier, by 1. None if not recorded."""
+        if self.logprob_trained is None:
+            return None
+        advantage = 1.0 if self.advantage is None else self.advantage
+        return advantage * (not self.left_out and not self.effect.cuts)
 
 
 class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
@@ -193,15 +201,20 @@ def _tokens(episode: Episode, seen: dict[str, TurnTokens], decode: Decode) -> It
             yield row
 
 
-def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool]:
+def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool | Effect | None]:
     """What training recorded of the sampled token at `offset` of a turn."""
     if seen is None:
         return {}
     return {
-        "logprob_trained": float(unpack_floats(seen.logprobs[4 * offset : 4 * offset + 4])[0]),
-        "advantage": seen.advantage,
+        "logprob_trained": _float_at(seen.logprobs, offset),
+        "advantage": _float_at(seen.advantages, offset) if seen.advantages else seen.advantage,
         "left_out": bool(seen.left_out and seen.left_out[offset]),
+        "effect": Effect(seen.effects[offset]) if seen.effects else Effect.WHOLE,
     }
+
+
+def _float_at(packed: bytes, offset: int) -> float:
+    return float(unpack_floats(packed[4 * offset : 4 * offset + 4])[0])
 
 
 def strongest(view: EpisodeView) -> float:

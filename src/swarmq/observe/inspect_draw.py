@@ -82,7 +82,7 @@ def _legend(view: EpisodeView) -> Text:
         return Text.assemble(
             "colour: ",
             ("made likelier", "green"), ", ", ("made less likely", "red"), ", ",
-            ("no advantage", "cyan"), ", ", ("left out by a filter", "yellow strike"), ", ", ("given", "dim"),
+            ("no gradient", "cyan"), ", ", ("left out by a filter", "yellow strike"), ", ", ("given", "dim"),
         )  # fmt: skip
     return Text.assemble(
         "training was not recorded (train.token_log); colour: ",

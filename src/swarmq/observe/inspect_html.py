@@ -74,7 +74,7 @@ def _legend(view: EpisodeView) -> str:
         )
     return (
         f"<p class=legend><b {_colour('up', 1.0)}>made likelier</b><b {_colour('down', 1.0)}>made less likely</b>"
-        f"<b {_colour('none', 0.0)}>no advantage</b><b class=out>left out by a filter</b><i>given</i>"
+        f"<b {_colour('none', 0.0)}>no gradient</b><b class=out>left out by a filter</b><i>given</i>"
         "The stronger the colour, the larger advantage &times; mask.</p>"
     )
 

@@ -45,7 +45,7 @@ SICK: dict[str, dict[str, Any]] = {
     "stale episodes": {"dropped": {"stale": 4}},
     "zero-variance groups": {"equal_groups": 0.9},
     "clipped upwards": {"clipped_positive": 0.8},
-    "clipped downwards": {"clipped_negative": 0.8},
+    "clipped downwards": {"clipped_negative": 0.3, "masked_negative": 0.3},
     "truncated answers": {"truncated": 0.5},
     "gradient growing": {"grad_norm": 20.0},
     "steps skipped": {"skipped": "gradient_not_finite"},

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmq.config import Loss, Train
+from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.algorithms.filters import keep
 from swarmq.learner.algorithms.losses import LOSSES, Tokens, policy_loss
 
@@ -136,14 +137,36 @@ def test_the_divergence_from_a_reference_is_k3_weighted_for_having_been_sampled_
     assert_follows(tokens, Loss(name="reinforce", kl=0.1), wanted)
 
 
-def test_clipped_tokens_are_those_whose_gradient_was_cut() -> None:
+@pytest.mark.parametrize("name", sorted(LOSSES))
+def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str) -> None:
     theta = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
     mu = torch.tensor([-2.0, -0.1, -2.0, -0.1])
-    tokens = Tokens(theta, mu, torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.zeros(4, dtype=torch.int64), 1)
-    for name in ("ppo_clip", "tis_mask"):
-        result = LOSSES[name](tokens, Loss(pull=0.0))
-        (grad,) = torch.autograd.grad(result.per_token.sum(), theta)
-        assert (grad == 0).tolist() == result.clipped.tolist(), name
+    a, calls = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4)
+    result = LOSSES[name](Tokens(theta, mu, a, calls, 4, teacher=mu), Loss(name=name, pull=0.0))
+    (grad,) = torch.autograd.grad(result.per_token.sum(), theta)
+    assert (grad == 0).tolist() == [Effect(each).cuts for each in result.effects.tolist()]
+    assert bool((grad == 0).any()) == (name in {"tis_mask", "ppo_clip", "gspo"})
+
+
+@pytest.mark.parametrize("name", ["tis_mask", "reinforce", "cispo", "distill"])
+def test_a_ratio_beyond_its_bound_is_truncated_and_said_to_be(name: str) -> None:
+    """Ratios 1, 2, 8 under a bound of 4; the last token has also moved further than `tis_mask` lets it."""
+    mu = torch.full((4,), -9.0)
+    mu[3] = -0.9
+    theta = mu + torch.tensor([1.0, 2.0, 8.0, 2.0]).log()
+    tokens = Tokens(theta, mu, torch.ones(4), torch.zeros(4, dtype=torch.int64), 1, teacher=theta + 1)
+    effects = LOSSES[name](tokens, Loss(name=name, ratio_cap=4.0, clip_high=3.0)).effects.tolist()
+    assert effects == [0, 0, Effect.TRUNCATED, Effect.MASKED if name == "tis_mask" else 0]
+
+
+def test_the_advantages_are_those_that_the_loss_used() -> None:
+    theta, mu, a, teacher, _ = sampled(0.5, 0)
+    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, teacher=teacher)
+    used = {name: LOSSES[name](tokens, Loss(name=name)).advantages for name in ("tis_mask", "sft", "distill")}
+    assert used["tis_mask"] is a
+    assert used["sft"] is None
+    assert used["distill"] is not None
+    torch.testing.assert_close(used["distill"], teacher - theta)
 
 
 def test_calls_are_left_out_by_their_mean_mismatch_and_not_for_being_long() -> None:

@@ -8,7 +8,8 @@ import torch
 from msgspec.structs import replace
 
 from support.episodes import make_turns
-from swarmq.learner.algorithms.losses import Tokens
+from swarmq.learner.algorithms.effects import Effect
+from swarmq.learner.algorithms.losses import TokenLoss, Tokens
 from swarmq.learner.metrics import Sums
 from swarmq.learner.summary import rollout_s
 from swarmq.messages import Episode, Slot, Timings
@@ -19,7 +20,8 @@ def figures(gaps, kept=None):
     tokens = Tokens(mu + torch.tensor(gaps), mu, torch.ones(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), 1)
     sums = Sums(torch.device("cpu"))
     kept = torch.ones(len(gaps), dtype=torch.bool) if kept is None else torch.tensor(kept)
-    sums.add_tokens(tokens, torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.bool), kept)
+    loss = TokenLoss(torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), tokens.advantages)
+    sums.add_tokens(tokens, torch.zeros(len(gaps)), loss, kept)
     return sums.reduced(lambda flat: flat)
 
 
@@ -42,6 +44,24 @@ def test_equal_log_probabilities_have_no_mismatch():
     found = figures([0.0] * 10)
     assert (found["kl_k3"], found["effective_samples"]) == (0.0, 1.0)
     assert found["gap_p99"] < 1e-10
+
+
+def test_masked_clipped_and_filtered_are_told_apart_by_the_sign_of_the_advantage_that_the_loss_used():
+    """The group's advantages, all of them 1, are not what a distillation goes by."""
+    effects = torch.tensor([Effect.MASKED, Effect.TRUNCATED, Effect.CLIPPED, 0, Effect.MASKED, 0, 0, 0, Effect.MASKED])
+    used = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0])
+    zeros, ones = torch.zeros(9), torch.ones(9)
+    tokens = Tokens(zeros, zeros, ones, torch.zeros(9, dtype=torch.int64), 1)
+    loss = TokenLoss(zeros, effects, used)
+    sums = Sums(torch.device("cpu"))
+    filtered = torch.arange(9) == 7
+    sums.add_tokens(tokens, zeros, loss, ~filtered)
+    sums.add_filtered(loss, filtered)
+    found = sums.reduced(lambda flat: flat)
+    shares = [
+        found[f"{what}_{sign}"] for what in ("masked", "clipped", "filtered") for sign in ("positive", "negative")
+    ]
+    assert shares == pytest.approx([1 / 4, 1 / 3, 2 / 4, 0, 0, 1 / 4])
 
 
 def test_a_rollout_lasts_from_its_first_call_to_its_last_answer():

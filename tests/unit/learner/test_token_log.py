@@ -7,8 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
-from swarmq.config import Train
+from swarmq.config import Loss, Train
 from swarmq.learner import token_log
+from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.passes import totals, work_of
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.seen import Seen
@@ -72,6 +73,38 @@ def test_tokens_that_a_filter_left_out_are_marked(tiny_qwen):
             ratio = np.exp(theta - np.array(unpack_floats(sampled[turn.call_id].logprobs)))
             out = np.frombuffer(turn.left_out, np.uint8) if turn.left_out else np.zeros(len(theta))
             np.testing.assert_array_equal(out == 1, (ratio < 0.9) | (ratio > 1.1))
+
+
+def recorded(model, **changed):
+    """What one step records of every turn."""
+    train = msgspec.structs.replace(TRAIN, **changed)
+    trainer = Trainer(str(model), train)
+    trainer.step(record(train))
+    return [(e.episode_id, turn) for e in trainer.tokens for turn in e.turns]
+
+
+def test_what_the_loss_did_to_the_gradient_of_a_token_is_marked(tiny_qwen):
+    """Masked where the probability moved with the advantage at all, else truncated at a ratio of 0.7."""
+    sampled = {
+        (e.episode_id, turn.call_id): unpack_floats(turn.logprobs) for e in record(TRAIN).episodes for turn in e.turns
+    }
+    seen = set()
+    for episode_id, turn in recorded(tiny_qwen, loss=Loss(mask_delta=1e-9, ratio_cap=0.7)):
+        gap = np.array(unpack_floats(turn.logprobs)) - np.array(sampled[episode_id, turn.call_id])
+        rest = np.where(np.exp(gap) > 0.7, Effect.TRUNCATED, Effect.WHOLE)
+        expected = np.where(gap * turn.advantage > 0, Effect.MASKED, rest)
+        np.testing.assert_array_equal(np.frombuffer(turn.effects, np.uint8) if turn.effects else 0 * expected, expected)
+        seen |= set(expected)
+    assert seen == {Effect.MASKED, Effect.TRUNCATED, Effect.WHOLE}
+
+
+def test_a_distillation_records_the_advantage_of_every_token_and_demonstrations_have_none(tiny_qwen, other_qwen):
+    for _, turn in recorded(tiny_qwen, loss=Loss(name="distill"), teacher=str(other_qwen)):
+        if len(turn.logprobs) > 4:
+            assert (turn.advantage, len(turn.advantages)) == (None, len(turn.logprobs))
+            assert len(set(unpack_floats(turn.advantages))) > 1
+    for _, turn in recorded(tiny_qwen, loss=Loss(name="sft")):
+        assert (turn.advantage, turn.advantages, turn.effects) == (None, b"", b"")
 
 
 def test_recording_does_not_change_the_step(tiny_qwen, stepped):

@@ -26,8 +26,8 @@ from swarmq.learner.trainer import Trainer
 TRAIN = Train(gradient_checkpointing=False, ratio_band=(0.9, 1.1), token_log=False)
 LOGGED_EVERY_STEP = {
     "reward", "reward_by_kind/default", "success_by_kind/default", "kl_k3", "gap_p99", "effective_samples",
-    "clipped_positive", "clipped_negative", "filtered_positive", "filtered_negative", "kl_reference", "entropy",
-    "grad_norm", "staleness/0", "truncated", "equal_groups", "partial_groups", "length_penalised", "tokens_sampled",
+    "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "filtered_positive",
+    "filtered_negative", "kl_reference", "entropy", "grad_norm", "staleness/0", "truncated", "equal_groups", "partial_groups", "length_penalised", "tokens_sampled",
     "tokens_computed", "drifted", "branches/history_edited", "tokens_per_s", "mfu", "train_s", "loss", "learning_rate",
 }  # fmt: skip
 """Of a step."""

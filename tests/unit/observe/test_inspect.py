@@ -16,6 +16,7 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.drift import Drift
 from swarmq.errors import EpisodeError
 from swarmq.learner import token_log
+from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
@@ -81,6 +82,33 @@ def test_a_token_that_a_filter_left_out_contributes_nothing():
     out = [row for row in view.tokens if row.left_out]
     assert len(out) == 2, "the first token of each turn"
     assert {row.contribution for row in out} == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("effect", "share"), [(Effect.MASKED, 0.0), (Effect.CLIPPED, 0.0), (Effect.TRUNCATED, 1.0), (Effect.WHOLE, 1.0)]
+)
+def test_a_token_whose_gradient_the_loss_cut_contributes_nothing(effect, share):
+    episode = make_episode("g0", turns=2)
+    seen = seen_of(episode)
+    turns = [msgspec.structs.replace(t, effects=bytes([effect]) * (len(t.logprobs) // 4)) for t in seen.turns]
+    view = view_of(episode, 1, msgspec.structs.replace(seen, turns=tuple(turns)), spoken)
+    assert {(row.effect, row.contribution) for row in view.tokens if row.trained} == {(effect, 0.5 * share)}
+
+
+def test_advantages_of_single_tokens_stand_at_their_tokens_and_a_loss_without_any_makes_all_likelier():
+    episode = make_episode("g0", turns=6)
+    seen = seen_of(episode, None)
+    own = [msgspec.structs.replace(turn, advantages=turn.logprobs) for turn in seen.turns]
+    each = view_of(episode, 1, msgspec.structs.replace(seen, turns=tuple(own)), spoken)
+    assert all(row.contribution == row.advantage == row.logprob_trained for row in each.tokens if row.trained)
+    none = view_of(episode, 1, seen, spoken)
+    assert {(row.advantage, row.contribution) for row in none.tokens if row.trained} == {(None, 1.0)}
+
+
+def test_a_record_from_before_effects_were_kept_can_be_read():
+    old = {"call_id": "c", "advantage": 0.5, "logprobs": b"\0" * 4}
+    turn = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=TurnTokens)
+    assert (turn.advantage, turn.advantages, turn.effects) == (0.5, b"", b"")
 
 
 def test_without_the_training_record_sampling_alone_is_shown_and_that_is_said():

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmq.config import Loss
+from swarmq.learner.algorithms.effects import Effect
 
 CISPO_HIGH = 4.0
 PPO_LOW, PPO_HIGH = 0.2, 0.28
@@ -37,7 +38,8 @@ class Tokens(NamedTuple):
 
 class TokenLoss(NamedTuple):
     per_token: Tensor  # [S]
-    clipped: Tensor  # [S] bool, where the loss cut the policy gradient
+    effects: Tensor  # [S] int64, what became of the policy gradient (effects.py)
+    advantages: Tensor | None  # [S] those that the loss used, constant; None where it uses none
 
 
 def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
@@ -47,9 +49,11 @@ def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
     masked = ((tokens.advantages > 0) & (moved > loss.mask_delta)) | (
         (tokens.advantages < 0) & (moved < -loss.mask_delta)
     )
-    weight = _ratio(theta, tokens.mu).clamp(max=loss.ratio_cap) * ~masked
+    ratio = _ratio(theta, tokens.mu)
+    weight = ratio.clamp(max=loss.ratio_cap) * ~masked
     pull = loss.pull * (tokens.theta - tokens.mu).square()
-    return TokenLoss(-weight * tokens.advantages * tokens.theta + pull, masked)
+    effects = ((ratio > loss.ratio_cap) * Effect.TRUNCATED).masked_fill(masked, Effect.MASKED)
+    return TokenLoss(-weight * tokens.advantages * tokens.theta + pull, effects, tokens.advantages)
 
 
 def ppo_clip(tokens: Tokens, loss: Loss) -> TokenLoss:
@@ -60,14 +64,14 @@ def ppo_clip(tokens: Tokens, loss: Loss) -> TokenLoss:
     objective = torch.minimum(ratio * a, limited * a)
     objective = torch.where(a < 0, torch.maximum(objective, loss.dual_clip * a), objective)
     clipped = (limited * a < ratio * a) | ((a < 0) & (ratio > loss.dual_clip))
-    return TokenLoss(-objective, clipped.detach())
+    return TokenLoss(-objective, clipped * Effect.CLIPPED, a)
 
 
 def cispo(tokens: Tokens, loss: Loss) -> TokenLoss:
     """Every token keeps a gradient, with its weight clipped from above (2506.13585)."""
     ratio = _ratio(tokens.theta.detach(), tokens.mu)
     high = 1 + _or(loss.clip_high, CISPO_HIGH)
-    return TokenLoss(-ratio.clamp(max=high) * tokens.advantages * tokens.theta, ratio > high)
+    return _weighted(tokens, ratio, high)
 
 
 def gspo(tokens: Tokens, loss: Loss) -> TokenLoss:
@@ -81,18 +85,17 @@ def gspo(tokens: Tokens, loss: Loss) -> TokenLoss:
     ratio = sequence * (tokens.theta - tokens.theta.detach()).exp()
     limited = ratio.clamp(1 - _or(loss.clip_low, GSPO_LOW), 1 + _or(loss.clip_high, GSPO_HIGH))
     a = tokens.advantages
-    return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a).detach())
+    return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a) * Effect.CLIPPED, a)
 
 
 def reinforce(tokens: Tokens, loss: Loss) -> TokenLoss:
     """The policy gradient with a truncated importance weight."""
-    ratio = _ratio(tokens.theta.detach(), tokens.mu)
-    return TokenLoss(-ratio.clamp(max=loss.ratio_cap) * tokens.advantages * tokens.theta, ratio > loss.ratio_cap)
+    return _weighted(tokens, _ratio(tokens.theta.detach(), tokens.mu), loss.ratio_cap)
 
 
 def sft(tokens: Tokens, _: Loss) -> TokenLoss:
     """Cross-entropy on demonstrations."""
-    return TokenLoss(-tokens.theta, torch.zeros_like(tokens.theta, dtype=torch.bool))
+    return TokenLoss(-tokens.theta, torch.zeros_like(tokens.theta, dtype=torch.int64), None)
 
 
 def distill(tokens: Tokens, loss: Loss) -> TokenLoss:
@@ -139,6 +142,12 @@ def divergence(tokens: Tokens, loss: Loss) -> Tensor:
     d = (tokens.reference - tokens.theta).clamp(max=MAX_LOG_RATIO)
     weight = _ratio(tokens.theta.detach(), tokens.mu).clamp(max=loss.ratio_cap)
     return weight * (d.exp() - d - 1)
+
+
+def _weighted(tokens: Tokens, ratio: Tensor, cap: float) -> TokenLoss:
+    """The policy gradient, weighted by the ratio up to `cap`."""
+    a = tokens.advantages
+    return TokenLoss(-ratio.clamp(max=cap) * a * tokens.theta, (ratio > cap) * Effect.TRUNCATED, a)
 
 
 def _ratio(theta: Tensor, mu: Tensor) -> Tensor:

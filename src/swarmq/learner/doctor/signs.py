@@ -51,6 +51,16 @@ def at_bound(steps: Steps) -> float | None:
     return stale / total if total else None
 
 
+def cut(sign: str) -> Callable[[Steps], float | None]:
+    """Share of the tokens of this sign that the loss masked or clipped."""
+
+    def share(steps: Steps) -> float | None:
+        clipped = _mean(steps[-WINDOW:], f"clipped_{sign}")
+        return None if clipped is None else clipped + (_mean(steps[-WINDOW:], f"masked_{sign}") or 0.0)
+
+    return share
+
+
 def skipped(steps: Steps) -> float | None:
     return sum("skipped" in step for step in steps[-WINDOW:]) / len(steps[-WINDOW:])
 
@@ -89,12 +99,12 @@ SIGNS = (
         advice="most groups have equal rewards: tasks are too easy or too hard; change the mix or enlarge group_size",
     ),
     Sign(
-        name="clipped upwards", measure=last("clipped_positive"), limit=0.5,
-        advice="the loss cuts most of what was rewarded: lower the learning rate or steps_per_batch",
+        name="clipped upwards", measure=cut("positive"), limit=0.5,
+        advice="the loss masks or clips most of what was rewarded: lower the learning rate or steps_per_batch",
     ),
     Sign(
-        name="clipped downwards", measure=last("clipped_negative"), limit=0.5,
-        advice="the loss cuts most of what was punished: lower the learning rate or steps_per_batch",
+        name="clipped downwards", measure=cut("negative"), limit=0.5,
+        advice="the loss masks or clips most of what was punished: lower the learning rate or steps_per_batch",
     ),
     Sign(
         name="truncated answers", measure=last("truncated"), limit=0.3,
