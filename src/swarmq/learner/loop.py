@@ -16,21 +16,21 @@ anything, and ends (lock.py). Only rank 0 talks to the I/O process and to engine
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import structlog
 import torch.distributed
+from accelerate import Accelerator
 
-from swarmq.config import SwarmJob
+from swarmq.config import SwarmJob, Train
 from swarmq.engine.packing import NamedTensors
-from swarmq.errors import EngineError
+from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
 from swarmq.learner.records import Identity
 from swarmq.learner.trackers import Trackers
-from swarmq.learner.trainer import COMMAND_TIMEOUT, Trainer
+from swarmq.learner.trainer import COMMAND_TIMEOUT, Trainer, make_accelerator
 
 log = structlog.get_logger()
 
@@ -78,13 +78,12 @@ class Learner:
         self.identity = Identity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.fence = Fence(self.folder.parent / "lock")
-        self.trainer = load(self.folder, self.identity, self.settings.model, self.settings.train)
+        self.trainer = self._load()
         self.saved = self.trainer.version
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
         """Whether engines took the current weights, as far as this process knows."""
-        self._control = _control_group()
         self._trackers = Trackers(
             self.trainer.accelerator,
             self.settings.train,
@@ -96,6 +95,21 @@ class Learner:
     @property
     def is_main(self) -> bool:
         return bool(self.trainer.accelerator.is_main_process)
+
+    def _load(self) -> Trainer:
+        """The trainer, on GPUs that engines leave to it meanwhile where they do so in a step."""
+        settings, found = self.settings, checkpoint.newest(self.folder, self.identity)
+        accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
+        self._control = _control_group()
+        self._clear_room()
+        self._meet()
+        try:
+            trainer = load(found, settings.model, settings.train, accelerator)
+        except LearnerError:
+            self._wake()  # the next start may be long in coming
+            raise
+        self._make_room()
+        return trainer
 
     def hello(self) -> records.Hello:
         return records.Hello(
@@ -133,8 +147,7 @@ class Learner:
         link.tell(records.Phase(phase="waiting"))
         match link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
-                if self.settings.engine.sleep and self.pusher:
-                    self.pusher.sleep()
+                self._clear_room()
                 return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
                 return Command("save", asked=asked)
@@ -166,15 +179,27 @@ class Learner:
             },
         )
 
+    def _clear_room(self) -> None:
+        """Engines that share their GPUs with the learner sleep from here on."""
+        if self.settings.engine.sleep and self.pusher:
+            self.pusher.sleep()
+
+    def _wake(self) -> None:
+        if self.settings.engine.sleep and self.pusher:
+            self.pusher.wake()
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        if self._control is not None:
+            torch.distributed.barrier(group=self._control)
+
     def _make_room(self) -> None:
         """Engines that slept get their memory back, once no rank needs it."""
         if not self.settings.engine.sleep:
             return
         torch.cuda.empty_cache()
-        if self._control is not None:
-            torch.distributed.barrier(group=self._control)
-        if self.pusher:
-            self.pusher.wake()
+        self._meet()
+        self._wake()
 
     def _push(self, link: Link, *, replayed: bool) -> dict[str, Any]:
         """An engine that cannot be reached does not stop the training: it is brought up to date while waiting.
@@ -232,10 +257,11 @@ class Learner:
         return box[0]
 
 
-def load(folder: Path, identity: Identity, model: str, train: Any) -> Trainer:
-    """A trainer with the newest sound checkpoint of `folder`, or with the initial model."""
-    found = checkpoint.newest(folder, identity)
-    trainer = Trainer(str(found.path) if found else model, train, initial=model)
+def load(
+    found: checkpoint.Checkpoint | None, model: str, train: Train, accelerator: Accelerator | None = None
+) -> Trainer:
+    """A trainer with the checkpoint that was found, or with the initial model."""
+    trainer = Trainer(str(found.path) if found else model, train, accelerator=accelerator, initial=model)
     if found:
         checkpoint.restore(trainer, found)
     log.info("loaded", model=model, version=trainer.version, checkpoint=str(found.path) if found else None)

@@ -21,7 +21,7 @@ import numpy as np
 import structlog
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -75,10 +75,11 @@ class Trainer:
         initial: str | None = None,
     ) -> None:
         """Load the weights in `source`; `initial` is the run's first model, where that is another. Raises LearnerError
-        when a model cannot be loaded."""
+        when a model cannot be loaded or does not fit."""
         set_seed(train.seed)
         torch.use_deterministic_algorithms(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
+        _check_memory(self.accelerator, train, source)
         self.train, self.version = train, version
         policy = LayoutModel(_policy_lm(source, initial or source, train))
         if train.layout == "tree" and policy.rows_only:
@@ -315,11 +316,6 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     _refuse_split_sequences(os.environ)
     shard = fits.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
-    if torch.cuda.is_available() and not train.cpu_offload:
-        free, total = torch.cuda.mem_get_info(int(os.environ.get("LOCAL_RANK", "0")))
-        ranks = int(os.environ.get("WORLD_SIZE", "1")) if shard.full else 1
-        said = fits.check(source, train, ranks=ranks, gpu=fits.Gpu(total=total, free=free))
-        log.info("memory", fits=said)
     plan = plugin(train) if shard.full else None
     accelerator = Accelerator(
         mixed_precision=train.precision(cuda=torch.cuda.is_available()),
@@ -331,6 +327,15 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         shard_on_cpu(accelerator, plan)
         check_collectives(train, accelerator.device)
     return accelerator
+
+
+def _check_memory(accelerator: Accelerator, train: Train, source: str) -> None:
+    """Raises LearnerError when the policy does not fit what is free of this rank's GPU now."""
+    if accelerator.device.type != "cuda":
+        return
+    free, total = torch.cuda.mem_get_info(accelerator.device)
+    ranks = accelerator.num_processes if accelerator.distributed_type == DistributedType.FSDP else 1
+    log.info("memory", fits=fits.check(source, train, ranks=ranks, gpu=fits.Gpu(total=total, free=free)))
 
 
 def _refuse_split_sequences(environment: Mapping[str, str]) -> None:

@@ -41,7 +41,6 @@ def test_a_gpu_computes_in_bf16_where_nothing_else_is_asked(
     made: dict[str, object] = {}
     monkeypatch.setattr(trainer, "Accelerator", lambda **settings: made.update(settings))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (139 * GIB, 139 * GIB))
     monkeypatch.setattr(trainer.fits, "shape_of", lambda _: MIDDLE)
     make_accelerator(train, "m")
     assert made["mixed_precision"] == computed

@@ -1,0 +1,69 @@
+"""Engines that share GPUs with a learner leave them to it while it loads, and are awake before it waits for a batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.errors import LearnerError
+from swarmq.learner import loop, trainer
+from swarmq.learner.link import StopSignal
+
+TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
+
+
+class SharedGpu:
+    """Has no room for a learner while its engines are awake."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, too_small: bool = False) -> None:
+        self.seen: list[str] = []
+        self.too_small = too_small
+        monkeypatch.setattr(trainer, "_check_memory", lambda *_: self.check())
+        monkeypatch.setattr(loop, "_control_group", object)
+        monkeypatch.setattr(torch.distributed, "barrier", lambda group: self.seen.append("met" if group else "alone"))
+
+    def sleep(self) -> None:
+        self.seen.append("asleep")
+
+    def wake(self) -> None:
+        self.seen.append("awake")
+
+    def check(self) -> None:
+        self.seen.append("checked")
+        if self.too_small:
+            raise LearnerError("does not fit")
+
+    def start(self, model: Path, folder: Path, *, sleep: bool, rank: int = 0) -> loop.Learner:
+        policy = Policy(model=str(model), engine=Engine(sleep=sleep), train=TRAIN)
+        job = SwarmJob(run="r", folder=str(folder), policies={"main": policy})
+        return loop.Learner(job, "main", pusher=None if rank else self, stop=StopSignal())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_looks_at_its_gpu_before_engines_sleep_and_they_wake_when_all_have_loaded(
+    rank: int, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch)
+    gpu.start(tiny_qwen, tmp_path, sleep=True, rank=rank)
+    ours = ["asleep", "met", "checked", "met", "awake"]
+    assert gpu.seen == [one for one in ours if rank == 0 or one in {"met", "checked"}]
+
+
+def test_engines_beside_a_learner_are_left_awake(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch)
+    gpu.start(tiny_qwen, tmp_path, sleep=False)
+    assert {"asleep", "awake"}.isdisjoint(gpu.seen)
+
+
+def test_a_learner_that_does_not_fit_leaves_its_engines_awake(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch, too_small=True)
+    with pytest.raises(LearnerError, match="does not fit"):
+        gpu.start(tiny_qwen, tmp_path, sleep=True)
+    assert gpu.seen[-1] == "awake"
