@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner import checkpoint
-from swarmq.learner.passes import totals, work_of
+from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
 from swarmq.learner.trainer import Trainer
@@ -32,7 +32,7 @@ def main(model: str, train: Train, target: Path) -> None:
     trainer = Trainer(model, train)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
-    trainer.accumulate(work, train, total=totals(EPISODES).of(train.normalisation))
+    trainer.accumulate(work, train)
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=train))
@@ -70,7 +70,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
     assert seen == {torch.bfloat16}, seen
     assert scored.logprobs.dtype == scored.entropies.dtype == torch.float32
     assert not torch.equal(scored.logprobs, scored.logprobs.bfloat16().float()), "FP32 in name only"
-    trainer.accumulate(work, train, total=totals(EPISODES).of(train.normalisation))
+    trainer.accumulate(work, train)
     for name, parameter in trainer.lm.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
         made = whole(parameter.grad)

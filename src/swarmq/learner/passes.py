@@ -8,14 +8,14 @@ are already found. Every rank makes the same plan and takes its part.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import advantages, groups_of
+from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight, units
 from swarmq.messages import Episode
 from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone
@@ -41,7 +41,7 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: Layout
     advantages: FloatArray  # [S]
-    weights: FloatArray  # [S] before the division by the batch's units
+    weights: FloatArray  # [S] before the division by the batch's units; 0 where there is nothing to learn
     temperatures: FloatArray  # [S]
     calls: NDArray[np.int64]  # [S] which model call of this pass sampled the token
     num_calls: int
@@ -49,6 +49,16 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def idle(self) -> bool:
         return int(self.layout.episodes[0]) < 0
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what has credit, over the whole batch and all ranks, before any filter."""
+
+    tokens: int
+    episodes: int
+
+    def of(self, normalisation: str) -> int:
+        return max(self.tokens if units(normalisation) == "tokens" else self.episodes, 1)
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,29 +69,13 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     plan: Plan
     """Of all ranks."""
     num_episodes: int
+    totals: Totals
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
-    """Over the whole batch and all ranks, before any filter."""
-
-    tokens: int
-    episodes: int
-
-    def of(self, normalisation: str) -> int:
-        return max(self.tokens if units(normalisation) == "tokens" else self.episodes, 1)
-
-
-def totals(episodes: Sequence[Episode]) -> Totals:
-    sampled = [sampled_tokens(episode) for episode in episodes]
-    return Totals(tokens=sum(sampled), episodes=sum(1 for count in sampled if count))
-
-
-def sampled_tokens(episode: Episode) -> int:
-    return sum(len(turn.sampled_ids) for turn in episode.turns) // 4
-
-
-Credit = Mapping[str, Sequence[float]]
-"""episode_id -> one advantage per turn."""
+def credited_tokens(episode: Episode, credit: Credit) -> int:
+    """Sampled tokens of the turns that have an advantage."""
+    turns = zip(episode.turns, credit[episode.episode_id], strict=True)
+    return sum(len(turn.sampled_ids) for turn, value in turns if value is not None) // 4
 
 
 def work_of(
@@ -104,7 +98,12 @@ def work_of(
     mine = _dealt(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
-    return Work(passes=passes + [idle()] * (max(map(len, mine)) - len(passes)), plan=whole, num_episodes=len(episodes))
+    return Work(
+        passes=passes + [idle()] * (max(map(len, mine)) - len(passes)),
+        plan=whole,
+        num_episodes=len(episodes),
+        totals=weigh.totals,
+    )
 
 
 def idle() -> Pass:
@@ -129,12 +128,15 @@ class Weigher:
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]
         """Episode -> its first turn among the turns of all."""
+        counts = [credited_tokens(episode, by_id) for episode in episodes]
+        self.totals = Totals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
         weights = [
-            token_weight(train.normalisation, episode_tokens=sampled_tokens(e), constant_length=train.constant_length)
-            for e in episodes
+            token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
+            for count in counts
         ]
-        self.weights = np.repeat(weights, turns).astype(np.float32)
-        self.advantages = np.array([a for e in episodes for a in by_id[e.episode_id]], np.float32)
+        given = [a for e in episodes for a in by_id[e.episode_id]]
+        self.weights = np.where([a is None for a in given], 0.0, np.repeat(weights, turns)).astype(np.float32)
+        self.advantages = np.array([a or 0.0 for a in given], np.float32)
         self.temperatures = np.array([t.sampling.temperature for e in episodes for t in e.turns], np.float32)
 
     def __call__(self, layout: Layout) -> Pass:

@@ -38,7 +38,7 @@ from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
-from swarmq.learner.passes import Engine, Pass, Work, totals, work_of
+from swarmq.learner.passes import Engine, Pass, Work, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
@@ -188,8 +188,7 @@ class Trainer:
             self._seen = Seen() if train.token_log else None
             self._proximal = proximal[number - 1] if number else None
             self.consult(part, work, train)
-            total = totals(part).of(train.normalisation)
-            fields.append(self.optimize(work, train, total=total, step=record.index.version))
+            fields.append(self.optimize(work, train, step=record.index.version))
             self.tokens += self._seen.by_episode(part) if self._seen else []
         self._proximal = self._taught = None
         self.gather()
@@ -217,9 +216,9 @@ class Trainer:
                 for one in work.passes
             ]
 
-    def optimize(self, work: Work, train: Train, *, total: int, step: int) -> dict[str, Any]:
-        """One optimizer step on this rank's part of the work; `total` units over all ranks."""
-        fields, left = self.accumulate(work, train, total=total)
+    def optimize(self, work: Work, train: Train, *, step: int) -> dict[str, Any]:
+        """One optimizer step on this rank's part of the work."""
+        fields, left = self.accumulate(work, train)
         return fields | self._update(train, step, anything=left > 0)
 
     def consult(self, episodes: Sequence[Episode], work: Work, train: Train) -> None:
@@ -229,8 +228,9 @@ class Trainer:
         served = train.teacher if is_served(train.teacher) else None
         self._taught = ServedTeacher(served, self._initial).scores(episodes, work) if served else None
 
-    def accumulate(self, work: Work, train: Train, *, total: int) -> tuple[dict[str, Any], int]:
+    def accumulate(self, work: Work, train: Train) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
+        total = work.totals.of(train.normalisation)
         sums = Sums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
         for index, one in enumerate(work.passes):
@@ -287,7 +287,7 @@ class Trainer:
         sums.add(loss=objective.detach())
         trained.index_add_(0, self._placed(one.layout.episodes), kept.float())
         if self._seen:
-            self._seen.add(one, tokens.theta, result, kept)
+            self._seen.add(one, tokens.theta, result, kept if filtered is None else filtered.tokens)
 
     def _placed(self, values: np.ndarray) -> Tensor:
         return placed(values, self.accelerator.device)

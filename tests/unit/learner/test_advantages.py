@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
-from swarmq.config import LengthPenalty, Train
+from swarmq.config import LengthPenalty, Loss, Train
 from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, has_signal, updated
 
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
@@ -56,8 +56,22 @@ def test_an_agents_own_reward_is_compared_with_the_same_agent_only() -> None:
         )
         for e, agents, r in zip(group, tags, rewards, strict=True)
     ]
-    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, 0.0], "a-1": [1.0, 0.0]}
+    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, None], "a-1": [1.0, None]}
     assert has_signal(group, Train()), "equal episode rewards, but the solvers differ"
+    scaled = advantages([group], Train(advantage="batch_norm"))["a-1"]
+    assert scaled == [pytest.approx(1.0, rel=1e-5), None], "equal rewards of judges do not narrow the deviation"
+    supervised = Train(loss=Loss(name="sft"))
+    assert None not in advantages([group], supervised)["a-0"], "what needs no baseline leaves nothing out"
+
+
+def test_a_turn_without_anything_to_compare_it_with_is_not_trained() -> None:
+    """One episode of the group alone has a judge."""
+    group = make_group("a", (0.0, 1.0), turns=2)
+    turns = tuple(msgspec.structs.replace(t, agent=a) for t, a in zip(group[0].turns, ("solver", "judge"), strict=True))
+    group[0] = msgspec.structs.replace(group[0], turns=turns, agent_rewards={"judge": 5.0})
+    assert advantages([group], Train(advantage="centered")) == {"a-0": [-0.5, None], "a-1": [0.5, 0.5]}
+    ema = Train(advantage="ema")
+    assert advantages([group], ema, {"default": 0.5, "default/agent/judge": 4.0})["a-0"] == [-0.5, 1.0]
 
 
 def test_a_calls_own_reward_comes_before_the_episodes() -> None:
@@ -77,7 +91,7 @@ def test_equal_rewards_and_lone_episodes_carry_no_signal(rewards: tuple[float, .
     assert has_signal(make_group("a", rewards), Train()) is signal
     if not signal:
         got = advantages([make_group("a", rewards, turns=1)], Train(advantage="rloo"))
-        assert all(abs(v[0]) < 1e-9 for v in got.values())
+        assert list(got.values()) == [[None]] * len(rewards)
 
 
 def test_ema_compares_with_what_the_kind_gave_before_and_then_learns_it() -> None:

@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import MambaConfig, MambaForCausalLM
@@ -20,7 +21,7 @@ from swarmq.learner.algorithms.advantages import advantages
 from swarmq.learner.algorithms.losses import LOSSES
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm
-from swarmq.learner.passes import Pass, Weigher, Work, idle, totals, work_of
+from swarmq.learner.passes import Pass, Weigher, Work, idle, work_of
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
@@ -68,8 +69,7 @@ def work(trainer: Trainer, train: Train, **where: int) -> Work:
 
 def gradient(trainer: Trainer, train: Train, passes: Work | None = None) -> Gradient:
     trainer.optimizer.zero_grad()
-    total = totals(batch()).of(train.normalisation)
-    trainer.accumulate(passes or work(trainer, train), train, total=total)
+    trainer.accumulate(passes or work(trainer, train), train)
     return gradients(trainer)
 
 
@@ -79,15 +79,17 @@ def unfolded(trainer: Trainer, train: Train) -> Work:
     tokens = sum(layout.num_tokens for layout in layouts)
     plan = Plan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
     weigh = Weigher(batch(), train)
-    return Work(passes=[weigh(layout) for layout in layouts], plan=plan, num_episodes=len(batch()))
+    passes = [weigh(layout) for layout in layouts]
+    return Work(passes=passes, plan=plan, num_episodes=len(batch()), totals=weigh.totals)
 
 
 def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
     """Ranks average their gradients after each multiplied its own by their number: a plain sum."""
     trainer.optimizer.zero_grad()
-    total = totals(batch()).of(train.normalisation)
     for rank in range(world):
-        for one in [*work(trainer, train, rank=rank, world=world).passes, idle()]:
+        part = work(trainer, train, rank=rank, world=world)
+        total = part.totals.of(train.normalisation)
+        for one in [*part.passes, idle()]:
             sums, trained = Sums(torch.device("cpu")), torch.zeros(len(batch()))
             trainer._backward(0, one, train, total, sums, trained)
     return gradients(trainer)
@@ -187,7 +189,7 @@ def test_every_rank_has_as_many_passes_and_every_token_is_trained_once(trainer: 
     parts = [work(trainer, PLAIN, rank=rank, world=6) for rank in range(6)]
     assert len({len(part.passes) for part in parts}) == 1
     trained = [key for part in parts for one in part.passes if not one.idle for key in keys(one)]
-    assert len(trained) == len(set(trained)) == totals(batch()).tokens
+    assert len(trained) == len(set(trained)) == parts[0].totals.tokens
     assert_same(gradient_of_ranks(trainer, PLAIN, 6), gradient(trainer, PLAIN))
 
 
@@ -214,22 +216,47 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
     train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
     with_worst = work_of([worst, *episodes[1:]], train, trainer.engine)
     trainer.optimizer.zero_grad()
-    fields, left = trainer.accumulate(with_worst, train, total=totals(episodes).of("token"))
+    fields, left = trainer.accumulate(with_worst, train)
     ours = gradients(trainer)
-    rest = [without(one, episode=0) for one in with_worst.passes]
+    rest = [only(one, one.layout.episodes != 0) for one in with_worst.passes]
     trainer.optimizer.zero_grad()
     count = sum(one.layout.num_trained for one in rest)
-    trainer.accumulate(msgspec.structs.replace(with_worst, passes=rest), PLAIN, total=count)
+    trainer.accumulate(msgspec.structs.replace(with_worst, passes=rest), PLAIN)
     assert fields["calls_left_out"] == len(worst.turns)
-    assert left == count < totals(episodes).tokens
+    assert left == count < with_worst.totals.tokens
     assert_same(ours, gradients(trainer))
+
+
+@pytest.mark.parametrize("normalisation", NORMALISATIONS)
+def test_turns_without_anything_to_learn_leave_gradient_and_denominator(trainer: Trainer, normalisation: str) -> None:
+    """Judges with equal rewards beside solvers with different ones: as if nobody had judged."""
+    group = [
+        msgspec.structs.replace(
+            e,
+            agent_rewards={"judge": 5.0},
+            turns=tuple(msgspec.structs.replace(t, agent="judge" if i else "solver") for i, t in enumerate(e.turns)),
+        )
+        for e in groups()[0]
+    ]
+    train = msgspec.structs.replace(PLAIN, normalisation=normalisation)
+    ours = work_of(group, train, trainer.engine)
+    trainer.optimizer.zero_grad()
+    fields, left = trainer.accumulate(ours, train)
+    made = gradients(trainer)
+    solved = msgspec.structs.replace(ours, passes=[only(one, one.layout.turns == 0) for one in ours.passes])
+    trainer.optimizer.zero_grad()
+    trainer.accumulate(solved, train)
+    first = sum(len(e.turns[0].sampled_ids) // 4 for e in group)
+    assert fields["tokens_trained"] == first == ours.totals.tokens
+    assert left == ours.totals.of(normalisation)
+    assert_same(made, gradients(trainer))
 
 
 def test_an_episode_that_two_ranks_share_counts_once(trainer: Trainer) -> None:
     """A filter leaves one call of an episode; ranks would each count the episode if they only added up."""
     train = msgspec.structs.replace(PLAIN, normalisation="episode", layout="rows", micro_batch_tokens=LONGEST)
     whole = work(trainer, train)
-    _, left = trainer.accumulate(whole, train, total=len(batch()))
+    _, left = trainer.accumulate(whole, train)
     assert max(Counter(e for one in whole.passes for e in {e for e, *_ in keys(one)}).values()) > 1
     assert left == len(batch())
     trainer.optimizer.zero_grad()
@@ -251,9 +278,8 @@ def keys(one: Pass) -> list[tuple[int, int, int]]:
     return list(zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True))
 
 
-def without(one: Pass, *, episode: int) -> Pass:
-    """The pass as if the episode's tokens had not been sampled by the policy."""
-    kept = one.layout.episodes != episode
+def only(one: Pass, kept: np.ndarray) -> Pass:
+    """The pass as if the other tokens had not been sampled by the policy."""
     per_token = ("predictors", "targets", "logprobs", "versions", "episodes", "turns", "offsets")
     return msgspec.structs.replace(
         one,

@@ -14,7 +14,7 @@ from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.algorithms.advantages import advantages
-from swarmq.learner.passes import Pass, totals, work_of
+from swarmq.learner.passes import Pass, work_of
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.trainer import Trainer
@@ -61,12 +61,12 @@ def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_corre
     credit = advantages(GROUPS, train)
     works = [work_of(tuple(group), train, theirs.engine, credit=credit) for group in GROUPS]
     first = [[logprobs(theirs, one).detach() for one in work.passes] for work in works]
-    for group, work, befores in zip(GROUPS, works, first, strict=True):
+    for work, befores in zip(works, first, strict=True):
         for one, before in zip(work.passes, befores, strict=True):
             theta = logprobs(theirs, one)
             mu, a = torch.from_numpy(one.layout.logprobs), torch.from_numpy(one.advantages)
             weight = (before - mu).exp().clamp(max=20) * (theta.detach() - before).exp().clamp(max=20)
-            ((-weight * a * theta).sum() / totals(group).tokens).backward()
+            ((-weight * a * theta).sum() / work.totals.tokens).backward()
         theirs._update(train, 1, anything=True)
     for (name, a), (_, b) in zip(ours.lm.named_parameters(), theirs.lm.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=name)

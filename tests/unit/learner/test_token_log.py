@@ -10,7 +10,7 @@ from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.learner import token_log
 from swarmq.learner.algorithms.effects import Effect
-from swarmq.learner.passes import totals, work_of
+from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.seen import Seen
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
@@ -122,7 +122,7 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     for rank in range(2):
         trainer._seen = Seen()
         work = work_of(episodes, TRAIN, trainer.engine, rank=rank, world=2)
-        trainer.accumulate(work, TRAIN, total=totals(episodes).of(TRAIN.normalisation))
+        trainer.accumulate(work, TRAIN)
         token_log.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
         assert trainer._seen.by_episode(episodes)
     for alone in stepped.tokens:

@@ -1,8 +1,9 @@
 """From the rewards of a group to one advantage per turn. Plain Python: the I/O process asks as well.
 
 A turn is credited by the narrowest reward it has: its call's, else its agent tag's, else its episode's. Values are
-compared within the group and within the same tag only. Fewer than two values give no baseline and no advantage,
-except for `ema`, whose baseline is what the run has seen of the kind so far.
+compared within the group and within the same tag only. Fewer than two values give no baseline, and equal ones nothing to
+learn: such turns have no advantage (None) and are left out of every mean. `ema` has a baseline for every turn: what the
+run has seen of the kind so far. Losses without a baseline leave no turn out.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Baselines = dict[str, float]
 """Kind, and where a turn is credited apart also how: the `ema` baseline."""
 Values = dict[Tag, dict[tuple[str, str], float]]
 """Tag -> (episode, call or nothing) -> reward or advantage."""
+Credit = Mapping[str, Sequence[float | None]]
+"""episode_id -> one advantage per turn; None for a turn that is not to be trained."""
 
 
 def leave_one_out(rewards: Sequence[float]) -> list[float]:
@@ -58,9 +61,8 @@ here: it compares with the past (2506.24119)."""
 
 def advantages(
     groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None = None
-) -> dict[str, list[float]]:
-    """episode_id -> one advantage per turn, by the method of each group's kind. `baselines` are those that `ema` has
-    before this batch."""
+) -> dict[str, list[float | None]]:
+    """Credit by the method of each group's kind. `baselines` are those that `ema` has before this batch."""
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
     return {
         episode_id: values
@@ -75,7 +77,7 @@ def advantages(
 
 def _by_method(
     groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None
-) -> dict[str, list[float]]:
+) -> dict[str, list[float | None]]:
     rewards = [_rewards(group, train) for group in groups]
     if train.advantage == "ema":
         before = _begun(baselines or {}, groups, rewards)
@@ -86,9 +88,10 @@ def _by_method(
     else:
         values = [_compared(by_tag, WITHIN_GROUP[train.advantage]) for by_tag in rewards]
     deviation = _deviation(values) if train.advantage == "batch_norm" else 1.0
+    nothing = None if train.needs_baseline else 0.0
     return {
         episode.episode_id: [
-            of_group[tag].get((episode.episode_id, key), 0.0) / deviation
+            of_group[tag][episode.episode_id, key] / deviation if of_group[tag] else nothing
             for tag, key in (_credit(episode, turn, train) for turn in episode.turns)
         ]
         for group, of_group in zip(groups, values, strict=True)
@@ -110,10 +113,7 @@ def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]],
 
 def has_signal(group: Sequence[Episode], train: Train) -> bool:
     """Whether any turn of the group would get an advantage other than 0, or needs none."""
-    return not train.needs_baseline or any(
-        len(rewards) > 1 and max(rewards.values()) - min(rewards.values()) > EQUAL
-        for rewards in _rewards(group, train).values()
-    )
+    return not train.needs_baseline or any(_differ(of) for of in _rewards(group, train).values())
 
 
 def groups_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -135,9 +135,14 @@ def credited_by(episode: Episode, train: Train) -> list[str]:
 
 
 def _compared(by_tag: Values, within: Callable[[Sequence[float]], list[float]]) -> Values:
+    """Of tags whose rewards differ; the others have nothing to be compared with."""
     return {
-        tag: dict(zip(of, within(list(of.values())), strict=True)) if len(of) > 1 else {} for tag, of in by_tag.items()
+        tag: dict(zip(of, within(list(of.values())), strict=True)) if _differ(of) else {} for tag, of in by_tag.items()
     }
+
+
+def _differ(of: Mapping[tuple[str, str], float]) -> bool:
+    return len(of) > 1 and max(of.values()) - min(of.values()) > EQUAL
 
 
 def _deviation(values: Sequence[Values]) -> float:

@@ -9,10 +9,10 @@ import numpy as np
 
 from swarmq.config import Policy, Train
 from swarmq.drift import Drift
-from swarmq.learner.algorithms.advantages import advantages, groups_of
+from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight
 from swarmq.learner.doctor.findings import Finding, judged
-from swarmq.learner.passes import Credit, Engine, Pass, sampled_tokens, work_of
+from swarmq.learner.passes import Engine, Pass, credited_tokens, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.support import altered
 from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
@@ -157,11 +157,9 @@ def _placed(one: Pass) -> Iterator[Key]:
 
 def _unfolded(episodes: Sequence[Episode], train: Train, credit: Credit) -> Iterator[Key]:
     for e, episode in enumerate(episodes):
-        weight = np.float32(
-            token_weight(
-                train.normalisation, episode_tokens=sampled_tokens(episode), constant_length=train.constant_length
-            )
-        )
+        tokens = credited_tokens(episode, credit)
+        weight = token_weight(train.normalisation, episode_tokens=tokens, constant_length=train.constant_length)
         for t, (turn, value) in enumerate(zip(episode.turns, credit[episode.episode_id], strict=True)):
             for offset in range(len(turn.sampled_ids) // 4):
-                yield e, t, offset, float(weight), float(np.float32(value))
+                own = 0.0 if value is None else weight
+                yield e, t, offset, float(np.float32(own)), float(np.float32(value or 0.0))

@@ -15,7 +15,7 @@ from swarmq.learner import batch_log, checkpoint
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.doctor.mismatch import compare, explain
-from swarmq.learner.passes import totals, work_of
+from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
@@ -126,7 +126,7 @@ def _gradient(trainer: Trainer, group: list[Episode], train: Train) -> list[Tens
     trainer.optimizer.zero_grad()
     work = work_of(group, train, trainer.engine)
     trainer.consult(group, work, train)
-    trainer.accumulate(work, train, total=totals(group).of(train.normalisation))
+    trainer.accumulate(work, train)
     made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]
     trainer.optimizer.zero_grad()
     return made
