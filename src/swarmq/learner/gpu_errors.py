@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,27 +13,44 @@ from swarmq.errors import LearnerError
 
 SAFE = "nothing is lost: the next start goes on from the newest checkpoint and the batch log"
 
+# Libraries under torch, compilers and collectives raise plain RuntimeErrors, which only their words tell apart.
+FAILED = re.compile(r"CUDA (driver )?error|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_|Triton Error \[CUDA\]")
+APART = re.compile(r"NCCL (error|communicator|operation)|\bnccl[A-Z]\w*Error|gloo/transport")
+FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
+
 
 @contextmanager
 def gpu_errors(doing: str) -> Iterator[None]:
     """Raises LearnerError for a GPU that has too little memory, has failed, or whose neighbours do not answer."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        raise LearnerError(
-            f"{doing}: the GPU has too little memory: {_first_line(error)}; {SAFE}. Before it, lower "
-            "train.micro_batch_tokens or engine.gpu_memory_utilization, or set train.gradient_checkpointing"
-        ) from error
-    except torch.AcceleratorError as error:
-        raise LearnerError(
-            f"{doing}: the GPU failed: {_first_line(error)}; {SAFE}. Look at it with nvidia-smi and the kernel's log "
-            "(Xid): one that fails again is to be reset or left out (CUDA_VISIBLE_DEVICES)"
-        ) from error
-    except DistError as error:
-        raise LearnerError(
-            f"{doing}: the ranks lost each other: {_first_line(error)}; {SAFE}. Another rank's log says which one failed first"
-        ) from error
+    except RuntimeError as error:  # of which all of torch's are
+        if (told := _told(error)) is None:
+            raise
+        raise LearnerError(f"{doing}: {told}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _told(error: RuntimeError) -> str | None:
+    """None for what is no business of GPUs."""
+    text = str(error)
+    if isinstance(error, DistError) or APART.search(text):
+        return (
+            f"the ranks lost each other: {_line(text, APART)}; {SAFE}. Another rank's log says which one failed first"
+        )
+    if not isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)) and not FAILED.search(text):
+        return None
+    if isinstance(error, torch.OutOfMemoryError) or FULL.search(text):
+        return (
+            f"the GPU has too little memory: {_line(text, FULL)}; {SAFE}. Before it, lower train.micro_batch_tokens or "
+            "engine.gpu_memory_utilization, or set train.gradient_checkpointing"
+        )
+    return (
+        f"the GPU failed: {_line(text, FAILED)}; {SAFE}. Look at it with nvidia-smi and the kernel's log (Xid): one that "
+        "fails again is to be reset or left out (CUDA_VISIBLE_DEVICES)"
+    )
+
+
+def _line(text: str, mark: re.Pattern[str]) -> str:
+    """The one that says it, else the first."""
+    lines = text.splitlines() or ["no reason given"]
+    return next((line for line in lines if mark.search(line)), lines[0])

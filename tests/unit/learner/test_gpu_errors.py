@@ -13,6 +13,7 @@ from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint, trainer
 from swarmq.learner.children import _how
+from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
 
@@ -55,6 +56,56 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
     checkpoint.restore(again, found)
     again.step(batch(2))
     assert again.version == 2
+
+
+MEMORY, BROKEN, ALONE = "the GPU has too little memory: ", "the GPU failed: ", "the ranks lost each other: "
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (
+            "CUDA error: an illegal memory access was encountered\nCUDA kernel errors might be",
+            BROKEN + "CUDA error: an",
+        ),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", BROKEN + "CUDA error: CUBLAS"),
+        ("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR", BROKEN + "cuDNN error"),
+        ("backend='inductor' raised:\nRuntimeError: Triton Error [CUDA]: unspecified", BROKEN + "RuntimeError: Triton"),
+        ("CUDA driver error: unknown error", BROKEN + "CUDA driver error"),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", MEMORY + "CUDA error: CUBLAS"),
+        ("Triton Error [CUDA]: out of memory", MEMORY + "Triton Error"),
+        (
+            "NCCL error in: ProcessGroupNCCL.cpp:123\nncclRemoteError: a call failed on another host",
+            ALONE + "NCCL error",
+        ),
+        ("[/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:3", ALONE + "[/gloo/transport"),
+    ],
+)
+def test_what_lies_under_torch_is_known_by_its_words(text: str, said: str) -> None:
+    with pytest.raises(LearnerError) as caught, gpu_errors("step 2"):
+        raise RuntimeError(text)
+    assert str(caught.value).startswith(f"step 2: {said}")
+    assert "nothing is lost" in str(caught.value)
+
+
+def test_an_accelerator_error_for_want_of_memory_is_one_of_memory() -> None:
+    with pytest.raises(LearnerError, match="too little memory"), gpu_errors("step 2"):
+        raise torch.AcceleratorError("CUDA error: out of memory")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu!",
+        "DefaultCPUAllocator: not enough memory: you tried to allocate 4 bytes",
+        "Distributed package doesn't have NCCL built in",
+        "",
+    ],
+)
+def test_mistakes_that_only_mention_gpus_stay_what_they_are(text: str) -> None:
+    with pytest.raises(RuntimeError) as caught, gpu_errors("step 2"):
+        raise RuntimeError(text)
+    assert type(caught.value) is RuntimeError
 
 
 def test_other_errors_stay_what_they_are(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
