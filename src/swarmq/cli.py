@@ -524,41 +524,49 @@ def worker(
 @main.command()
 @RUN
 @click.argument("episode", required=False)
+@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step, and what was dropped for it.")
 @click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: the batches, one a line, or the episode.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: batches or episodes, one a line, or the episode.")
 @click.option(
     "--html", type=click.Path(path_type=Path), help="Write the episode to this file, one self-contained page."
 )
-def inspect(run: Path, episode: str | None, policy: str | None, *, as_json: bool, html: Path | None) -> None:
-    """List the batches of a run, or show every token of one EPISODE (an id or its beginning).
+def inspect(
+    run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
+) -> None:
+    """List the batches of a run or the episodes of a step, or show every token of one EPISODE.
 
+    An EPISODE is named by its id, or by the beginning or the end of it; ids of episodes of the same minute begin alike.
     A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
     those that trained it, its advantage and weight version, coloured by what it contributed to the step.
 
     \b
     swarmq inspect runs/demo
-    swarmq inspect runs/demo 01a1fa68
-    swarmq inspect runs/demo 01a1fa68 --html episode.html
+    swarmq inspect runs/demo --step 4
+    swarmq inspect runs/demo 5d0c19e7
+    swarmq inspect runs/demo 5d0c19e7 --html episode.html
     """
     need("learner")
     if html and episode is None:
-        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN` lists the batches")
+        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
+    if step is not None and episode is not None:
+        raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
     import msgspec
     from rich.console import Console
 
-    from swarmq.observe.inspect import decoder_of, find_episode, read_batches
-    from swarmq.observe.inspect_draw import draw_batches, draw_episode
+    from swarmq.observe.inspect import decoder_of, find_episode, read_batches, read_step
+    from swarmq.observe.inspect_draw import draw_batches, draw_episode, draw_step, show
     from swarmq.observe.inspect_html import page
 
     job = _resolved(run)
     chosen = _one_policy(job, policy)
+    log = RunFolder(run).batch_log(chosen)
     if episode is None:
-        batches = read_batches(RunFolder(run).batch_log(chosen))
+        rows = list(read_batches(log) if step is None else read_step(log, step))
         if as_json:
-            for batch in batches:
-                click.echo(msgspec.json.encode(batch))
+            for row in rows:
+                click.echo(msgspec.json.encode(row))
         else:
-            Console().print(draw_batches(batches))
+            show(Console(), draw_batches(rows) if step is None else draw_step(rows))
         return
     view = find_episode(RunFolder(run), chosen, episode, decoder_of(job.policies[chosen].model))
     if html:
@@ -566,7 +574,7 @@ def inspect(run: Path, episode: str | None, policy: str | None, *, as_json: bool
     if as_json:
         click.echo(msgspec.json.encode(view))
     elif not html:
-        Console().print(draw_episode(view))
+        show(Console(), draw_episode(view))
 
 
 @main.group()

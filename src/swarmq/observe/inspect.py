@@ -16,11 +16,11 @@ from tokenizers import Tokenizer
 from swarmq.config import RunFolder
 from swarmq.drift import Drift
 from swarmq.errors import EpisodeError
-from swarmq.learner import token_log
+from swarmq.learner import batch_log, token_log
 from swarmq.learner.algorithms.effects import Effect
-from swarmq.learner.batch_log import records
+from swarmq.learner.records import Index
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
-from swarmq.messages import Episode, unpack_floats
+from swarmq.messages import Episode, unpack_floats, unpack_ids
 from swarmq.timeline import fold, resolve
 
 Decode = Callable[[Sequence[int]], str]
@@ -96,9 +96,24 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     first_episode: str
 
 
-def read_batches(batch_log: Path) -> Iterator[BatchRow]:
+class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One episode of a step. Of one that was dropped nothing but its id and the reason is in the log."""
+
+    episode_id: str
+    step: int
+    dropped: str = ""
+    """Why it was not trained."""
+    slot: str = ""
+    kind: str = ""
+    group: str = ""
+    reward: float | None = None
+    turns: int = 0
+    sampled_tokens: int = 0
+
+
+def read_batches(log: Path) -> Iterator[BatchRow]:
     """In order."""
-    for record in records(batch_log):
+    for record in batch_log.records(log):
         index, episodes = record.index, record.episodes
         yield BatchRow(
             step=index.version if index.trained else None,
@@ -112,23 +127,62 @@ def read_batches(batch_log: Path) -> Iterator[BatchRow]:
         )
 
 
-def find_episode(folder: RunFolder, policy: str, beginning: str, decode: Decode) -> EpisodeView:
-    """The trained episode whose id begins so. Raises EpisodeError when there is none, or more than one."""
-    found: list[tuple[int, Episode]] = [
-        (record.index.version, episode)
-        for record in records(folder.batch_log(policy))
-        for episode in record.episodes
-        if episode.episode_id.startswith(beginning)
-    ]
-    ids = sorted({episode.episode_id for _, episode in found})
-    if not ids:
-        raise EpisodeError(f"no trained episode begins with {beginning!r}: `swarmq inspect RUN` lists the batches")
-    if len(ids) > 1:
+def read_step(log: Path, step: int) -> list[EpisodeRow]:
+    """What a step trained, group by group, and what was dropped on the way to it. Raises EpisodeError without any."""
+    places = batch_log.scan(log)
+    rows, dropped = list[EpisodeRow](), list[EpisodeRow]()
+    for place in places:
+        if _step_of(place.index) != step:
+            continue
+        dropped += [EpisodeRow(episode_id=one, step=step, dropped=why) for one, why in place.index.dropped.items()]
+        rows += [
+            EpisodeRow(
+                episode_id=episode.episode_id,
+                step=step,
+                slot=episode.slot.id,
+                kind=episode.kind,
+                group=episode.group_id,
+                reward=episode.reward,
+                turns=len(episode.turns),
+                sampled_tokens=sum(len(unpack_ids(turn.sampled_ids)) for turn in episode.turns),
+            )
+            for episode in batch_log.read(place).episodes
+        ]
+    if not rows and not dropped:
+        there = sorted({_step_of(place.index) for place in places})
         raise EpisodeError(
-            f"{beginning!r} is the beginning of {len(ids)} episodes, e.g. {', '.join(ids[:3])}: give more of it"
+            f"{log}: nothing of step {step}; " + (f"it has {there[0]} to {there[-1]}" if there else "it is empty")
         )
-    step, episode = found[0]
-    return view_of(episode, step, token_log.find(folder.token_log(policy), step, episode.episode_id), decode)
+    return rows + dropped
+
+
+def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> EpisodeView:
+    """The trained episode whose id begins or ends so: ids made at about one time begin alike, their ends are random.
+
+    Raises EpisodeError when there is none or more than one, or when it was dropped: in which step and why.
+    """
+    places = {
+        episode_id: place
+        for place in batch_log.scan(folder.batch_log(policy))
+        for episode_id in (*place.index.trained, *place.index.dropped)
+        if episode_id.startswith(part) or episode_id.endswith(part)
+    }
+    if not places:
+        raise EpisodeError(
+            f"no episode of the batch log begins or ends with {part!r}: `swarmq inspect RUN` lists the batches, "
+            "`swarmq inspect RUN --step N` the episodes of one"
+        )
+    if len(places) > 1 and part not in places:
+        raise EpisodeError(
+            f"{len(places)} episodes begin or end with {part!r}, e.g. {', '.join(sorted(places)[:3])}: give more of it"
+        )
+    episode_id = part if part in places else next(iter(places))
+    place = places[episode_id]
+    step = _step_of(place.index)
+    if reason := place.index.dropped.get(episode_id):
+        raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are kept of trained episodes alone")
+    episode = next(one for one in batch_log.read(place).episodes if one.episode_id == episode_id)
+    return view_of(episode, step, token_log.find(folder.token_log(policy), step, episode_id), decode)
 
 
 def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
@@ -150,19 +204,23 @@ def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Dec
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text of each token; of a character that is spread over several, the last one has it."""
+    """The text of each token where it stands; of a character that is spread over several, the last one has it.
+
+    Some tokenizers drop a space at the beginning of whatever they decode, so a token is decoded behind the one before.
+    """
     texts: list[str] = []
-    open_ids: list[int] = []
+    before, known, open_ids = list[int](), "", list[int]()
     for token in ids:
         open_ids.append(token)
-        text = decode(open_ids)
+        both = decode([*before, *open_ids])
+        text = both[len(known) :] if both.startswith(known) else decode(open_ids)
         if text.endswith(INCOMPLETE) and len(open_ids) < MOST_BYTES:
             texts.append("")
         else:
             texts.append(text)
-            open_ids = []
+            before, known, open_ids = open_ids, decode(open_ids), []
     if open_ids:
-        texts[-1] = decode(open_ids)
+        texts[-1] = text
     return texts
 
 
@@ -180,6 +238,11 @@ def decoder_of(model: str) -> Decode:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
     return decode
+
+
+def _step_of(index: Index) -> int:
+    """The step that a record's episodes were trained in, or on the way to which they were dropped."""
+    return index.version if index.trained else index.version + 1
 
 
 def _tokens(episode: Episode, seen: dict[str, TurnTokens], decode: Decode) -> Iterator[TokenRow]:

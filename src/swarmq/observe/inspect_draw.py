@@ -1,73 +1,102 @@
-"""Batches and episodes of a batch log as a terminal shows them."""
+"""Batches and episodes of a batch log as a terminal shows them: fixed columns within 80, nothing cut.
+
+Lines come in portions, so that an episode of many thousand tokens takes a second. `show` prints them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import chain, groupby, islice, repeat
 
-from rich.console import Group, RenderableType
-from rich.table import Table
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.text import Text
 
 from swarmq.drift import Drift
-from swarmq.messages import new_id
-from swarmq.observe.inspect import BatchRow, EpisodeView, TokenRow, strongest
+from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, TokenRow, strongest
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 """Sampled tokens above the first were near certain, below the second surprising."""
 STRONG = 0.5
 """Tokens with at least this share of the episode's largest contribution stand out."""
+SHORT = 8
+"""Characters at the end of an id: random, so they name its episode as well as the whole."""
+PORTION = 256
+"""Pieces of text that are printed at once."""
+VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+"""Control characters as pictures: what a model samples must not move the cursor."""
+
+Styled = tuple[str, str]
+"""Text, and its style."""
 
 
-def draw_batches(batches: Iterable[BatchRow]) -> RenderableType:
-    """A row per record, and how much drifted in all of them together."""
-    table = Table("step", "episodes", "groups", "dropped", "reward", "drift", "logged", box=None)
-    table.add_column("first episode", no_wrap=True, min_width=len(new_id()))
-    drift = Drift()
-    for row in batches:
-        drift += row.drift
-        table.add_row(
+def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
+    """A row per record; below, why episodes were dropped and how much drifted in all of them together."""
+    rows = list(batches)
+    headings = ("step", "episodes", "groups", "dropped", "reward", "drift", "logged", "episode")
+    cells = [
+        (
             "-" if row.step is None else str(row.step),
             str(row.episodes),
             str(row.groups),
-            ", ".join(f"{reason} {count}" for reason, count in row.dropped.items()),
+            str(sum(row.dropped.values())),
             "" if row.reward is None else f"{row.reward:.3f}",
             f"{row.drift.rate:.1%}" if row.drift.continued else "",
             datetime.fromtimestamp(row.at).astimezone().strftime("%H:%M:%S"),
-            row.first_episode,
+            row.first_episode[-SHORT:],
         )
-    return Group(table, Text(), Text(f"turns: {drift}"))
+        for row in rows
+    ]
+    yield from _portions(_columns(headings, cells))
+    dropped = sum((Counter(row.dropped) for row in rows), Counter[str]())
+    yield Text(f"\ndropped: {_counts(dropped) or 'none'}\nturns: {sum((row.drift for row in rows), Drift())}\n")
+    if last := next((row for row in reversed(rows) if row.first_episode), None):
+        yield Text(f"--step {last.step} lists the episodes of a step, {last.first_episode[-SHORT:]} shows one\n", "dim")
 
 
-def draw_episode(view: EpisodeView) -> RenderableType:
-    """Head line, the text coloured by what each token contributed, then a row per token."""
-    head = Text.assemble(
+def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
+    """A row per episode that was trained, then those that were dropped."""
+    headings = ("reward", "turns", "sampled", "episode", "group")
+    trained = [row for row in rows if not row.dropped]
+    cells = [
+        (f"{row.reward:.3f}", str(row.turns), str(row.sampled_tokens), row.episode_id, row.group) for row in trained
+    ]
+    yield from _portions(_columns(headings, cells, words=2))
+    if dropped := [row for row in rows if row.dropped]:
+        yield Text(f"\ndropped: {_counts(Counter(row.dropped for row in dropped))}\n")
+        yield from _portions(
+            _columns(("reason", "episode"), [(row.dropped, row.episode_id) for row in dropped], words=2)
+        )
+
+
+def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
+    """Head lines, then of each timeline the text, coloured by what each token contributed, then a row per token."""
+    yield Text.assemble(
         (view.episode_id, "bold"),
-        f"  slot {view.slot}  kind {view.kind}  reward {view.reward:g}  step {view.step}  client {view.client_id}\n",
+        f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n",
         f"finished: {', '.join(view.finish_reasons)}\n",
         f"turns: {view.drift}\n",
-        _legend(view),
     )
-    flowing = Text()
-    table = Table(
-        *("timeline", "pos", "id", "token", "mask", "logprob", "trained", "gap", "advantage", "version", "turn"),
-        box=None,
-    )
+    yield _legend(view)
     top = strongest(view)
-    for row in view.tokens:
-        style = _style(row, top)
-        flowing.append(row.text, style=style)
-        table.add_row(
-            str(row.timeline),
-            str(row.position),
-            str(row.token_id),
-            Text(repr(row.text)[1:-1], style=style),
-            "out" if row.left_out else "1" if row.trained else "0",
-            *(_number(value) for value in (row.logprob, row.logprob_trained, gap(row), row.advantage)),
-            "" if row.version is None else str(row.version),
-            "" if row.turn is None else str(row.turn),
-        )
-    return Group(head, Text(), flowing, Text(), table)
+    timelines = [list(rows) for _, rows in groupby(view.tokens, key=lambda row: row.timeline)]
+    for rows in timelines:
+        yield _heading(rows)
+        yield from _portions([*((row.text, _style(row, top)) for row in rows), ("\n", "")])
+    headings = ("pos", "id", "mask", "logprob", "trained", "gap", "advantage", "version", "turn", "token")
+    for rows in timelines:
+        yield _heading(rows)
+        yield from _portions(_columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
+
+
+def show(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print them; lines that are wider than the terminal are wrapped by the terminal, and never where it is a pipe."""
+    for part in parts:
+        console.print(part, soft_wrap=True, end="")
 
 
 def gap(row: TokenRow) -> float | None:
@@ -77,16 +106,65 @@ def gap(row: TokenRow) -> float | None:
     return row.logprob_trained - row.logprob
 
 
+def _heading(rows: Sequence[TokenRow]) -> Text:
+    trained = sum(row.trained for row in rows)
+    return Text(f"\ntimeline {rows[0].timeline}: {len(rows)} tokens, {trained} trained\n", "bold")
+
+
+def _cells(row: TokenRow) -> tuple[str, ...]:
+    return (
+        str(row.position),
+        str(row.token_id),
+        "out" if row.left_out else "1" if row.trained else "0",
+        *(
+            "" if value is None else f"{value:.4f}"
+            for value in (row.logprob, row.logprob_trained, gap(row), row.advantage)
+        ),
+        "" if row.version is None else str(row.version),
+        "" if row.turn is None else str(row.turn),
+        repr(row.text)[1:-1],
+    )
+
+
+def _columns(
+    headings: Sequence[str], cells: Sequence[Sequence[str]], styles: Iterable[str] | None = None, *, words: int = 1
+) -> Iterator[Styled]:
+    """Lines of a table whose last `words` columns are text, the others figures; `styles` are of the last column."""
+    table = [headings, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    figures = len(headings) - words
+    for row, style in zip(table, chain(["bold"], styles or repeat("", len(cells))), strict=True):
+        before = [
+            cell.ljust(width) if number >= figures else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
+        ]
+        yield " ".join(before) + " ", "bold" if row is headings else ""
+        yield row[-1] + "\n", style
+
+
+def _portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
+    merged = (
+        Segment("".join(text for text, _ in run).translate(VISIBLE), Style.parse(style))
+        for style, run in groupby(pieces, key=operator.itemgetter(1))
+    )
+    while portion := list(islice(merged, PORTION)):
+        yield Segments(portion)
+
+
+def _counts(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+
+
 def _legend(view: EpisodeView) -> Text:
     if view.training_recorded:
         return Text.assemble(
             "colour: ",
-            ("made likelier", "green"), ", ", ("made less likely", "red"), ", ",
-            ("no gradient", "cyan"), ", ", ("left out by a filter", "yellow strike"), ", ", ("given", "dim"),
+            ("made likelier", "green"), ", ", ("less likely", "red"), ", ",
+            ("no gradient", "cyan"), ", ", ("left out by a filter", "yellow strike"), ", ", ("given", "dim"), "\n",
         )  # fmt: skip
     return Text.assemble(
-        "training was not recorded (train.token_log); colour: ",
-        ("near certain", "green"), ", ", ("likely", "yellow"), ", ", ("surprising", "bold red"), ", ", ("given", "dim"),
+        "training was not recorded (train.token_log)\ncolour: ",
+        ("near certain", "green"), ", ", ("likely", "yellow"), ", ", ("surprising", "bold red"), ", ", ("given", "dim"), "\n",
     )  # fmt: skip
 
 
@@ -107,7 +185,3 @@ def _by_surprise(logprob: float) -> str:
     if logprob > FAINT_LOGPROB:
         return "green"
     return "yellow" if logprob > STRONG_LOGPROB else "bold red"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"

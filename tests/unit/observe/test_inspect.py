@@ -20,9 +20,9 @@ from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
-from swarmq.messages import pack_floats, unpack_floats, unpack_ids
-from swarmq.observe.inspect import EpisodeView, find_episode, pieces, view_of
-from swarmq.observe.inspect_draw import draw_episode
+from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
+from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, find_episode, pieces, view_of
+from swarmq.observe.inspect_draw import draw_batches, draw_episode, show
 from swarmq.observe.inspect_html import page
 
 
@@ -46,9 +46,9 @@ def seen_of(episode, advantage=0.5, left_out=b""):
     )
 
 
-def text_of(renderable, *, colour=False):
-    console = Console(file=io.StringIO(), width=160, force_terminal=colour)
-    console.print(renderable)
+def text_of(parts, *, colour=False):
+    console = Console(file=io.StringIO(), width=80, force_terminal=colour)
+    show(console, parts)
     return console.file.getvalue()
 
 
@@ -130,6 +130,45 @@ def test_the_terminal_shows_all_columns_and_colours_by_contribution():
         assert heading in plain
 
 
+def test_within_80_columns_each_token_is_whole_beside_its_figures():
+    engine = FamilyEngine(BY_NAME["chatml"])
+    episode = make_episode("g0", turns=4, vocab=300)
+    view = view_of(episode, 1, seen_of(episode, left_out=b"\1"), engine.decode)
+    markup = msgspec.structs.replace(view.tokens[0], text="<|im_start|>", position=30_000, token_id=151_644)
+    view = msgspec.structs.replace(view, tokens=(markup, *view.tokens[1:]))
+    lines = [line for line in text_of(draw_episode(view)).split("\n") if re.match(r" *\d+ +\d+ ", line)]
+    rows = [line.split() for line in lines]
+    assert [(int(row[0]), int(row[1])) for row in rows] == [(token.position, token.token_id) for token in view.tokens]
+    assert rows[0] == ["30000", "151644", "0", "<|im_start|>"]
+    sampled = next(token for token in view.tokens if token.trained and not token.left_out and token.text.strip())
+    figures = [f"{value:.4f}" for value in (sampled.logprob, sampled.logprob_trained, 0.25, 0.5)]
+    line = [*map(str, (sampled.position, sampled.token_id, 1)), *figures, str(sampled.version), str(sampled.turn)]
+    assert line in [row[:9] for row in rows]
+    assert max(map(len, lines)) <= 80
+
+
+def test_each_timeline_has_a_heading_before_its_text_and_before_its_tokens():
+    episode = make_episode("g1", turns=6)
+    view = view_of(episode, 1, None, spoken)
+    shown = text_of(draw_episode(view))
+    timelines = [
+        [row for row in view.tokens if row.timeline == number] for number in range(view.tokens[-1].timeline + 1)
+    ]
+    assert len(timelines) > 1
+    for number, rows in enumerate(timelines):
+        heading = f"timeline {number}: {len(rows)} tokens, {sum(row.trained for row in rows)} trained\n"
+        text = "".join(row.text for row in rows)
+        assert shown.count(heading) == 2
+        assert f"\n\n{heading}{text}\n\n" in shown
+
+
+def test_a_long_text_is_left_whole_and_what_would_move_the_cursor_is_shown():
+    episode = make_episode("g0", turns=2)
+    shown = text_of(draw_episode(view_of(episode, 1, None, lambda ids: "word \x1b[2J\r" * len(ids))))
+    assert ("word ␛[2J␍" * 12) in shown
+    assert "\x1b" not in shown
+
+
 def test_the_json_can_be_read_back():
     episode = make_episode("g0", turns=3)
     view = view_of(episode, 1, seen_of(episode), spoken)
@@ -176,6 +215,16 @@ def test_a_character_of_several_tokens_is_shown_once_and_whole():
     assert "\ufffd" in pieces(smile[:2], engine.decode)[1]
 
 
+def test_a_tokenizer_that_drops_leading_spaces_shows_them_where_they_stand():
+    tokenizer, engine = tokenizer_of("sentencepiece"), FamilyEngine(BY_NAME["sentencepiece"])
+    text = "The weather in Paris is mild today,\nand 🙂 it will rain."
+    ids = tokenizer.encode(text).ids
+    texts = pieces(ids, engine.decode)
+    assert "".join(texts) == text
+    words = {token: texts[at] for at, token in enumerate(tokenizer.encode(text).tokens)}
+    assert words["▁Paris"] == " Paris"
+
+
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run with two steps, of which the second recorded its tokens."""
@@ -191,10 +240,11 @@ def run(tmp_path):
         turns = (episodes[0].turns[0], drifted, episodes[0].turns[2])
         episodes = (msgspec.structs.replace(episodes[0], turns=turns), episodes[1])
         ids = tuple(episode.episode_id for episode in episodes)
-        dropped = {"x": "stale"} if number == 2 else {}
+        dropped = {"stale-11": "stale", "long-12": "over_budget"} if number == 2 else {}
         log.append(
             BatchRecord(index=Index(record=number, version=number, trained=ids, dropped=dropped), episodes=episodes)
         )
+    log.append(BatchRecord(index=Index(record=3, version=2, dropped={"old-13": "stale"})))
     log.close()
     token_log.write(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
     (folder.path / "resolved.toml").write_text(job.to_toml())
@@ -202,25 +252,66 @@ def run(tmp_path):
 
 
 def inspect(*arguments):
-    result = CliRunner().invoke(main, ["inspect", *map(str, arguments)], env={"COLUMNS": "160"})
+    result = CliRunner().invoke(main, ["inspect", *map(str, arguments)])
     assert result.exit_code == 0, result.output
     return result.output
 
 
-def test_the_list_of_batches_says_how_much_drifted(run):
+def test_the_list_of_batches_says_what_was_dropped_and_how_much_drifted(run):
     listing = inspect(run)
-    assert "stale 1" in listing
+    assert "dropped: stale 2, over_budget 1\n" in listing
     assert "8 of 12 turns had one to continue: 25.0% drifted, 2 repaired, branches: none" in listing
+    assert "…" not in listing
     rows = [msgspec.json.decode(line) for line in inspect(run, "--json").splitlines()]
-    assert [(row["step"], row["episodes"], row["drift"]["repaired"]) for row in rows] == [(1, 2, 1), (2, 2, 1)]
+    figures = [(row["step"], row["episodes"], row["drift"].get("repaired")) for row in rows]
+    assert figures == [(1, 2, 1), (2, 2, 1), (None, 0, 0)]
 
 
-def test_an_episode_is_found_by_its_beginning_with_what_training_recorded(run):
+def test_the_list_of_batches_fits_80_columns_with_large_figures():
+    reasons = {"over_budget": 12_345, "truncated_sampling": 20, "overlong": 3}
+    row = BatchRow(
+        step=123_456, episodes=99_999, groups=12_345, dropped=reasons, reward=-12.3456,
+        drift=Drift(turns=10, continued=10, drifted=10), at=0.0, first_episode=new_id(),
+    )  # fmt: skip
+    lines = text_of(draw_batches([row])).splitlines()
+    assert [*lines[1].split()[:6], lines[1].split()[-1]] == [
+        *("123456", "99999", "12345", "12368", "-12.346", "100.0%"),
+        row.first_episode[-8:],
+    ]
+    assert "dropped: over_budget 12345, truncated_sampling 20, overlong 3" in lines
+    assert max(map(len, lines[:2])) <= 80
+
+
+def test_the_episodes_of_a_step_are_listed_with_what_was_dropped_for_it(run):
+    rows = [msgspec.json.decode(line, type=EpisodeRow) for line in inspect(run, "--step", 2, "--json").splitlines()]
+    assert [(row.episode_id, row.group, row.reward, row.turns, row.dropped) for row in rows] == [
+        ("second-0", "second/0", 0.0, 3, ""),
+        ("second-1", "second/0", 1.0, 3, ""),
+        ("stale-11", "", None, 0, "stale"),
+        ("long-12", "", None, 0, "over_budget"),
+    ]
+    listing = inspect(run, "--step", 2)
+    tokens = sum(len(turn.sampled_ids) // 4 for turn in make_group("second", (0.0, 1.0), turns=3)[1].turns)
+    assert ["1.000", "3", str(tokens), "second-1", "second/0"] in [line.split() for line in listing.splitlines()]
+    assert ["over_budget", "long-12"] in [line.split() for line in listing.splitlines()]
+    assert "old-13" in inspect(run, "--step", 3), "on the way to the next step"
+    refused = CliRunner().invoke(main, ["inspect", str(run), "--step", "7"])
+    assert (refused.exit_code, "nothing of step 7; it has 1 to 3" in refused.output) == (1, True)
+
+
+def test_an_episode_is_found_by_its_beginning_or_end_with_what_training_recorded(run):
     assert "training was not recorded" in inspect(run, "first-0")
     assert "made likelier" in inspect(run, "second-0")
-    view = msgspec.json.decode(inspect(run, "second-0", "--json"), type=EpisodeView)
-    assert (view.step, view.training_recorded, view.drift_rate) == (2, True, 0.5)
-    assert view.drift == Drift(turns=3, continued=2, repaired=1, drifted=1)
+    for part in ("second-0", "ond-0"):
+        view = msgspec.json.decode(inspect(run, part, "--json"), type=EpisodeView)
+        assert (view.episode_id, view.step, view.training_recorded, view.drift_rate) == ("second-0", 2, True, 0.5)
+        assert view.drift == Drift(turns=3, continued=2, repaired=1, drifted=1)
+
+
+def test_of_an_episode_that_was_dropped_it_is_said_when_and_why(run):
+    for part, step, reason in (("long", 2, "over_budget"), ("-13", 3, "stale")):
+        with pytest.raises(EpisodeError, match=f"dropped in step {step}: {reason}"):
+            find_episode(RunFolder(run), "main", part, spoken)
 
 
 def test_the_page_is_written_to_the_file(run, tmp_path):
@@ -229,10 +320,12 @@ def test_the_page_is_written_to_the_file(run, tmp_path):
     refused = CliRunner().invoke(main, ["inspect", str(run), "--html", str(tmp_path / "x.html")])
     assert refused.exit_code == 1
     assert "which EPISODE" in refused.output
+    refused = CliRunner().invoke(main, ["inspect", str(run), "second-0", "--step", "2"])
+    assert "leave it out to show one EPISODE" in refused.output
 
 
 def test_an_episode_that_is_not_there_or_not_meant_alone_is_refused(run):
-    with pytest.raises(EpisodeError, match="no trained episode"):
+    with pytest.raises(EpisodeError, match="no episode of the batch log"):
         find_episode(RunFolder(run), "main", "nowhere", spoken)
-    with pytest.raises(EpisodeError, match="beginning of 2 episodes"):
+    with pytest.raises(EpisodeError, match="2 episodes begin or end with"):
         find_episode(RunFolder(run), "main", "first", spoken)
