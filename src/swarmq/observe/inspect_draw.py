@@ -17,6 +17,7 @@ from rich.style import Style
 from rich.text import Text
 
 from swarmq.drift import Drift
+from swarmq.learner.algorithms.effects import Effect
 from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, TokenRow, strongest
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
@@ -29,6 +30,7 @@ PORTION = 256
 """Pieces of text that are printed at once."""
 VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Control characters as pictures: what a model samples must not move the cursor."""
+MARKS = {Effect.WHOLE: "1", Effect.MASKED: "masked", Effect.CLIPPED: "clipped", Effect.TRUNCATED: "trunc"}
 
 Styled = tuple[str, str]
 """Text, and its style."""
@@ -106,6 +108,11 @@ def gap(row: TokenRow) -> float | None:
     return row.logprob_trained - row.logprob
 
 
+def mark(row: TokenRow) -> str:
+    """Whether the token is trained, and if not or not as it is, why."""
+    return "out" if row.left_out else MARKS[row.effect] if row.trained else "0"
+
+
 def _heading(rows: Sequence[TokenRow]) -> Text:
     trained = sum(row.trained for row in rows)
     return Text(f"\ntimeline {rows[0].timeline}: {len(rows)} tokens, {trained} trained\n", "bold")
@@ -115,7 +122,7 @@ def _cells(row: TokenRow) -> tuple[str, ...]:
     return (
         str(row.position),
         str(row.token_id),
-        "out" if row.left_out else "1" if row.trained else "0",
+        mark(row),
         *(
             "" if value is None else f"{value:.4f}"
             for value in (row.logprob, row.logprob_trained, gap(row), row.advantage)
@@ -139,7 +146,8 @@ def _columns(
             for number, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
         ]
         yield " ".join(before) + " ", "bold" if row is headings else ""
-        yield row[-1] + "\n", style
+        yield row[-1], style
+        yield "\n", ""
 
 
 def _portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
@@ -160,7 +168,8 @@ def _legend(view: EpisodeView) -> Text:
         return Text.assemble(
             "colour: ",
             ("made likelier", "green"), ", ", ("less likely", "red"), ", ",
-            ("no gradient", "cyan"), ", ", ("left out by a filter", "yellow strike"), ", ", ("given", "dim"), "\n",
+            ("no advantage", "cyan"), ", ", ("masked or clipped by the loss", "magenta"), ",\n        ",
+            ("left out by a filter", "yellow strike"), ", ", ("given", "dim"), "\n",
         )  # fmt: skip
     return Text.assemble(
         "training was not recorded (train.token_log)\ncolour: ",
@@ -173,6 +182,8 @@ def _style(row: TokenRow, top: float) -> str:
         return "dim"
     if row.left_out:
         return "yellow strike"
+    if row.effect.cuts:
+        return "magenta"
     if row.contribution is None:
         return _by_surprise(row.logprob)
     if row.contribution == 0:

@@ -7,14 +7,14 @@ from html import escape
 from itertools import groupby
 
 from swarmq.observe.inspect import EpisodeView, TokenRow, strongest
-from swarmq.observe.inspect_draw import gap
+from swarmq.observe.inspect_draw import gap, mark
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --faint: #7a8594; --line: #dde3ea; --paper: #ffffff; --band: #f5f7f9;
-        --up: 22, 140, 70; --down: 205, 45, 45; --none: 40, 130, 170; }
+        --up: 22, 140, 70; --down: 205, 45, 45; --none: 40, 130, 170; --cut: 140, 60, 200; }
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e3e8ee; --faint: #8492a3; --line: #2c3743; --paper: #12181f; --band: #1a222b;
-          --up: 60, 190, 105; --down: 240, 90, 90; --none: 90, 180, 220; } }
+          --up: 60, 190, 105; --down: 240, 90, 90; --none: 90, 180, 220; --cut: 185, 120, 240; } }
 body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 2rem auto;
        max-width: 72rem; padding: 0 1.5rem; }
 h1 { font-size: 1.15rem; font-family: ui-monospace, monospace; } h2 { font-size: 1rem; margin-top: 2rem; }
@@ -74,7 +74,7 @@ def _legend(view: EpisodeView) -> str:
         )
     return (
         f"<p class=legend><b {_colour('up', 1.0)}>made likelier</b><b {_colour('down', 1.0)}>made less likely</b>"
-        f"<b {_colour('none', 0.0)}>no gradient</b><b class=out>left out by a filter</b><i>given</i>"
+        f"<b {_colour('none', 0.0)}>no advantage</b><b {_colour('cut', 0.0)}>masked or clipped by the loss</b><b class=out>left out by a filter</b><i>given</i>"
         "The stronger the colour, the larger advantage &times; mask.</p>"
     )
 
@@ -98,7 +98,7 @@ def _timelines(view: EpisodeView) -> Iterator[str]:
 def _cells(row: TokenRow, top: float) -> Iterator[str]:
     yield f"<td>{row.position}</td><td>{row.token_id}</td>"
     yield f"<td{_look(row, top)}>{escape(repr(row.text)[1:-1])}</td>"
-    yield f"<td>{'out' if row.left_out else int(row.trained)}</td>"
+    yield f"<td>{mark(row)}</td>"
     for value in (row.logprob, row.logprob_trained, gap(row), row.advantage):
         yield f"<td>{'' if value is None else f'{value:.4f}'}</td>"
     yield f"<td>{'' if row.version is None else row.version}</td><td>{'' if row.turn is None else row.turn}</td>"
@@ -118,6 +118,8 @@ def _look(row: TokenRow, top: float) -> str:
         return ""
     if row.left_out:
         return " class=out"
+    if row.effect.cuts:
+        return " " + _colour("cut", 0.0)
     if row.contribution is None:
         return " " + _colour("none", min(-row.logprob / 4, 1.0))
     if row.contribution == 0:

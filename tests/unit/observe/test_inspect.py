@@ -22,7 +22,7 @@ from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.token_log import EpisodeTokens, TurnTokens
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
 from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, find_episode, pieces, view_of
-from swarmq.observe.inspect_draw import draw_batches, draw_episode, show
+from swarmq.observe.inspect_draw import MARKS, draw_batches, draw_episode, show
 from swarmq.observe.inspect_html import page
 
 
@@ -93,6 +93,13 @@ def test_a_token_whose_gradient_the_loss_cut_contributes_nothing(effect, share):
     turns = [msgspec.structs.replace(t, effects=bytes([effect]) * (len(t.logprobs) // 4)) for t in seen.turns]
     view = view_of(episode, 1, msgspec.structs.replace(seen, turns=tuple(turns)), spoken)
     assert {(row.effect, row.contribution) for row in view.tokens if row.trained} == {(effect, 0.5 * share)}
+    lines = text_of(draw_episode(view), colour=True).splitlines()
+    rows = [line for line in lines if line.endswith("\x1b[0m") and " 0.5000 " in line]
+    colour = "\x1b[35m" if effect.cuts else "\x1b[1;32m"
+    assert len(rows) == sum(row.trained for row in view.tokens)
+    assert all(colour in row and f" {MARKS[effect]} " in row for row in rows)
+    assert page(view).count(f"<td>{MARKS[effect]}</td>") >= len(rows)
+    assert ("rgba(var(--cut)" in page(view).partition("</p>")[2]) == effect.cuts
 
 
 def test_advantages_of_single_tokens_stand_at_their_tokens_and_a_loss_without_any_makes_all_likelier():
