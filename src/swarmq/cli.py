@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -561,12 +561,18 @@ def inspect(
     chosen = _one_policy(job, policy)
     log = RunFolder(run).batch_log(chosen)
     if episode is None:
-        rows = list(read_batches(log) if step is None else read_step(log, step))
+        rows: Sequence[msgspec.Struct]
+        if step is None:
+            rows = batches = list(read_batches(log))
+            drawn = draw_batches(batches)
+        else:
+            rows = episodes = read_step(log, step)
+            drawn = draw_step(episodes)
         if as_json:
             for row in rows:
                 click.echo(msgspec.json.encode(row))
         else:
-            show(Console(), draw_batches(rows) if step is None else draw_step(rows))
+            show(Console(), drawn)
         return
     view = find_episode(RunFolder(run), chosen, episode, decoder_of(job.policies[chosen].model))
     if html:
