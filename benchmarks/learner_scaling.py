@@ -47,11 +47,11 @@ def main() -> None:
         make_model(arguments.model, folder, device)
         rows: list[list[object]] = []
         one: float | None = None
-        for count in map(int, arguments.ranks.split(",")):
+        for count in sorted({1, *map(int, arguments.ranks.split(","))}):
             made = on_ranks(count, Path(folder), arguments)
             spread = report.Spread.of(made["samples"])
             speed = made["tokens"] / spread.median
-            one = one or speed / count
+            one = one or speed
             figures[f"tokens_per_s_{count}"] = speed
             if count > 1:
                 figures[f"fsdp2_efficiency_{count}"] = speed / count / one
@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="tiny", choices=SHAPES)
-    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--ranks", default="1,2,4", help="one rank is measured in any case")
     parser.add_argument("--row", type=int, default=2048, help="tokens of an episode")
     parser.add_argument("--tokens", type=int, default=65536, help="of one optimizer step and rank")
     parser.add_argument("--pass-tokens", type=int, default=16384, help="of one forward and backward pass")
@@ -152,6 +152,7 @@ def split(arguments: argparse.Namespace) -> dict[str, Any]:
         "staleness": detail["staleness"],
         "staleness_mean": sum(steps * n for steps, n in counts.items()) / max(sum(counts.values()), 1),
         "engine_busy": detail["gpu_busy_while_the_learner_computes"].get(ENGINE_GPU),
+        "push_ways": detail["push_ways"],
         "figures": made["figures"],
         "phases": detail["phases"],
     }

@@ -44,6 +44,8 @@ from swarmq.up import deploy
 DIALOGUES = 2000
 """The tokenizer is made from."""
 BATCH = 32
+CACHE = json.dumps(["--kv-cache-memory-bytes", str(8 << 30)])
+"""On a GPU: given, since vLLM cannot find out what is free while other runs begin and end beside it."""
 SPARE_GROUPS = 8
 """Tasks over those that are trained: a policy that solves nearly all has few groups left that teach it something."""
 
@@ -189,7 +191,7 @@ def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: i
     ]
     if cuda:
         sets += ["policies.main.train.mixed_precision=bf16", "policies.main.engine.dtype=bfloat16"]
-        sets += ["policies.main.engine.gpu_memory_utilization=0.12"]
+        sets += ["policies.main.engine.gpu_memory_utilization=0.12", f"policies.main.engine.arguments={CACHE}"]
     return SwarmJob.build(tree | {"folder": str(folder / "runs")}, sets=sets, origin="learns")
 
 

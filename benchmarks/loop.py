@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +43,8 @@ from swarmq.up import Deployment, deploy
 
 RUN = "loop"
 PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
+PUSH_WAY = re.compile(r"weights go.*\bway.{0,3}?(ipc|nccl|file)\b")
+"""How weights reached an engine, in the learner's log."""
 LEAST_STEPS = 2
 """Without so many there is nothing to measure."""
 PROGRESS_S = 20.0
@@ -135,9 +138,13 @@ async def measure(
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
     steps = [event for event in events if event.name == "step"][: arguments.steps]
+    if arguments.device == "cuda" and not watch.looks:
+        raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
     if len(steps) < arguments.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {arguments.deadline:.0f} s are too few to measure")
-    return summary(steps, events, watch, warm_up=arguments.warm_up)
+    figures, detail = summary(steps, events, watch, warm_up=arguments.warm_up)
+    said = (job.run_folder.logs / "learner.main.log").read_text()
+    return figures, detail | {"push_ways": sorted(set(PUSH_WAY.findall(said)))}
 
 
 def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> SwarmJob:

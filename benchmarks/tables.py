@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import tables_learning as learning
 from benchmarks.report import RESULTS
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", ROOT / "docs" / "faults.md", ROOT / "docs" / "figures.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("faults", "figures", "learning")))
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 HEADLINES = (
@@ -39,6 +40,12 @@ def render(text: str, results: Path = RESULTS) -> str:
         "matrix": matrix_block,
         "all": all_block,
         "headlines": headlines_block,
+        "timelines": learning.timelines_block,
+        "learner": learning.learner_block,
+        "loop": learning.loop_block,
+        "learns": learning.learns_block,
+        "scaling": learning.scaling_block,
+        "trl": learning.trl_block,
     }
     return BLOCK.sub(lambda found: found[1] + "".join(blocks[found[2]](known)) + found[3], text)
 

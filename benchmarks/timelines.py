@@ -5,13 +5,15 @@
     tree     every shared prefix computed once
 
 All three run through the same code (packed layouts, the same attention, gradient checkpointing, loss on sampled tokens
-with a chunked head), so the ratios measure what is computed and not how. Unless told not to, it also holds rows and tree
-to the untouched model in FP32, turn by turn. Examples:
+with a chunked head), each in passes of the size that is quickest for it: large ones keep a GPU busy, small ones leave room
+to compute nothing twice. So the ratios measure what is computed and not how. Unless told not to, it also holds rows and
+tree to the untouched model in FP32, turn by turn. Examples:
 
     python -m benchmarks.timelines --device cpu --model tiny
     python -m benchmarks.timelines --device cuda --model 4b --deadline 300 --out results
 
-Results are saved after every workload, so what is cut short keeps what it has.
+Results are saved after every workload, so what is cut short keeps what it has; with `--only`, beside those of other
+workloads measured earlier.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ class Setting(NamedTuple):
     model: str
     device: torch.device
     unit: int
-    budget: int
+    budgets: tuple[int, ...]
+    """Tokens of a pass at most, to choose from."""
     oracle_tokens: int
     tree_tokens: tuple[int, int]
     """Of workloads with a goal, and of all others."""
@@ -95,7 +98,7 @@ def main() -> None:
         model=arguments.model,
         device=device,
         unit=arguments.unit or (128 if cuda else 16),
-        budget=arguments.budget or (65536 if cuda else 4096),
+        budgets=tuple(arguments.budget or ((65536, 16384) if cuda else (4096,))),
         oracle_tokens=arguments.oracle_tokens or (0 if cuda else 8192),
         tree_tokens=tuple(arguments.tree_tokens or ((30000, 12000) if cuda else (0, 0))),
         goals=Repeats(*arguments.repeats),
@@ -114,18 +117,23 @@ def main() -> None:
 
 
 def save(setting: Setting, check: dict[str, dict[str, float]], run: Run, out: Path | None, *, finished: bool) -> None:
-    workloads = [described(result) for result in run.measured]
+    name, done = name_of(setting), {result.workload for result in run.measured}
+    figures, detail = report.kept(name, out=out) if setting.only else ({}, {})
+    kept = [each for each in detail.get("workloads", []) if each["workload"] not in done]
+    order = [each.name for each in WORKLOADS]
+    workloads = sorted(
+        kept + [described(result) for result in run.measured], key=lambda each: order.index(each["workload"])
+    )
     path = report.save(
-        name_of(setting),
-        worst(check) | summary(run.measured),
+        name,
+        figures | worst(check) | summary(run.measured),
         detail={
             "model": setting.model,
             "tokens_per_unit": setting.unit,
-            "tokens_per_pass_at_most": setting.budget,
-            "fp32_check": check,
+            "fp32_check": check or detail.get("fp32_check", {}),
             "workloads": workloads,
             "not_measured": run.not_measured,
-            "where_time_goes": run.profiles,
+            "where_time_goes": detail.get("where_time_goes", {}) | run.profiles,
         },
         out=out,
         finished=finished,
@@ -148,7 +156,12 @@ def parse() -> argparse.Namespace:
             help=f"measurements of {which} (default {default[0]} {default[1]})",
         )
     parser.add_argument("--unit", type=int, help="tokens a turn samples, and reads (default 128 on cuda, 16 on cpu)")
-    parser.add_argument("--budget", type=int, help="tokens per pass (default 65536 on cuda, 4096 on cpu)")
+    parser.add_argument(
+        "--budget",
+        type=int,
+        nargs="+",
+        help="tokens per pass at most; of several, each way takes the quickest (default 65536 16384 on cuda, 4096 on cpu)",
+    )
     parser.add_argument("--oracle-tokens", type=int, help="least work per workload (default 0 on cuda, 8192 on cpu)")
     parser.add_argument(
         "--tree-tokens",
@@ -181,7 +194,8 @@ def measure(setting: Setting, run: Run) -> Iterator[None]:
             print("  ".join(map(str, line(run.measured[-1]))), flush=True)
             if setting.device.type == "cuda" and workload.name in PROFILED:
                 run.profiles[workload.name] = {
-                    way: profile(model, layouts_of(way, episodes, setting.budget), setting.device) for way in WAYS
+                    way: profile(model, layouts_of(way, episodes, run.measured[-1].pass_tokens[way]), setting.device)
+                    for way in WAYS
                 }
         except RuntimeError as error:  # out of memory, a compiler's refusal: the other workloads are still worth having
             run.not_measured.append(f"{workload.name}: {error}")
@@ -192,12 +206,8 @@ def measure(setting: Setting, run: Run) -> Iterator[None]:
 def time_ways(
     model: LayoutModel, workload: Workload, episodes: list[Episode], setting: Setting, warm: set[int]
 ) -> Measured:
-    plan_s, passes = {}, {}
-    for way in WAYS:
-        began = time.perf_counter()
-        passes[way] = layouts_of(way, episodes, setting.budget)
-        plan_s[way] = time.perf_counter() - began
-        warm_up(model, passes[way], setting.device, warm)
+    chosen = {way: quickest(model, way, episodes, setting, warm) for way in WAYS}
+    passes = {way: each.layouts for way, each in chosen.items()}
     samples: dict[str, list[float]] = {way: [] for way in WAYS}
     repeats = setting.goals if workload.goal else setting.others
     for i in range(max(repeats)):
@@ -212,9 +222,37 @@ def time_ways(
         flops={way: flops(passes[way], model.cost, head) for way in WAYS},
         seconds={way: report.Spread.of(samples[way]) for way in WAYS},
         trained=sum(layout.num_trained for layout in passes["rows"]),
-        plan_s=plan_s,
-        chosen=plan(episodes, setting.budget, cost=model.cost).way,
+        plan_s={way: each.plan_s for way, each in chosen.items()},
+        pass_tokens={way: each.budget for way, each in chosen.items()},
+        chosen=plan(episodes, max(setting.budgets), cost=model.cost).way,
         goal=workload.goal,
+    )
+
+
+class Passes(NamedTuple):
+    """One way to compute a workload."""
+
+    budget: int
+    layouts: list[Layout]
+    plan_s: float
+
+
+def quickest(model: LayoutModel, way: str, episodes: Sequence[Episode], setting: Setting, warm: set[int]) -> Passes:
+    """Of the budgets to choose from, each measured once."""
+    candidates: list[Passes] = []
+    for budget in setting.budgets:
+        began = time.perf_counter()
+        layouts = layouts_of(way, episodes, budget)
+        plan_s = time.perf_counter() - began
+        if not candidates or len(layouts) != len(candidates[-1].layouts):
+            warm_up(model, layouts, setting.device, warm)
+            candidates.append(Passes(budget, layouts, plan_s))
+    if len(candidates) == 1:
+        return candidates[0]
+    after = functools.partial(wait, setting.device)
+    return min(
+        candidates,
+        key=lambda each: report.seconds(functools.partial(compute, model, each.layouts, setting.device), after=after),
     )
 
 

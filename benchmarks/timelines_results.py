@@ -26,6 +26,8 @@ class Measured(NamedTuple):
     seconds: dict[str, report.Spread]
     trained: int
     plan_s: dict[str, float]
+    pass_tokens: dict[str, int]
+    """At most, in the passes of each way."""
     chosen: str
     goal: float | None
 
@@ -62,6 +64,7 @@ def summary(results: Iterable[Measured]) -> dict[str, float]:
 def described(result: Measured) -> dict[str, Any]:
     return {
         "workload": result.workload,
+        "commit": report.commit(),
         "goal": result.goal,
         "trained_tokens": result.trained,
         "chosen_by_cost_model": result.chosen,
@@ -73,6 +76,7 @@ def described(result: Measured) -> dict[str, Any]:
                 "seconds_high": result.seconds[way].high,
                 "repeats": len(result.seconds[way].samples),
                 "plan_s": result.plan_s[way],
+                "pass_tokens_at_most": result.pass_tokens[way],
                 "token_ratio": result.token_ratio(way),
                 "attention_ratio": result.attention_ratio(way),
                 "flop_ratio": result.flop_ratio(way),

@@ -3,7 +3,7 @@
 Both train the same model of random weights on the same prompts: one call an episode, eight episodes a prompt, the same
 longest answer (random weights hardly ever end one), FP32 master weights under BF16, AdamW, gradient checkpointing, no
 reference. TRL samples and trains in turns in one process (`vllm_mode="colocate"`); swarmq is the whole system, clients and
-broker included. TRL needs an environment of its own or further packages (benchmarks/trl_side.py); `--trl-python` names it.
+broker included: it samples while it trains, episodes at most `max_staleness` steps old. TRL needs an environment of its own or further packages (benchmarks/trl_side.py); `--trl-python` names it.
 
     python -m benchmarks.trl --device cpu --model tiny --steps 4 --warm-up 1 --out /tmp/out --trl-python TRL/bin/python
     python -m benchmarks.trl --model 1.7b --steps 16                                                # one H200

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, TrainerCallback
 
+from benchmarks import report
+
 WORDS = ("sum", "of", "is", "one", "two", "three", "four")
 """As the agents of benchmarks/loop_agent.py put prompts together."""
 
@@ -24,7 +26,7 @@ def main(settings: dict[str, Any], result: Path) -> None:
 
     import trl  # noqa: PLC0415
 
-    made: dict[str, Any] = {"trl": trl.__version__, "ends": [], "tokens": []}
+    made: dict[str, Any] = {"versions": report.versions() | {"trl": trl.__version__}, "ends": [], "tokens": []}
 
     def reward(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[float]:
         made["sampled"] = made.get("sampled", 0) + sum(map(len, completion_ids))
