@@ -120,6 +120,24 @@ def idle() -> Pass:
     )
 
 
+def reweighed(work: Work, train: Train, tokens: Sequence[int]) -> Work:
+    """With the weights that episodes have of which `tokens` are left."""
+    weights = np.array(
+        [
+            token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
+            for count in tokens
+        ],
+        np.float32,
+    )
+    return msgspec.structs.replace(
+        work,
+        passes=[
+            msgspec.structs.replace(one, weights=np.where(one.weights > 0, weights[one.layout.episodes], 0))
+            for one in work.passes
+        ],
+    )
+
+
 class Weigher:
     """Knows what every turn of a batch weighs."""
 

@@ -22,18 +22,18 @@ class Seen:
         self._scored: list[Tensor] = []
         self._judged = True
 
-    def add(self, one: Pass, theta: Tensor, loss: TokenLoss, kept: Tensor) -> None:
-        """`theta` [S] log-probabilities, `kept` [S] whether the token is trained."""
+    def add(self, one: Pass, theta: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
+        """`theta` [S] log-probabilities, `left_out` [S] whether a filter took the token."""
         self._judged = loss.advantages is not None
         used = torch.zeros_like(theta) if loss.advantages is None else loss.advantages
         self._passes.append(one)
-        self._scored.append(torch.stack([theta.detach().float(), kept.float(), used.float(), loss.effects.float()]))
+        self._scored.append(torch.stack([theta.detach().float(), left_out.float(), used.float(), loss.effects.float()]))
 
     def by_episode(self, episodes: Sequence[Episode]) -> list[EpisodeTokens]:
         """`episodes` are those that the passes' indices mean."""
         if not self._passes:
             return []
-        theta, kept, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
+        theta, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
         whose, turn, offset = (
             np.concatenate([getattr(one.layout, name) for one in self._passes])
             for name in ("episodes", "turns", "offsets")
@@ -48,7 +48,7 @@ class Seen:
                     call_id=episodes[index].turns[turn[part[0]]].call_id,
                     advantage=float(used[part[0]]) if self._judged and not apart else None,
                     logprobs=_floats(theta[part]),
-                    left_out=_flags(kept[part] == 0),
+                    left_out=_flags(left_out[part]),
                     advantages=_floats(used[part]) if apart else b"",
                     effects=_flags(effects[part]),
                 )

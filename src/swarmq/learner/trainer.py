@@ -30,7 +30,7 @@ from swarmq.engine.packing import Deferred
 from swarmq.errors import LearnerError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
-from swarmq.learner.algorithms.filters import keep
+from swarmq.learner.algorithms.filters import filters, keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
 from swarmq.learner.frozen import FrozenModels
@@ -38,7 +38,7 @@ from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
-from swarmq.learner.passes import Engine, Pass, Work, work_of
+from swarmq.learner.passes import Engine, Pass, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
@@ -230,7 +230,7 @@ class Trainer:
 
     def accumulate(self, work: Work, train: Train) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
-        total = work.totals.of(train.normalisation)
+        work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
         sums = Sums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
         for index, one in enumerate(work.passes):
@@ -254,6 +254,22 @@ class Trainer:
                     parameter.grad.mul_(total / left)
         return fields, left
 
+    def _as_filtered(self, work: Work, train: Train) -> Work:
+        """With the weights of what filters leave of each episode, where that decides what its tokens weigh.
+
+        What they leave depends on the weights as they are, and an episode may lie in several passes and on several ranks,
+        whose gradients cannot be told apart later: so it takes a forward pass more.
+        """
+        if train.normalisation != "episode" or not filters(train):
+            return work
+        left = torch.zeros(work.num_episodes, device=self.accelerator.device)
+        for one, theta in zip(work.passes, self._logprobs(work), strict=True):
+            mu, calls, weights = (self._placed(x) for x in (one.layout.logprobs, one.calls, one.weights))
+            filtered = keep(Tokens(theta, mu, mu, calls, one.num_calls), train, weights > 0)
+            if filtered and not one.idle:
+                left.index_add_(0, self._placed(one.layout.episodes), filtered.tokens.float())
+        return reweighed(work, train, self._sum(left).int().tolist())
+
     def _backward(self, index: int, one: Pass, train: Train, total: int, sums: Sums, trained: Tensor) -> None:
         """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
         temperatures, mu, credit, calls, weights = (
@@ -274,10 +290,11 @@ class Trainer:
             tokens = tokens._replace(teacher=self._taught.of(one, self.accelerator.device))
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
-        if (filtered := keep(tokens, train)) is not None:
-            sums.add_filtered(result, kept & ~filtered.tokens)
-            kept &= filtered.tokens
-            weights = weights * kept
+        left_out = torch.zeros_like(kept)
+        if (filtered := keep(tokens, train, kept)) is not None:
+            left_out = kept & ~filtered.tokens
+            kept, weights = filtered.tokens, weights * filtered.tokens
+            sums.add_filtered(result, left_out)
             sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)
         objective = (result.per_token * weights).sum() / total
         self.accelerator.backward(objective * self.accelerator.num_processes)
@@ -287,7 +304,7 @@ class Trainer:
         sums.add(loss=objective.detach())
         trained.index_add_(0, self._placed(one.layout.episodes), kept.float())
         if self._seen:
-            self._seen.add(one, tokens.theta, result, kept if filtered is None else filtered.tokens)
+            self._seen.add(one, tokens.theta, result, left_out)
 
     def _placed(self, values: np.ndarray) -> Tensor:
         return placed(values, self.accelerator.device)

@@ -227,6 +227,24 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
     assert_same(ours, gradients(trainer))
 
 
+@pytest.mark.parametrize("layout", ["rows", "tree"])
+def test_the_mean_over_an_episode_is_over_what_filters_leave_of_it(trainer: Trainer, layout: str) -> None:
+    """However its turns are spread over passes: as if nothing else had been sampled."""
+    train = msgspec.structs.replace(PLAIN, normalisation="episode", ratio_band=(0.9, 1.1), row_k3_max=1.0)
+    spread = msgspec.structs.replace(train, layout=layout, micro_batch_tokens=LONGEST)
+    made = gradient(trainer, spread)
+    whole = work(trainer, train)
+    rest = []
+    for one, theta in zip(whole.passes, trainer._logprobs(whole), strict=True):
+        ratio = (theta - torch.from_numpy(one.layout.logprobs)).exp().numpy()
+        left = only(one, (ratio >= 0.9) & (ratio <= 1.1))
+        counts = np.bincount(left.layout.episodes, minlength=len(batch()))
+        rest.append(msgspec.structs.replace(left, weights=(1 / counts[left.layout.episodes]).astype(np.float32)))
+        assert 0 < left.layout.num_trained < one.layout.num_trained
+    plain = msgspec.structs.replace(PLAIN, normalisation="episode")
+    assert_same(made, gradient(trainer, plain, msgspec.structs.replace(whole, passes=rest)))
+
+
 @pytest.mark.parametrize("normalisation", NORMALISATIONS)
 def test_turns_without_anything_to_learn_leave_gradient_and_denominator(trainer: Trainer, normalisation: str) -> None:
     """Judges with equal rewards beside solvers with different ones: as if nobody had judged."""

@@ -13,6 +13,7 @@ from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.algorithms.filters import keep
 from swarmq.learner.algorithms.losses import LOSSES, Tokens, policy_loss
 
+EVERY = torch.ones(1, dtype=torch.bool)
 CALLS = [0, 0, 0, 1, 1, 2]
 Reference = Callable[[float, float, float, float], tuple[float, float]]
 
@@ -172,7 +173,7 @@ def test_the_advantages_are_those_that_the_loss_used() -> None:
 def test_calls_are_left_out_by_their_mean_mismatch_and_not_for_being_long() -> None:
     gap = torch.tensor([0.1] * 500 + [3.0, 3.0])
     calls = torch.tensor([0] * 500 + [1, 1])
-    kept = keep(Tokens(gap - 3, torch.full((502,), -3.0), gap, calls, 2), Train(row_k3_max=1.0))
+    kept = keep(Tokens(gap - 3, torch.full((502,), -3.0), gap, calls, 2), Train(row_k3_max=1.0), EVERY.expand(502))
     assert kept is not None
     assert kept.tokens.tolist() == [True] * 500 + [False] * 2
     assert (int(kept.calls_out), int(kept.tokens_out)) == (1, 0)
@@ -183,16 +184,27 @@ def test_tokens_outside_the_band_are_left_out_and_counted() -> None:
     kept = keep(
         Tokens(ratios.log() - 3, torch.full((5,), -3.0), ratios, torch.zeros(5, dtype=torch.int64), 1),
         Train(ratio_band=(0.5, 2.0)),
+        EVERY.expand(5),
     )
     assert kept is not None
     assert kept.tokens.tolist() == [False, True, True, True, False]
     assert (int(kept.calls_out), int(kept.tokens_out)) == (0, 2)
 
 
+def test_tokens_that_are_not_trained_are_not_counted_as_filtered() -> None:
+    """As those of an idle rank, and of turns with nothing to learn from."""
+    tokens = Tokens(torch.full((4,), -9.0), *(torch.zeros(4),) * 2, torch.tensor([0, 0, 1, 1]), 2)
+    for train in (Train(row_k3_max=0.1), Train(ratio_band=(0.5, 2.0))):
+        kept = keep(tokens, train, torch.tensor([True, True, False, False]))
+        assert kept is not None
+        assert not kept.tokens.any()
+        assert (int(kept.calls_out), int(kept.tokens_out)) in {(1, 0), (0, 2)}
+
+
 def test_without_filters_nothing_is_computed() -> None:
-    assert keep(Tokens(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.int64), 1), Train()) is None
+    assert keep(Tokens(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.int64), 1), Train(), EVERY) is None
 
 
 def test_a_loss_without_ratios_is_not_filtered_by_them() -> None:
     tokens = Tokens(torch.full((2,), -9.0), *(torch.zeros(2),) * 2, torch.zeros(2, dtype=torch.int64), 1)
-    assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0))) is None
+    assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0)), EVERY) is None

@@ -12,7 +12,7 @@ from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, Token
 
 
 class Kept(NamedTuple):
-    tokens: Tensor  # [S] bool, True where trained
+    tokens: Tensor  # [S] bool, those that are left of `among`
     calls_out: Tensor  # scalar, model calls left out whole
     tokens_out: Tensor  # scalar, tokens left out of calls that stay
 
@@ -22,24 +22,27 @@ def filters(train: Train) -> bool:
     return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
-def keep(tokens: Tokens, train: Train) -> Kept | None:
-    """Model calls by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long
-    ones; then tokens by the band of rho. None when no filter applies.
+def keep(tokens: Tokens, train: Train, among: Tensor) -> Kept | None:
+    """What is left of the tokens `among` [S] bool, which are whole model calls. None when no filter applies.
 
-    A call is whole in every layout, as a row or an episode is not, so the layout cannot change what is left out.
+    Calls go by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long ones; then
+    tokens by the band of rho. A call is whole in every layout, as a row or an episode is not, so the layout cannot change
+    what is left out.
     """
     if not filters(train):
         return None
     gap = (tokens.theta.detach() - tokens.mu).clamp(max=MAX_LOG_RATIO)
-    kept = torch.ones_like(gap, dtype=torch.bool)
+    ratio, kept = gap.exp(), among
     bad_calls = torch.zeros(tokens.num_calls, dtype=torch.bool, device=gap.device)
     if train.row_k3_max:
-        size = torch.zeros(tokens.num_calls, device=gap.device).index_add_(0, tokens.calls, torch.ones_like(gap))
-        k3 = torch.zeros_like(size).index_add_(0, tokens.calls, gap.exp() - gap - 1) / size.clamp(min=1)
-        bad_calls = k3 > train.row_k3_max
-        kept &= ~bad_calls[tokens.calls]
+        size, k3 = (
+            torch.zeros(tokens.num_calls, device=gap.device).index_add_(0, tokens.calls, values * among)
+            for values in (torch.ones_like(gap), ratio - gap - 1)
+        )
+        bad_calls = k3 / size.clamp(min=1) > train.row_k3_max
+        kept = among & ~bad_calls[tokens.calls]
     in_band = kept
     if train.ratio_band is not None:
         low, high = train.ratio_band
-        in_band = kept & (gap.exp() >= low) & (gap.exp() <= high)
+        in_band = kept & (ratio >= low) & (ratio <= high)
     return Kept(in_band, bad_calls.sum(), (kept & ~in_band).sum())

@@ -1,7 +1,8 @@
 """What one token weighs. Weights are set per episode before rows are made, so rows cannot change the objective.
 
 L = (1 / units) * sum of weight * loss over the tokens that no filter left out. The units are counted over the whole
-batch, all ranks included, after the filters: tokens for `token`, episodes with a token left for the others.
+batch, all ranks included, after the filters: tokens for `token`, episodes with a token left for the others. So are the
+tokens of an episode, for `episode`: its weight is shared out among those that are left.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Units = Literal["tokens", "episodes"]
 
 
 def token_weight(name: str, *, episode_tokens: int, constant_length: int) -> float:
-    """The weight of each of an episode's `episode_tokens` sampled tokens."""
+    """The weight of each of an episode's `episode_tokens` trained tokens."""
     match name:
         case "token":
             return 1.0
