@@ -97,6 +97,8 @@ class Intake:
         self._dropped: dict[str, str] = {}
         self._tally: dict[str, Tally] = {}
         self._groups_equal = 0
+        self._reasons: set[str] = set()
+        self._news: list[str] = []
 
     def change(self, limits: Limits) -> None:
         """Other limits from the next batch on."""
@@ -146,6 +148,11 @@ class Intake:
         """A record of what was dropped since the last one; None when nothing was."""
         return self._record(version, at, self.carry) if self._dropped else None
 
+    def news(self) -> list[str]:
+        """What was not asked for before: of each reason why an episode cannot be trained the first case, in words."""
+        news, self._news = self._news, []
+        return news
+
     @property
     def groups_ready(self) -> dict[str, int]:
         return {kind: len(queue) for kind, queue in self._queues.items()}
@@ -161,7 +168,12 @@ class Intake:
             self._drop(_all(members, "kind_not_in_mix"))
             return
         members.sort(key=lambda episode: (episode.slot, episode.episode_id))
-        dropped = {e.episode_id: reason for e in members if (reason := self._unusable(e))}
+        dropped = dict[str, str]()
+        for episode in members:
+            reason, why = self._unusable(episode)
+            if reason:
+                dropped[episode.episode_id] = reason
+                self._tell(reason, why)
         self._queue(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
 
     def _queue(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
@@ -175,18 +187,25 @@ class Intake:
         else:
             self._queues[kind].append(Group(usable=usable, dropped=dropped))
 
-    def _unusable(self, episode: Episode) -> str:
-        """Why an episode cannot be trained; empty when it can."""
+    def _unusable(self, episode: Episode) -> tuple[str, str]:
+        """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
         try:
             resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
         except TimelineError as error:
-            return error.reason
+            return error.reason, str(error)
         for turn in episode.turns:
-            if altered(turn.sampling):
-                return "truncated_sampling"
+            if settings := altered(turn.sampling):
+                why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
+                return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
             if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
-                return "overlong"
-        return "" if episode.turns else "no_turns"
+                why = "was cut off by a token limit, and train.overlong is 'drop'"
+                return "overlong", f"turn {turn.call_id} of {episode.episode_id} {why}"
+        return ("", "") if episode.turns else ("no_turns", f"{episode.episode_id} made no model call")
+
+    def _tell(self, reason: str, why: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self._news.append(f"dropped as {reason}: {why}")
 
     def _drop_stale(self, version: int) -> None:
         """Drop episodes with a token that is too old for the next step, and what is then left without a baseline."""

@@ -221,6 +221,9 @@ class Desk:
             while chunk := await deliveries.batch(CHUNK):
                 for delivery in chunk:
                     await self._accept(delivery)
+                for text in self.intake.news():
+                    log.warning("episode_dropped", why=text)
+                    await self._emit("warning", {"text": f"learner {self.policy}: {text}; others like it are counted"})
                 await self._serve()
 
     async def _accept(self, delivery: Delivery) -> None:

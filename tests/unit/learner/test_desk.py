@@ -155,6 +155,16 @@ async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_t
         assert unacked(broker) == 0
 
 
+async def test_why_episodes_cannot_be_trained_is_said_in_words_where_people_look(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a", turns=0), make_group("b", turns=0))
+    async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
+        await trainer.tell(records.Next())
+        await anext(inbox)
+        await stopped(trainer)
+    warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
+    assert warnings == ["learner main: dropped as no_turns: a-0 made no model call; others like it are counted"]
+
+
 async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a"), make_group("b"), make_group("c"))
     async with desk(tmp_path, broker) as trainer:

@@ -28,9 +28,15 @@ def intake(
     staleness: int = 4,
     logged: tuple[Index, ...] = (),
     train: Train = TRAIN,
+    longest: int | None = None,
 ) -> Intake:
     limits = Limits(
-        groups_per_batch=groups, mix=mix or {"default": 1.0}, max_staleness=staleness, vocab_size=128, train=train
+        groups_per_batch=groups,
+        mix=mix or {"default": 1.0},
+        max_staleness=staleness,
+        vocab_size=128,
+        max_length=longest,
+        train=train,
     )
     return Intake(limits, logged)
 
@@ -145,6 +151,20 @@ def test_an_episode_that_cannot_be_trained_is_dropped_with_its_reason(fields: di
     drops = box.drops(version=0, at=0.0)
     assert drops is not None
     assert drops.index.dropped == {"a-0": "group_too_small", "a-1": reason}
+    (told,) = box.news()
+    assert told.startswith(f"dropped as {reason}: turn c0 of a-1")
+
+
+def test_the_first_drop_of_each_reason_is_told_in_words_and_once() -> None:
+    box = intake(longest=10)
+    short = altered(make_episode("a", 0, members=3, turns=1, length=4), sampling=Sampling(top_p=0.9))
+    feed(box, [short, *(make_episode("a", i, members=3, turns=3, length=12) for i in (1, 2))])
+    told = box.news()
+    assert [text.split(":")[0] for text in told] == ["dropped as truncated_sampling", "dropped as over_budget"]
+    assert "turn c0 of a-0 was sampled with top_p=0.9" in told[0]
+    assert "tokens are more than the 10 that fit one pass" in told[1]
+    feed(box, [altered(one, sampling=Sampling(top_k=3)) for one in make_group("b")])
+    assert box.news() == []
 
 
 def test_an_episode_without_turns_and_a_kind_outside_the_mix_are_dropped() -> None:
