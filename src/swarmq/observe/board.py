@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from swarmq.messages import Event
@@ -11,6 +11,7 @@ from swarmq.messages import Event
 HISTORY = 512
 RECENT_WARNINGS = 5
 RATE_WINDOW_S = 20.0
+PROXY_COUNTS = ("calls", "open_calls", "sampled_tokens", "errors", "continued", "repaired")
 
 
 @dataclasses.dataclass
@@ -76,9 +77,18 @@ class Board:
             if len(window) > 1 and window[-1][1] >= window[0][1]
         )
 
-    def part(self, prefix: str) -> dict[str, Any]:
-        """The newest fields of the first part whose source starts so; empty when it has not spoken yet."""
-        return next((part.fields for source, part in sorted(self.parts.items()) if source.startswith(prefix)), {})
+    def part(self, source: str) -> dict[str, Any]:
+        """The newest fields of a part; empty when it has not spoken yet."""
+        part = self.parts.get(source)
+        return part.fields if part else {}
+
+    def proxies(self) -> dict[str, Any]:
+        """What all proxies count, added up; the share of drifted turns is over all of their turns."""
+        every = [part.fields for source, part in self.parts.items() if source.startswith("proxy.")]
+        sums = {name: sum(fields.get(name, 0) for fields in every) for name in PROXY_COUNTS}
+        drifted = sum(fields.get("drift_rate", 0.0) * fields.get("continued", 0) for fields in every)
+        branches = sum((Counter(fields.get("branches", {})) for fields in every), Counter[str]())
+        return {**sums, "drift_rate": drifted / max(sums["continued"], 1), "branches": dict(branches)}
 
 
 def control_line(fields: dict[str, Any]) -> str:

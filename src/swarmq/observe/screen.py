@@ -69,7 +69,7 @@ def _learners(board: Board, width: int) -> RenderableType:
 
 
 def _flow(board: Board) -> RenderableType:
-    collector, proxy = board.part("collector"), board.part("proxy")
+    collector, proxy = board.part("collector"), board.proxies()
     left = Table(box=None, show_header=False, padding=(0, 2))
     for label in ("begun", "open", "finished", "forwarded", "trained", "eval_finished", "duplicates"):
         left.add_row(label.replace("_", " "), str(collector.get(label, 0)))
@@ -78,9 +78,9 @@ def _flow(board: Board) -> RenderableType:
     middle = Table(box=None, show_header=False, padding=(0, 2))
     middle.add_row("sampled tokens/s", f"{board.tokens_per_s():,.0f}")
     for label in ("calls", "open_calls", "sampled_tokens", "errors", "repaired"):
-        middle.add_row(label.replace("_", " "), f"{proxy.get(label, 0):,}")
-    middle.add_row("drift", f"{proxy.get('drift_rate', 0.0):.1%}")
-    for reason, count in sorted((proxy.get("branches") or {}).items()):
+        middle.add_row(label.replace("_", " "), f"{proxy[label]:,}")
+    middle.add_row("drift", f"{proxy['drift_rate']:.1%}")
+    for reason, count in sorted(proxy["branches"].items()):
         middle.add_row(f"branch: {reason.replace('_', ' ')}", f"{count:,}")
     if board.evals:
         rewards = [float(fields.get("reward") or 0.0) for _, fields in board.evals]
@@ -89,7 +89,7 @@ def _flow(board: Board) -> RenderableType:
     for queue, ready in sorted(board.depths.items()):
         right.add_row(queue.removeprefix(f"swarmq.{board.run}."), f"{ready:,}")
     columns = Table(box=None, expand=True)
-    for title in ("episodes", "proxy", "waiting in queues"):
+    for title in ("episodes", "proxies", "waiting in queues"):
         columns.add_column(title, ratio=1)
     columns.add_row(left, middle, right)
     return columns

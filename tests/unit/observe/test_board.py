@@ -1,6 +1,7 @@
 """The board says what the events said, and the screen shows it."""
 
 import io
+import re
 
 from rich.console import Console
 
@@ -53,10 +54,22 @@ def test_a_single_kind_is_not_told_apart():
 
 def test_the_screen_shows_how_much_drifted_and_why_turns_branched():
     board = Board(run="r")
-    board.fold(event("state", source="proxy.0", drift_rate=0.25, repaired=1200, branches={"history_edited": 7}))
+    first = {"continued": 4800, "drift_rate": 0.25, "repaired": 1200, "branches": {"history_edited": 7}}
+    board.fold(event("state", source="proxy.0", **first))
     shown = text_of(board)
     for expected in ("25.0%", "1,200", "branch: history edited", "7"):
         assert expected in shown
+
+
+def test_what_several_proxies_count_is_added_up_and_drift_is_over_all_of_their_turns():
+    board = Board(run="r")
+    first = {"calls": 10, "errors": 1, "continued": 9, "repaired": 0, "drift_rate": 0.0, "branches": {"drift": 1}}
+    second = {"calls": 1000, "errors": 2, "continued": 1, "repaired": 1, "drift_rate": 1.0, "branches": {"drift": 2}}
+    board.fold(event("state", source="proxy.0", **first))
+    board.fold(event("state", source="proxy.1", **second))
+    shown = text_of(board)
+    figures = {"calls": "1,010", "errors": "3", "repaired": "1", "branch: drift": "3", "drift": "10.0%"}
+    assert {name: re.search(rf" {name} +([\d,.%]+)", shown)[1] for name in figures} == figures
 
 
 def test_a_part_that_went_silent_is_said_to_be():
