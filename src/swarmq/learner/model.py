@@ -16,8 +16,10 @@ from swarmq.learner.kept import Checkpointing
 
 
 def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
-    """The causal LM in a folder or of a name, as FP32 master weights. Raises LearnerError: not there, not one."""
+    """The causal LM in a folder or of a name, as FP32 master weights and without dropout, as engines compute it. Raises
+    LearnerError: not there, not one."""
     config = load_config(source)
+    _drop_nothing(config)
     disable_progress_bar()
     try:
         lm = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
@@ -30,6 +32,15 @@ def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
     if gradient_checkpointing:
         Checkpointing.enable(lm)
     return lm
+
+
+def _drop_nothing(config: Any) -> None:
+    """Layers call dropout themselves, with what the config said when they were made: `attention_dropout`, `resid_pdrop`,
+    `layerdrop` and the like."""
+    for part in (config, config.get_text_config()):
+        for name, value in vars(part).copy().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def load_config(source: str) -> Any:

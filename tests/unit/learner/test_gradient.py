@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
@@ -288,6 +288,13 @@ def test_a_model_that_cannot_compute_trees_trains_rows_and_refuses_to_be_asked_f
     assert_same(gradient(trainer, PLAIN), gradient(trainer, PLAIN, unfolded(trainer, PLAIN)))
     with pytest.raises(LearnerError, match=r"train.layout: .* cannot compute trees .*; set it to 'auto'"):
         Trainer(str(tmp_path), msgspec.structs.replace(PLAIN, layout="tree"))
+
+
+def test_a_model_with_dropout_is_trained_without_it(trainer: Trainer, tiny_qwen: Path, tmp_path: Path) -> None:
+    dropping = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    dropping.config.attention_dropout = 0.5
+    dropping.save_pretrained(tmp_path)
+    assert_same(gradient(Trainer(str(tmp_path), PLAIN), PLAIN), gradient(trainer, PLAIN))
 
 
 def keys(one: Pass) -> list[tuple[int, int, int]]:
