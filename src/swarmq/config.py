@@ -24,6 +24,7 @@ Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Count = Annotated[int, Meta(ge=1)]
 Whole = Annotated[int, Meta(ge=0)]
+Decay = Annotated[float, Meta(ge=0, lt=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 MIX_TOLERANCE = 1e-6
@@ -155,11 +156,11 @@ class Loss(Settings, frozen=True, kw_only=True):
     mask_delta: Positive = 0.2
     pull: NonNegative = 1e-3
     """tau, the weight of (theta - mu)^2 in `tis_mask`."""
-    clip_low: NonNegative | None = None
+    clip_low: Annotated[float, Meta(ge=0, le=1)] | None = None
     """How far a ratio may fall; without it the loss's own: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
     clip_high: NonNegative | None = None
     """How far a ratio may rise; without it the loss's own: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
-    dual_clip: Positive = 3.0
+    dual_clip: Annotated[float, Meta(gt=1)] = 3.0
     kl: NonNegative = 0.0
     """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
 
@@ -191,7 +192,7 @@ class Train(Settings, frozen=True, kw_only=True):
     advantage: Advantage = "rloo"
     advantages: dict[str, Advantage] = field(default_factory=dict)
     """Task kind -> its advantage, where that is another; filled in from `kinds.X.advantage`."""
-    ema_decay: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    ema_decay: Decay = 0.95
     """alpha of the `ema` baseline: what it keeps of itself at every episode."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
     """gamma: calls of an episode with rewards by call are credited with G_k = r_k + gamma G_(k+1); none: with r_k."""
@@ -216,7 +217,7 @@ class Train(Settings, frozen=True, kw_only=True):
     """Tokens whose probability ratio to the engine's is outside are left out, e.g. [0.5, 2.0]."""
     learning_rate: Positive = 1e-6
     warmup_steps: Whole = 10
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
     weight_decay: NonNegative = 0.0
     grad_clip: Positive = 1.0
     max_steps: Whole = 0
@@ -253,6 +254,9 @@ class Train(Settings, frozen=True, kw_only=True):
             raise ValueError("sharding: 'full' is for training all parameters; leave it out beside lora")
         if (self.loss.name == "distill") != (self.teacher is not None):
             raise ValueError("teacher: the model to learn from, for loss.name = 'distill' and for no other loss")
+        if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
+            low, high = self.ratio_band
+            raise ValueError(f"ratio_band: 1, where engine and learner agree, is not within [{low:g}, {high:g}]")
         if self.reference is not None and not self.loss.kl:
             raise ValueError("reference: has no effect while loss.kl is 0")
 

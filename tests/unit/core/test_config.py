@@ -38,6 +38,10 @@ def test_set_overrides_one_value_and_leaves_the_rest():
         (["mix.math=0.4"], ["mix", "0.4"]),
         (["groups.min_group=9"], ["groups.min_group"]),
         (["policies.main.model.name=x"], ["policies.main.model is a value"]),
+        (["policies.main.train.ratio_band=[2.0,0.5]"], ["policies.main.train", "ratio_band", "[2, 0.5]"]),
+        (["policies.main.train.betas=[0.9,3]"], ["policies.main.train.betas[1]", "< 1"]),
+        (["policies.main.train.loss.clip_low=2"], ["policies.main.train.loss.clip_low", "<= 1"]),
+        (["policies.main.train.loss.dual_clip=0.5"], ["policies.main.train.loss.dual_clip", "> 1"]),
         (["nonsense"], ["section.key=value"]),
     ],
 )
