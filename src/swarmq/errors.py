@@ -43,6 +43,17 @@ class EngineError(SwarmqError):
     """vLLM refused, is missing, or did not answer in time."""
 
 
+class EngineAnswerError(EngineError):
+    """The engine answered something that nothing can be learned from; `reason` is one word to count by.
+
+    The next answer would hardly be another: somebody has to look at the engine.
+    """
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class EngineRefusedError(EngineError):
     """The engine answered with an error of ours or the agent's making; `status` is its HTTP status."""
 

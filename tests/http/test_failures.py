@@ -1,12 +1,16 @@
 """What goes wrong: nobody gets the end of an answer that is not recorded, and everybody gets an honest status."""
 
 import asyncio
+import json
 
 import pytest
 
 from support.proxy import events
 from swarmq.broker import topology
 from swarmq.engine.protocol import Delta
+from swarmq.proxy import pool
+
+from .test_metrics import scrape
 
 HI = {"role": "user", "content": "hi"}
 BODY = {"model": "main", "messages": [HI]}
@@ -253,17 +257,71 @@ async def _published(stage):
         await asyncio.sleep(0.001)
 
 
-@pytest.mark.parametrize(
-    ("flaw", "logprobs"), [("no token", []), ("not a number", [float("nan")]), ("above 0", [0.7])], ids=str
-)
-async def test_an_answer_that_cannot_be_trained_is_refused_before_anybody_has_it(stage, flaw, logprobs):
-    """A reader of the queue would park such a turn, and the episode would go on without it."""
+NAN, INF = float("nan"), float("inf")
+
+
+def flawed(logprobs):
+    """What `generate` is to be: an answer of as many tokens."""
 
     async def generate(_, *, stream, detailed):
-        assert not stream
-        yield [Delta(index=0, text="x", token_ids=[1000] * len(logprobs), logprobs=logprobs, finish_reason="stop")]
+        size = len(logprobs)
+        yield [Delta(index=0, text="x", token_ids=[1000] * size, logprobs=logprobs, finish_reason="stop")]
+
+    return generate
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("reason", "logprobs"),
+    [("empty", []), ("logprobs", [NAN]), ("logprobs", [-INF]), ("logprobs", [-0.1, 0.7])],
+    ids=str,
+)
+async def test_an_answer_that_cannot_be_trained_is_refused_for_good_and_counted(stage, reason, logprobs, streamed):
+    """A reader of the queue would park such a turn, and the episode would go on without it. Who asks again gets the same."""
+    stage.engine.generate = flawed(logprobs)
+    if streamed:
+        *_, last = await stage.stream(HI)
+        error = last["error"]
+    else:
+        status, headers, raw = await stage.post(BODY)
+        error = json.loads(raw)["error"]
+        assert (status, headers["x-should-retry"], headers.get("retry-after")) == (502, "false", None)
+    assert (error["type"], error["code"]) == ("server_error", "engine_answer_unusable")
+    assert stage.turns() == []
+    assert (await scrape(stage))["swarmq_unusable_answers_total", reason] == 1
+
+
+async def test_an_engine_with_unusable_answers_is_told_of_and_asked_last(stages, monkeypatch):
+    monkeypatch.setattr(pool, "SHUN_S", 1e9)
+    async with stages(engines=2) as stage, stage.broker.events("r") as heard:
+        broken, sound = stage.engines
+        broken.generate = flawed([NAN])
+        for _ in range(12):
+            sound.say("x")
+        statuses = [(await stage.post(BODY, key=stage.key(f"e{n}")))[0] for n in range(12)]
+        assert sorted(statuses) == [200] * 11 + [502], (
+            "it is asked once, by the first episode that it would be the home of"
+        )
+        async for event in heard:
+            if event.name == "warning":
+                break
+        for told in ("policy main: 1 answers", broken.url, "(logprobs)", "not finite"):
+            assert told in event.fields["text"]
+
+
+async def test_client_libraries_do_not_ask_again_for_an_unusable_answer(stage, openai, anthropic):
+    asked, answer = [], flawed([NAN])
+
+    async def generate(rendered, **how):
+        asked.append(rendered)
+        async for portion in answer(rendered, **how):
+            yield portion
 
     stage.engine.generate = generate
-    status, error = await stage.refused({"model": "main", "messages": [{"role": "user", "content": "hi"}]})
-    assert (status, error["code"]) == (503, "engine_unavailable"), flaw
-    assert stage.turns() == []
+    async with openai.AsyncOpenAI(base_url=f"{stage.url}/v1", api_key=stage.key(), max_retries=3) as client:
+        with pytest.raises(openai.APIStatusError, match="cannot be used"):
+            await client.chat.completions.create(**BODY)
+    async with anthropic.AsyncAnthropic(base_url=stage.url, api_key=stage.key(), max_retries=3) as client:
+        with pytest.raises(anthropic.APIStatusError, match="cannot be used"):
+            await client.messages.create(**BODY, max_tokens=8)
+    assert len(asked) == 2

@@ -12,7 +12,7 @@ import msgspec
 
 from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.engine.versions import check_server
-from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 
 CONNECT_S = 5.0
@@ -277,7 +277,9 @@ def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
     try:
         chunk: _Chunk[Any] = decoder.decode(raw)
     except msgspec.MsgspecError as error:
-        raise EngineError(f"vLLM's answer is not what this version of swarmq knows: {error}") from error
+        raise EngineAnswerError(
+            "malformed", f"vLLM's answer is not what this version of swarmq knows: {error}"
+        ) from error
     if chunk.error:
         raise EngineError(f"the engine failed while it sampled: {chunk.error.get('message')}")
     return chunk
@@ -290,7 +292,7 @@ def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
     token_ids = [token for piece in pieces for token in piece.token_ids or ()]
     entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
     if len(token_ids) != len(entries):
-        raise EngineError(f"the engine gave {len(entries)} log-probabilities for {len(token_ids)} tokens")
+        raise EngineAnswerError("logprobs", f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
     return Delta(
         index=last.index,
         text="".join(piece.text for piece in pieces),

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import ExitStack, aclosing, asynccontextmanager, closing
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
 from typing import Any
 
 import msgspec
 import structlog
 
 from swarmq.engine.protocol import Answer, Delta, Rendered
-from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
 from swarmq.messages import Timings, pack_ids, unpack_ids
 from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
@@ -132,7 +132,7 @@ class Completions:
     async def stream(self, begun: Begun) -> AsyncGenerator[Gained | Ended, None]:
         """Raises EngineError or BrokerError in the middle, and then nothing more comes of the call."""
         choices: dict[int, Choice] = {}
-        with begun.lane.occupied():
+        with self._occupied(begun.lane, begun.call.policy):
             async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
                 async for choice, delta in taken:
                     gain = await _gain(begun, choice, delta)
@@ -144,7 +144,7 @@ class Completions:
     async def whole(self, begun: Begun) -> list[Ended]:
         """Every choice, in order. Raises EngineError or BrokerError."""
         choices: dict[int, Choice] = {}
-        with begun.lane.occupied():
+        with self._occupied(begun.lane, begun.call.policy):
             async with _closing(begun):
                 async with aclosing(self._taken(begun, choices)) as taken:
                     async for choice, delta in taken:
@@ -167,7 +167,7 @@ class Completions:
         chat = _for_engine(call.chat)
         choices = call.chat.get("n") or 1
         allowed = self._tuning.episode_tokens(call.claims)
-        with lane.occupied():
+        with self._occupied(lane, call.policy):
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
             stitched = await stitch(
@@ -217,6 +217,17 @@ class Completions:
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
             overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
         )  # fmt: skip
+
+    @contextmanager
+    def _occupied(self, lane: Lane, policy: str) -> Iterator[None]:
+        """An engine whose answers are of no use is asked last for a while, and told of."""
+        try:
+            with lane.occupied():
+                yield
+        except EngineAnswerError as error:
+            lane.fail()
+            self._meter.refuse_answer(policy, lane.engine.url, error)
+            raise
 
     def _kind(self, call: Call) -> str:
         """What to count a call under: a key may name anything."""

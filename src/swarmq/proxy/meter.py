@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swarmq.drift import Drift
+from swarmq.errors import EngineAnswerError
 from swarmq.messages import Turn
 
 
@@ -21,11 +22,15 @@ class Meter:
     by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
     """Task kind, as keys name it -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
     errors: int = 0
+    unusable: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Answers of engines that nothing can be learned from, by reason."""
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
+    _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
+    """Policy, engine, reason -> what was wrong, since the last look at alerts."""
 
     def total(self, name: str) -> int:
         """Over all kinds."""
@@ -41,6 +46,10 @@ class Meter:
         if one.continued:
             self._recent.setdefault(turn.policy, deque(maxlen=self.window)).append(one)
 
+    def refuse_answer(self, policy: str, engine: str, error: EngineAnswerError) -> None:
+        self.unusable[error.reason] += 1
+        self._flaws.setdefault((policy, engine, error.reason), []).append(str(error))
+
     def fields(self) -> dict[str, Any]:
         return {
             "calls": self.total("calls"),
@@ -49,6 +58,7 @@ class Meter:
             "sampled_tokens": self.total("sampled_tokens"),
             "kinds": {kind: dict(counts) for kind, counts in self.by_kind.items()},
             "errors": self.errors,
+            "unusable_answers": dict(self.unusable),
             "continued": self.drift.continued,
             "repaired": self.drift.repaired,
             "drift_rate": self.drift.rate,
@@ -56,8 +66,14 @@ class Meter:
         }
 
     def alerts(self) -> list[str]:
-        """A line for each policy that has come above the threshold; the same again only after it was well below."""
-        lines = []
+        """A line for each engine whose answers could not be used since the last look, and for each policy whose drift has
+        come above the threshold; the latter again only after it was well below."""
+        lines = [
+            f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
+            "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
+            for (policy, engine, reason), said in self._flaws.items()
+        ]
+        self._flaws.clear()
         for policy, window in self._recent.items():
             if len(window) < self.window:
                 continue

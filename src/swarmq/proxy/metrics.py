@@ -73,6 +73,12 @@ class Metrics(Collector):
         for reason, count in meter.drift.branches.items():
             branches.add_metric([reason], count)
         yield branches
+        unusable = CounterMetricFamily(
+            "swarmq_unusable_answers", "Answers of engines that could not be used, by reason.", labels=["reason"]
+        )
+        for reason, count in meter.unusable.items():
+            unusable.add_metric([reason], count)
+        yield unusable
         forgotten = CounterMetricFamily(
             "swarmq_episodes_forgotten", "Episodes whose memory went, by reason.", labels=["reason"]
         )

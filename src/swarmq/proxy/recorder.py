@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -9,8 +10,9 @@ from typing import Any, Protocol
 import msgspec
 
 from swarmq.broker import topology
-from swarmq.errors import EngineError, MessageError
+from swarmq.errors import EngineAnswerError, MessageError
 from swarmq.messages import (
+    MAX_LOGPROB,
     Event,
     Message,
     Sampling,
@@ -20,6 +22,7 @@ from swarmq.messages import (
     check,
     pack_floats,
     pack_ids,
+    unpack_floats,
 )
 from swarmq.proxy.graph import Graph, History, Node, Stitched, digest, next_key
 from swarmq.proxy.meter import Meter
@@ -79,7 +82,7 @@ class Recorder:
         self._confirm_timeout_s = confirm_timeout_s
 
     async def record(self, asked: Asked, sampled: Sampled, graph: Graph) -> None:
-        """Return once the turn is durable. Raises BrokerError when that takes too long, EngineError for a bad answer."""
+        """Return once the turn is durable. Raises BrokerError when that takes too long, EngineAnswerError for a bad answer."""
         turn = turn_of(asked, sampled)
         _check(turn)
         sampled_at = time.monotonic()
@@ -89,13 +92,14 @@ class Recorder:
 
 
 def _check(turn: Turn) -> None:
-    """Refuse now what a reader of the queue would have to refuse: the agent can ask again, a reader cannot."""
+    """Refuse now what a reader of the queue would have to refuse, and could tell nobody of."""
     if not turn.sampled_ids:
-        raise EngineError(f"the engine ended turn {turn.call_id} without a single token")
+        raise EngineAnswerError("empty", f"turn {turn.call_id} was ended without a single token")
     try:
         check(turn)
     except MessageError as error:
-        raise EngineError(f"the engine's answer cannot be trained: {error}") from error
+        impossible = any(not -math.inf < logprob <= MAX_LOGPROB for logprob in unpack_floats(turn.logprobs))
+        raise EngineAnswerError("logprobs" if impossible else "malformed", str(error)) from error
 
 
 def turn_of(asked: Asked, sampled: Sampled) -> Turn:

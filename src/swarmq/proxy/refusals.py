@@ -9,6 +9,7 @@ from litestar.exceptions import HTTPException
 
 from swarmq.errors import (
     BrokerError,
+    EngineAnswerError,
     EngineError,
     EngineRefusedError,
     KeyRefusedError,
@@ -51,6 +52,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     code: str | None = None
     param: str | None = None
     retry_after_s: int = RETRY_AFTER_S
+    final: bool = False
+    """Asking again would not help, though the fault is ours."""
 
     @property
     def body(self) -> dict[str, Any]:
@@ -58,6 +61,8 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.final:
+            return {"x-should-retry": "false"}  # which OpenAI's and Anthropic's libraries go by
         return {"retry-after": str(self.retry_after_s)} if self.status in {429, 503} else {}
 
 
@@ -83,6 +88,10 @@ def refusal_of(error: Exception) -> Refusal:
             return _client_fault(error.status, str(error), error.code)
         case DeadlineError():
             return _server_fault(504, str(error), "deadline_exceeded")
+        case EngineAnswerError():
+            message = "the engine's answer cannot be used; the next one would hardly be another: its operator is told"
+            refusal = _server_fault(502, message, "engine_answer_unusable")
+            return msgspec.structs.replace(refusal, final=True)
         case EngineError():
             return _server_fault(503, "the model's engine is not available; try again", "engine_unavailable")
         case BrokerError():

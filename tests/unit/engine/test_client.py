@@ -120,19 +120,22 @@ async def test_an_answer_that_is_not_streamed_is_one_delta_per_choice():
 
 
 @pytest.mark.parametrize(
-    "block",
+    ("block", "reason"),
     [
-        event(choice("a", [5], finish="stop", version="other")),
-        event(choice("a", [5], finish="abort")),
-        event({**choice("a", [5]), "logprobs": None}),
-        b'data: {"error": {"message": "died"}}\n\n',
-        b'data: {"choices": 3}\n\n',
+        (event(choice("a", [5], finish="stop", version="other")), None),
+        (event(choice("a", [5], finish="abort")), None),
+        (event({**choice("a", [5]), "logprobs": None}), "logprobs"),
+        (b'data: {"error": {"message": "died"}}\n\n', None),
+        (b'data: {"choices": 3}\n\n', "malformed"),
+        (event(choice("a", [5])).replace(b"-1.5", b"NaN"), "malformed"),
     ],
 )
-async def test_what_cannot_be_trusted_is_the_engine_s_fault(block):
+async def test_what_cannot_be_trusted_is_the_engine_s_fault(block, reason):
+    """With a reason where the next answer would hardly be another."""
     async with generating(block) as engine:
-        with pytest.raises(EngineError):
+        with pytest.raises(EngineError) as caught:
             await collected(engine)
+    assert getattr(caught.value, "reason", None) == reason
 
 
 @pytest.mark.parametrize(
