@@ -7,30 +7,61 @@ from collections.abc import Sequence
 from swarmq.errors import TimelineError
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of item indices, none over `budget` tokens: first-fit decreasing, at most 11/9 of the fewest bins.
+class Bins:
+    """Bins of a token budget: every item goes into the first with room for it, found in as many steps as the log of
+    their number, through a tree of the room left in them."""
 
-    Raises TimelineError (`over_budget`) for an item that fits no bin. Bins are found through a tree of the room
-    left in them, so n items take n log n steps.
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.items: list[list[int]] = []
+        """Bin -> what is in it."""
+        self._leaves = 1
+        self._room = [0, 0]
+        """Node -> most room below; node n has children 2n and 2n + 1, and the last half are bins, first those in use."""
+
+    def add(self, items: Sequence[int], size: int, opening: int = 0) -> None:
+        """`items`, together of `size` tokens, into a bin. A new one takes `opening` tokens of its own."""
+        if self._room[1] < size:
+            self._open(self.budget - opening)
+        at = 1
+        while at < self._leaves:
+            at = 2 * at if self._room[2 * at] >= size else 2 * at + 1
+        self.items[at - self._leaves].extend(items)
+        self._set(at, self._room[at] - size)
+
+    def taken(self, number: int) -> int:
+        """Tokens in a bin, with what opening it took."""
+        return self.budget - self._room[self._leaves + number]
+
+    def _open(self, room: int) -> None:
+        if len(self.items) == self._leaves:
+            rooms, self._leaves = self._room[self._leaves :], 2 * self._leaves
+            self._room = [0] * (2 * self._leaves)
+            for number, left in enumerate(rooms):
+                self._set(self._leaves + number, left)
+        self._set(self._leaves + len(self.items), room)
+        self.items.append([])
+
+    def _set(self, at: int, room: int) -> None:
+        self._room[at] = room
+        while at > 1:
+            at //= 2
+            self._room[at] = max(self._room[2 * at], self._room[2 * at + 1])
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Bins of item indices, none over `budget` tokens: first-fit decreasing, at most 11/9 of the fewest bins, in
+    n log n steps.
+
+    Raises TimelineError (`over_budget`) for an item that fits no bin.
     """
     if lengths and max(lengths) > budget:
         worst = max(range(len(lengths)), key=lengths.__getitem__)
         raise over_budget(worst, lengths[worst], budget)
-    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
-    room = [budget] * (2 * leaves)
-    bins: list[list[int]] = []
+    bins = Bins(budget)
     for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = 1
-        while at < leaves:
-            at = 2 * at if room[2 * at] >= lengths[item] else 2 * at + 1
-        if at - leaves == len(bins):
-            bins.append([])
-        bins[at - leaves].append(item)
-        room[at] -= lengths[item]
-        while at > 1:
-            at //= 2
-            room[at] = max(room[2 * at], room[2 * at + 1])
-    return bins
+        bins.add([item], lengths[item])
+    return bins.items
 
 
 def over_budget(item: int, length: int, budget: int) -> TimelineError:

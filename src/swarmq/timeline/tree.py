@@ -1,19 +1,17 @@
 """A prefix tree across the turns of an episode and across episodes: shared beginnings are computed once.
 
 Where timelines repeat what forks share, the tree keeps one node per shared run of tokens. A tree too large for one
-pass is cut into parts. Every part repeats the tokens on the way from the root to its own, so cutting before a leaf
-costs as many tokens as that leaf shares with the leaf before it; `split` finds the cheapest cuts.
+pass is divided (swarmq.timeline.divide): every pass repeats the tokens on the way from the root to its own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from swarmq.timeline.divide import divide
 from swarmq.timeline.layout import Layout
-from swarmq.timeline.pack import over_budget, pack
 from swarmq.timeline.trie import ROOT, Trie
 from swarmq.timeline.turns import IntArray, ResolvedTurn
 
@@ -33,34 +31,22 @@ class PrefixTree:
     @property
     def num_tokens(self) -> int:
         """What one pass without any budget computes."""
-        return self._size(self.order)
+        return sum(len(self.trie.labels[node]) for node in self.order)
 
     def layouts(self, budget: int) -> list[Layout]:
         """Passes of at most `budget` tokens, together training every turn once, each turn wholly in one pass.
 
         Raises TimelineError (`over_budget`) where a single sequence is too long.
         """
-        parts = self.split(budget)
+        lengths = [len(self.trie.labels[node]) for node in self.order]
+        parents = [self._rank.get(self.trie.parents[node], -1) for node in self.order]
         seen: set[int] = set()
         layouts = []
-        for members in pack([self._size(part) for part in parts], budget):
-            nodes = {node for part in members for node in parts[part]}
+        for members in divide(lengths, parents, budget):
+            nodes = {self.order[member] for member in members}
             layouts.append(self.lay(nodes, training=nodes - seen))
             seen |= nodes
         return layouts
-
-    def split(self, budget: int) -> list[list[int]]:
-        """The parts with the fewest tokens in sum, each of at most `budget`, among cuts in depth-first order.
-
-        A part is a list of nodes that contains the parents of its members, in depth-first order.
-        """
-        leaves = [node for node in self.order if not self.trie.children[node]]
-        depths = [self.trie.end(leaf) for leaf in leaves]
-        if depths and max(depths) > budget:
-            worst = int(np.argmax(depths))
-            raise over_budget(worst, depths[worst], budget)
-        cuts = _cheapest_cuts(depths, self._shared_with_previous(leaves), budget)
-        return [self._with_ancestors(leaves[start:end]) for start, end in cuts]
 
     def lay(self, nodes: Iterable[int], *, training: set[int]) -> Layout:
         """One pass over `nodes`, closed under parents, that trains the turns that end in the nodes `training`."""
@@ -106,29 +92,6 @@ class PrefixTree:
             node = self.trie.parents[node]
         return np.concatenate(pieces[::-1])
 
-    def _with_ancestors(self, leaves: Sequence[int]) -> list[int]:
-        nodes: set[int] = set()
-        for leaf in leaves:
-            node = leaf
-            while node != ROOT and node not in nodes:
-                nodes.add(node)
-                node = self.trie.parents[node]
-        return sorted(nodes, key=self._rank.__getitem__)
-
-    def _shared_with_previous(self, leaves: Sequence[int]) -> list[int]:
-        """Leaf -> how many tokens it shares with the leaf before it in depth-first order."""
-        shared, seen = [], {ROOT}
-        for leaf in leaves:
-            node = leaf
-            while node not in seen:
-                seen.add(node)
-                node = self.trie.parents[node]
-            shared.append(self.trie.end(node))
-        return shared
-
-    def _size(self, nodes: Iterable[int]) -> int:
-        return sum(len(self.trie.labels[node]) for node in nodes)
-
 
 def _depth_first(trie: Trie) -> list[int]:
     order, stack = [], [ROOT]
@@ -137,33 +100,6 @@ def _depth_first(trie: Trie) -> list[int]:
         order.append(node)
         stack.extend(reversed(trie.children[node].values()))
     return order[1:]
-
-
-def _cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Ranges of leaves, each within `budget`, for which the sum of `shared` at the ranges' starts is least.
-
-    A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, less the later it starts;
-    so the starts possible for j are a window, and the cheapest of them the front of a monotone queue: linear time.
-    """
-    added = np.concatenate([[0], np.cumsum(np.subtract(depths, shared))]).tolist()
-    price = [0] * (len(depths) + 1)
-    """Least sum of repeats for the leaves before j."""
-    start = [0] * (len(depths) + 1)
-    window: deque[int] = deque()
-    for j in range(len(depths)):
-        cost = price[j] + shared[j]
-        while window and price[window[-1]] + shared[window[-1]] > cost:
-            window.pop()
-        window.append(j)
-        while shared[window[0]] + added[j + 1] - added[window[0]] > budget:
-            window.popleft()
-        start[j + 1] = window[0]
-        price[j + 1] = price[window[0]] + shared[window[0]]
-    cuts, end = [], len(depths)
-    while end:
-        cuts.append((start[end], end))
-        end = start[end]
-    return cuts[::-1]
 
 
 def _subtree_ends(parents: IntArray, ends: IntArray) -> IntArray:

@@ -72,40 +72,6 @@ def test_a_turn_is_never_divided_over_passes(groups, data):
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(homes, 2))
 
 
-@given(data=st.data())
-def test_a_split_repeats_as_little_as_any_cuts_in_this_order_can(groups, data):
-    tree = PrefixTree(data.draw(groups()))
-    leaves = [node for node in tree.order if not tree.trie.children[node]]
-    deepest = max(tree.trie.end(leaf) for leaf in leaves)
-    budget = deepest + data.draw(st.integers(0, 20))
-    parts = tree.split(budget)
-    sizes = [size(tree, part) for part in parts]
-    assert all(s <= budget for s in sizes)
-    assert sum(sizes) == cheapest(tree, leaves, budget)
-
-
-def size(tree, nodes):
-    return sum(len(tree.trie.labels[node]) for node in nodes)
-
-
-def cheapest(tree, leaves, budget):
-    """Over all ways of cutting the leaves into ranges, by plain recursion over the first range."""
-    memo = {len(leaves): 0}
-    for start in reversed(range(len(leaves))):
-        options = []
-        for end in range(start + 1, len(leaves) + 1):
-            nodes = set()
-            for leaf in leaves[start:end]:
-                node = leaf
-                while node:
-                    nodes.add(node)
-                    node = tree.trie.parents[node]
-            if size(tree, nodes) <= budget:
-                options.append(size(tree, nodes) + memo[end])
-        memo[start] = min(options)
-    return memo[0]
-
-
 def test_a_sequence_over_the_budget_is_an_error():
     with pytest.raises(TimelineError, match="has 4 tokens") as refusal:
         PrefixTree([[standalone([1, 2], [3, 4], [-1, -1])]]).layouts(3)

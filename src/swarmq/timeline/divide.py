@@ -1,0 +1,163 @@
+"""Divide a tree that is too large for one pass into passes that repeat as little as possible.
+
+A pass computes the way from the root to all that it holds, so where a node's subtree is spread over several passes, each
+of them repeats the node. The fewest tokens possible are those of a bin packing problem, too slow to solve. Of three
+divisions, each found in about linear time, the one of fewest tokens is taken:
+
+- the cheapest of all cuts in depth-first order, the parts packed;
+- first-fit decreasing from the leaves up: what hangs below a node and fits no pass together is packed by what it adds to
+  the node, so that few passes repeat it, and the room left in those is filled further up;
+- the same, with short nodes counted to each of their children: what happens to begin alike is then not kept together at the
+  price of passes that are not full.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from swarmq.timeline.pack import Bins, over_budget, pack
+
+SHORT = 1 / 256
+"""Nodes of up to this share of the budget may be repeated freely."""
+
+TOP = -1
+"""The node above all others, without tokens; as an index it is the last element."""
+
+
+class Tree:
+    """Nodes in depth-first order: parents before children, subtrees together."""
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int]) -> None:
+        self.lengths = [*lengths, 0]
+        self.parents = parents
+        self.children: list[list[int]] = [[] for _ in self.lengths]
+        self.ends = [0] * len(self.lengths)
+        """How many tokens there are from the root to a node's last."""
+        self.sizes = [*self.lengths]
+        """How many tokens a node's subtree has."""
+        self.after = [*range(1, len(self.lengths)), 0]
+        """The node that follows a node's subtree."""
+        for node, parent in enumerate(parents):
+            self.children[parent].append(node)
+            self.ends[node] = self.ends[parent] + lengths[node]
+        for node in range(len(parents) - 1, -1, -1):
+            self.sizes[parents[node]] += self.sizes[node]
+            self.after[parents[node]] = max(self.after[parents[node]], self.after[node])
+
+    def closed(self, tops: Iterable[int]) -> set[int]:
+        """The subtrees of `tops`, and all nodes above them."""
+        nodes: set[int] = set()
+        for top in tops:
+            nodes.update(range(top, self.after[top]))
+            node = self.parents[top]
+            while node != TOP and node not in nodes:
+                nodes.add(node)
+                node = self.parents[node]
+        return nodes
+
+    def size(self, nodes: Iterable[int]) -> int:
+        return sum(self.lengths[node] for node in nodes)
+
+
+def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[set[int]]:
+    """Passes of at most `budget` tokens, given every node's tokens and parent (-1 at a root), nodes in depth-first order.
+
+    With a node a pass holds its parent, and every node is in at least one. Raises TimelineError (`over_budget`) where
+    a single sequence is too long.
+    """
+    tree = Tree(lengths, parents)
+    ways = (cut(tree, budget), packed(tree, budget, short=0), packed(tree, budget, short=int(SHORT * budget)))
+    return min(ways, key=lambda passes: sum(map(tree.size, passes)))
+
+
+def packed(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
+    """By first-fit decreasing, from the leaves up; nodes of at most `short` tokens are repeated for every child."""
+    small, whom = _without(tree, short)
+    passes: dict[int, Bins] = {}
+    """Node whose subtree is divided -> passes that hold whole subtrees below it, and the way to it from the root."""
+    for node in range(len(small.parents) - 1, TOP - 1, -1):
+        way, children = small.ends[node], small.children[node]
+        if node != TOP and way - small.lengths[node] + small.sizes[node] <= budget:
+            continue
+        divided = sorted((passes.pop(child) for child in children if child in passes), key=lambda each: len(each.items))
+        bins = (
+            divided.pop() if divided else Bins(budget)
+        )  # those of most passes stay as they are: what joins them is less
+        items = [(small.sizes[child], [whom[child]]) for child in children if way + small.sizes[child] <= budget]
+        items += [(each.taken(i) - way, tops) for each in divided for i, tops in enumerate(each.items)]
+        for size, tops in sorted(items, key=lambda item: -item[0]):
+            bins.add(tops, size, opening=way)
+        passes[node] = bins
+    return [tree.closed(tops) for tops in passes[TOP].items]
+
+
+def _without(tree: Tree, short: int) -> tuple[Tree, list[int]]:
+    """The tree with nodes of one child, and of at most `short` tokens, added to their children; whom its nodes stand for."""
+    lengths: list[int] = []
+    parents: list[int] = []
+    whom: list[int] = []
+    kept = {TOP: (TOP, 0)}
+    """Node -> the nearest kept one from it upwards, and how many tokens lie below that."""
+    for node, parent in enumerate(tree.parents):
+        above, extra = kept[parent]
+        length = extra + tree.lengths[node]
+        if len(tree.children[node]) == 1 or (tree.children[node] and length <= short):
+            kept[node] = above, length
+        else:
+            kept[node] = len(whom), 0
+            lengths.append(length)
+            parents.append(above)
+            whom.append(node)
+    return Tree(lengths, parents), whom
+
+
+def cut(tree: Tree, budget: int) -> list[set[int]]:
+    """By the cheapest cuts in depth-first order. Cutting before a leaf repeats what it shares with the leaf before it."""
+    leaves = [node for node in range(len(tree.parents)) if not tree.children[node]]
+    depths = [tree.ends[leaf] for leaf in leaves]
+    if depths and max(depths) > budget:
+        worst = int(np.argmax(depths))
+        raise over_budget(worst, depths[worst], budget)
+    parts = [tree.closed(leaves[a:b]) for a, b in _cheapest_cuts(depths, _shared_with_previous(tree, leaves), budget)]
+    return [set().union(*(parts[i] for i in members)) for members in pack([*map(tree.size, parts)], budget)]
+
+
+def _shared_with_previous(tree: Tree, leaves: Sequence[int]) -> list[int]:
+    shared, seen = [], {TOP}
+    for leaf in leaves:
+        node = leaf
+        while node not in seen:
+            seen.add(node)
+            node = tree.parents[node]
+        shared.append(tree.ends[node])
+    return shared
+
+
+def _cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
+    """Ranges of leaves, each within `budget`, for which the sum of `shared` at the ranges' starts is least.
+
+    A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, less the later it starts;
+    so the starts possible for j are a window, and the cheapest of them the front of a monotone queue: linear time.
+    """
+    added = np.concatenate([[0], np.cumsum(np.subtract(depths, shared))]).tolist()
+    price = [0] * (len(depths) + 1)
+    """Least sum of repeats for the leaves before j."""
+    start = [0] * (len(depths) + 1)
+    window: deque[int] = deque()
+    for j in range(len(depths)):
+        cost = price[j] + shared[j]
+        while window and price[window[-1]] + shared[window[-1]] > cost:
+            window.pop()
+        window.append(j)
+        while shared[window[0]] + added[j + 1] - added[window[0]] > budget:
+            window.popleft()
+        start[j + 1] = window[0]
+        price[j + 1] = price[window[0]] + shared[window[0]]
+    cuts, end = [], len(depths)
+    while end:
+        cuts.append((start[end], end))
+        end = start[end]
+    return cuts[::-1]
