@@ -7,7 +7,8 @@ The engine is scripted (`proxy_engine.py`) and streams a token at a time at the 
 confirmed by a real RabbitMQ before its last byte. Direct calls and calls through the proxy take turns in one run, and so
 do swarmq's proxy and LiteLLM's (which records nothing). The proxy that is measured has a core to itself; engine, broker
 and callers share the others. Added latency is the difference of the percentiles, of the time to the first token and
-of the whole answer. Memory is read when all streams are open and again when they end.
+of the whole answer. Memory is read when all streams are open and again when they end. Requests and tokens a second are
+those of as many callers as there were streams, each making short calls one after another.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
 REPEATS = 5
 TOKEN_S, MAX_TOKENS_PER_S = 0.025, 4000
-WINDOW_S, HOLD_S = 5.0, 20.0
-"""How long a stream of the latency part lasts, or requests are counted, and how long all of many are open."""
+WINDOW_S, HOLD_S, COUNT_S = 5.0, 20.0, 3.0
+"""How long a stream of the latency part lasts, how long all of many are open, and how long calls are begun and counted."""
 MANY = 512
 ARRIVALS_PER_S = 100
 """At which pace streams begin: an avalanche of connections would be measured otherwise."""
-SATURATED = 256
-"""Calls at a time where requests are counted."""
+COMPARED = 512
+"""More callers than this are not sent to LiteLLM, which takes minutes to answer them."""
 SHORT = 16
 LITELLM_KEY = f"sk-{secrets.token_hex(24)}"
 OPEN_FILES = 16_384
@@ -149,7 +150,7 @@ async def play(
         await until_serving(http, f"{engine}/health")
         await until_serving(http, f"http://127.0.0.1:{port}/health")
         figures: dict[str, float] = {}
-        detail: dict[str, Any] = {"latency": {}, "machine_load": os.getloadavg()}
+        detail: dict[str, Any] = {"latency": {}, "saturated": {}, "machine_load": os.getloadavg()}
         for count in streams:
             detail["latency"][count] = measured = await latency(client, http, engine, direct, swarmq, count)
             print(count, {key: value for key, value in measured.items() if not isinstance(value, list)}, flush=True)
@@ -171,13 +172,17 @@ async def play(
             )
             await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness", within_s=600)
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
-        rates, cpu_ms = await saturated(client, http, engine, targets)
-        detail["requests_per_s"], detail["cpu_ms_per_request"] = rates, cpu_ms
-        figures["requests_per_s"] = statistics.median(rates["swarmq"])
-        figures["tokens_per_s"] = figures["requests_per_s"] * SHORT
+        for count in streams:
+            chosen = targets if count <= COMPARED else targets[:1]
+            rates, cpu_ms = await saturated(client, http, engine, chosen, count)
+            detail["saturated"][count] = {"requests_per_s": rates, "cpu_ms_per_request": cpu_ms}
+            figures[f"requests_per_s_{count}"] = statistics.median(rates["swarmq"])
+            figures[f"tokens_per_s_{count}"] = SHORT * figures[f"requests_per_s_{count}"]
+            print(count, {name: statistics.median(each) for name, each in rates.items()}, flush=True)
+            if len(chosen) > 1:
+                pairs = zip(rates["swarmq"], rates["litellm"], strict=True)
+                figures["over_litellm"] = statistics.median(one / other for one, other in pairs)
         if litellm:
-            pairs = zip(rates["swarmq"], rates["litellm"], strict=True)
-            figures["over_litellm"] = statistics.median(one / other for one, other in pairs)
             detail["litellm"] = litellm_version(litellm)
         return figures, detail
 
@@ -216,24 +221,24 @@ async def latency(
 
 
 async def saturated(
-    client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target]
+    client: Client, http: aiohttp.ClientSession, engine: str, targets: list[Target], count: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Of short streamed answers, the targets in turns: requests a second, and milliseconds of processor for each."""
     await set_pace(http, engine, tokens=SHORT, interval_s=TOKEN_S)
     rates: dict[str, list[float]] = {target.name: [] for target in targets}
     cpu_ms: dict[str, list[float]] = {target.name: [] for target in targets}
     for target in targets:
-        await client.together(target, SATURATED)  # warm
+        await client.together(target, count)  # warm
     for _ in range(REPEATS):
         for target in targets:
             used_s, began = processor_s(target.pid), time.perf_counter()
-            done = await _calls(client, target, until=began + WINDOW_S)
+            done = await _calls(client, target, count, until=began + COUNT_S)
             rates[target.name].append(done / (time.perf_counter() - began))
             cpu_ms[target.name].append(1000 * (processor_s(target.pid) - used_s) / done)
     return rates, cpu_ms
 
 
-async def _calls(client: Client, target: Target, *, until: float) -> int:
+async def _calls(client: Client, target: Target, count: int, *, until: float) -> int:
     """How many were made, the last of them begun before that time."""
     done = 0
 
@@ -244,7 +249,7 @@ async def _calls(client: Client, target: Target, *, until: float) -> int:
             done += 1
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(SATURATED):
+        for _ in range(count):
             tasks.create_task(caller())
     return done
 

@@ -26,8 +26,8 @@ pytestmark = [
 ]
 
 PROMPT = [(7 * i) % 500 for i in range(64)]
-TOLERANCE = 0.05
-"""BF16 on both sides, by different kernels."""
+TOLERANCE = 0.01
+"""FP32 on both sides, by different kernels; in BF16 a logit of 8 is rounded by more."""
 
 
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
@@ -35,7 +35,7 @@ async def test_the_engine_samples_from_what_was_pushed(way: str, tmp_path: Path)
     if way == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     model = tiny_model()
-    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, dtype="bfloat16", arguments=("--enforce-eager",))
+    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, dtype="float32", arguments=("--enforce-eager",))
     policy = Policy(model=str(model), engine=engine)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
     log_path = tmp_path / "engine.log"
@@ -66,14 +66,14 @@ async def _sampled(url: str, model: Path) -> tuple[list[float], list[int]]:
 
 def _logprobs(network: torch.nn.Module, ids: list[int]) -> list[float]:
     whole = torch.tensor([[*PROMPT, *ids]], device="cuda")
-    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
-        logits = network(input_ids=whole).logits[0, len(PROMPT) - 1 : -1].float()
+    with torch.no_grad():
+        logits = network(input_ids=whole).logits[0, len(PROMPT) - 1 : -1]
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0].tolist()
 
 
 async def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = tiny_model()
-    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, sleep=True, arguments=("--enforce-eager",))
+    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",))
     policy = Policy(model=str(model), engine=engine)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
     async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
