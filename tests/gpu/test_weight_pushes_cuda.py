@@ -73,7 +73,9 @@ def _logprobs(network: torch.nn.Module, ids: list[int]) -> list[float]:
 
 async def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = tiny_model()
-    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",))
+    engine = Engine(
+        max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",)
+    )
     policy = Policy(model=str(model), engine=engine)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
     async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
