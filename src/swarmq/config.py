@@ -87,7 +87,8 @@ class Proxy(Settings, frozen=True, kw_only=True):
     """A span for each call, sent where OpenTelemetry's environment variables say; needs `swarmq[traces]`."""
     drift_alert: Share = 0.05
     """Warn when more than this share of turns cannot continue their conversation token by token, though its history was
-    not edited: the template writes it anew, or drift that could not be repaired. 1 never warns."""
+    not edited: the template writes it anew, or drift that could not be repaired. Of turns whose history the agent edited,
+    more than half warn. 1 never warns."""
     drift_window: Count = 100
     """The newest turns of a policy that `drift_alert` looks at."""
 

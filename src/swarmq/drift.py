@@ -8,14 +8,17 @@ were kept, a branch of reason `drift` when they could not be.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import msgspec
 
 from swarmq.messages import Turn
 
 LOST = frozenset({"drift", "template_rewrote_history", "answer_cut"})
-"""Branches that nobody asked for: they cost context and computing time in every turn, and a setting can avoid them."""
+"""Branches that nobody asked for: each computes its whole context again. docs/proxy.md says what avoids which."""
+
+EDITED = frozenset({"history_edited", "tools_changed"})
+"""Branches that an agent makes, on purpose (a summary in place of the history) or not (a clock in the system prompt)."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +42,7 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     def of_turn(cls, turn: Turn) -> Drift:
         return cls(
             turns=1,
-            continued=int(turn.parent is not None or turn.branch is not None),
+            continued=int((turn.parent is not None and not turn.begins) or turn.branch is not None),
             repaired=int(turn.repaired),
             drifted=int(turn.repaired or turn.branch == "drift"),
             branches={turn.branch: 1} if turn.branch else {},
@@ -62,7 +65,11 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def lost(self) -> float:
         """Share of the turns with something to continue that branched though nobody asked for it."""
-        return sum(count for reason, count in self.branches.items() if reason in LOST) / max(self.continued, 1)
+        return self.share(LOST)
+
+    def share(self, reasons: Collection[str]) -> float:
+        """Share of the turns with something to continue that branched for one of these reasons."""
+        return sum(count for reason, count in self.branches.items() if reason in reasons) / max(self.continued, 1)
 
     def __str__(self) -> str:
         reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(self.branches.items()))

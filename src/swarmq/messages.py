@@ -143,7 +143,10 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     request_digest: str = ""
     """Equal for two sendings of the same request: how a retry's orphan is recognised."""
     parent: str | None = None
+    """Where the first tokens of the prompt are: what it continues, an equal request, or one that begins alike."""
     shared: int = 0
+    begins: bool = False
+    """No earlier turn was to be continued: it only has the parent's first tokens."""
     prompt_ids: bytes
     """Packed int32, the tokens after the shared ones."""
     sampled_ids: bytes

@@ -152,7 +152,9 @@ class Completions:
                 ordered = [choices[index] for index in sorted(choices)]
                 if begun.rendered.parsed:
                     await _derender(begun, ordered)
-                return list(await asyncio.gather(*(self._end(begun, choice) for choice in ordered)))
+                first, *others = ordered
+                ended = await self._end(begun, first)  # before the others, which then need not carry the prompt again
+                return [ended, *await asyncio.gather(*(self._end(begun, choice) for choice in others))]
 
     async def count(self, call: Call) -> int:
         """Tokens of the prompt. Raises RefusedError, EngineRefusedError or EngineError."""
@@ -171,7 +173,12 @@ class Completions:
             rendered = await lane.engine.render(chat)
             history = history_of(chat)
             stitched = await stitch(
-                memory.graph(call.policy), history, rendered.token_ids, lane.engine, lost=memory.lost
+                memory.graph(call.policy),
+                history,
+                rendered.token_ids,
+                lane.engine,
+                request_id=call.request_id,
+                lost=memory.lost,
             )
             if "features" in rendered.carried:
                 stitched = self._with_images(call, rendered, stitched)

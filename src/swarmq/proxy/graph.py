@@ -21,7 +21,8 @@ import msgspec
 Reason = Literal["history_edited", "template_rewrote_history", "tools_changed", "answer_cut", "drift", "memory_lost"]
 """Why a conversation that we know could not be continued token by token:
 
-- `history_edited`: an answer came back other than it was given, or the history was cut or summarised;
+- `history_edited`: an answer came back other than it was given, what precedes it was changed (the clock in a system
+  prompt), or the history was cut or summarised;
 - `template_rewrote_history`: the chat template writes history other than it was sampled (thoughts that it leaves out,
   white space that it trims, tool calls in another form, an empty thought that only the newest prompt has);
 - `tools_changed`: so did the tools or the template's arguments, and with them the text before the answer;
@@ -33,7 +34,10 @@ Reason = Literal["history_edited", "template_rewrote_history", "tools_changed", 
 ID_BYTES = 4
 """Tokens are packed little-endian int32 everywhere here, so that prefixes compare at memory speed."""
 
-NODE_BYTES, KEY_BYTES = 512, 128
+WORTH_TOKENS = 64
+"""Fewer tokens than these are sent again: naming where they are takes about as much."""
+
+NODE_BYTES, KEY_BYTES = 832, 128
 """What a turn and a key take besides tokens, by tracemalloc."""
 
 _hash_json = msgspec.json.Encoder(order="deterministic")
@@ -48,18 +52,24 @@ class History(msgspec.Struct, frozen=True, kw_only=True):
     """keys[i] identifies messages 0..i."""
     answered: int
     """How many messages there are through the last one of the assistant; 0 without one."""
+    answers: tuple[bytes, ...]
+    """The assistant's messages that say something, each identified whatever precedes it."""
 
 
 class Node(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """One confirmed turn."""
 
     call_id: str
+    request_id: str
     key: bytes
     """Of the request's messages and the answer."""
     base: bytes
+    answer: bytes | None
+    """Identifies the answer whatever precedes it; None for one that says nothing."""
     depth: int
     """Number of messages, the answer included."""
     parent: Node | None
+    """Where its first tokens are: what it continues, or only begins like."""
     shared: int
     """Leading tokens taken from the parent's sequence."""
     prompt: bytes
@@ -111,34 +121,96 @@ class Stitched(msgspec.Struct, frozen=True, kw_only=True):
     repaired: bool = False
     branch: Reason | None = None
 
-    @property
-    def added(self) -> bytes:
-        return self.prompt[self.shared * ID_BYTES :]
+
+class Origin(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the first tokens of a prompt are already, so that they need not travel again."""
+
+    node: Node | None = None
+    shared: int = 0
+    depth: int = 0
+    """Messages that are there too."""
+    begins: bool = False
+    """The prompt continues nothing: it only has the same first tokens."""
 
 
 class Graph:
     """The nodes of one episode under one policy."""
 
-    __slots__ = ("_answers", "_seen", "size_bytes")
+    __slots__ = ("_answers", "_claims", "_edited", "_given", "_newest", "_prompts", "_seen", "size_bytes")
 
     def __init__(self) -> None:
-        self._answers: dict[bytes, Node] = {}
+        self._answers: dict[bytes, list[Node]] = {}
+        """Key of an answer -> its twins: one per equal request that was answered in the same words."""
+        self._claims: dict[str, str] = {}
+        """Id of a twin -> the request that continues it."""
         self._seen: set[bytes] = set()
+        self._given: set[bytes] = set()
+        """Answers, whatever precedes them."""
+        self._edited: set[bytes] = set()
+        """Keys of last answers that are not as we gave them."""
+        self._prompts: dict[tuple[bytes, str], Node] = {}
+        """Digest of a prompt and what it continues -> the first node that has it."""
+        self._newest: dict[bytes, Node] = {}
+        """First key of a conversation -> its newest node; b"" -> the newest of all."""
         self.size_bytes = 0
 
-    def known(self, history: History) -> list[Node]:
-        """Nodes of known prefixes of the messages, the longest first."""
-        return [self._answers[key] for key in reversed(history.keys) if key in self._answers]
+    def known(self, history: History) -> list[list[Node]]:
+        """Nodes of known prefixes of the messages, the longest first, twins together, the newest first."""
+        return [self._answers[key][::-1] for key in reversed(history.keys) if key in self._answers]
+
+    def claim(self, node: Node, request_id: str) -> None:
+        """The request continues this node, so that others prefer a twin that nothing continues yet."""
+        if len(self._answers[node.key]) > 1 and node.call_id not in self._claims:
+            self._claims[node.call_id] = request_id
+            self.size_bytes += KEY_BYTES
+
+    def unclaim(self, node: Node, request_id: str) -> None:
+        if self._claims.get(node.call_id) == request_id:
+            del self._claims[node.call_id]
+            self.size_bytes -= KEY_BYTES
+
+    def claimed(self, node: Node, request_id: str) -> bool:
+        """Another request continues this node."""
+        return self._claims.get(node.call_id, request_id) != request_id
 
     def edited(self, history: History) -> bool:
-        """The conversation is one of ours, but its last answer is not as we gave it."""
-        if not history.answered or history.keys[history.answered - 1] in self._answers:
-            return False
-        return history.keys[0] in self._seen
+        """The conversation is one of ours, but its last answer is not as we gave it, or not where we gave it.
 
-    def add(self, node: Node, history: History) -> None:
+        Examples that stand before every question are no answers of ours: they are seen again as they were.
+        """
+        if not history.answered or (key := history.keys[history.answered - 1]) in self._answers:
+            return False
+        if key in self._seen:
+            return key in self._edited
+        return history.keys[0] in self._seen or not self._given.isdisjoint(history.answers)
+
+    def origin(self, stitched: Stitched, history: History, request_id: str) -> Origin:
+        """The confirmed turn from which most of the prompt is known: an equal request, what is continued, or one like it.
+
+        An equal request counts only where both continue the same, so that every turn that is continued is seen to be.
+        Only another choice of the same request also spares the messages: an earlier sending may be left out as lost.
+        """
+        begins = stitched.parent is None and stitched.branch is None
+        same = self._prompts.get(_prompt_key(digest(stitched.prompt), stitched.parent))
+        if same and same.prompt_tokens - stitched.shared >= WORTH_TOKENS:
+            depth = same.depth - 1 if same.request_id == request_id else stitched.depth
+            return Origin(node=same, shared=same.prompt_tokens, depth=depth, begins=begins)
+        near = self._newest.get(history.keys[0]) or self._newest.get(b"")
+        if stitched.parent or near is None:
+            return Origin(node=stitched.parent, shared=stitched.shared, depth=stitched.depth)
+        shared = common_tokens(near.tokens(near.prompt_tokens), stitched.prompt)  # an answer would count as continued
+        return Origin(node=near, shared=shared, begins=begins) if shared >= WORTH_TOKENS else Origin()
+
+    def add(self, node: Node, stitched: Stitched, history: History) -> None:
         """Remember a turn that is confirmed, so that later ones may refer to it."""
-        self._answers[node.key] = node
+        if self.edited(history):
+            self._edited.add(history.keys[history.answered - 1])
+        self._answers.setdefault(node.key, []).append(node)
+        if node.answer:
+            self._given.add(node.answer)
+        same = node.fresh_digest if not node.repaired else digest(stitched.prompt)
+        self._prompts.setdefault(_prompt_key(same, stitched.parent), node)
+        self._newest[history.keys[0]] = self._newest[b""] = node
         known = len(self._seen)
         self._seen.update(history.keys)
         self.size_bytes += len(node.prompt) + len(node.sampled) + NODE_BYTES + KEY_BYTES * (len(self._seen) - known)
@@ -152,7 +224,17 @@ def history_of(chat: dict[str, Any]) -> History:
         keys.append(key)
     answered = [i + 1 for i, message in enumerate(messages) if message.get("role") == "assistant"]
     base = digest(_hash_json.encode([chat.get("tools") or None, chat.get("chat_template_kwargs") or None]))
-    return History(base=base, keys=tuple(keys), answered=answered[-1] if answered else 0)
+    return History(
+        base=base,
+        keys=tuple(keys),
+        answered=answered[-1] if answered else 0,
+        answers=tuple(found for i in answered if (found := answer_of(messages[i - 1]))),
+    )
+
+
+def answer_of(message: dict[str, Any]) -> bytes | None:
+    """Identifies an answer whatever precedes it; None for one that says nothing."""
+    return next_key(b"answer", message) if message.get("content") or message.get("tool_calls") else None
 
 
 def next_key(key: bytes, message: dict[str, Any]) -> bytes:
@@ -180,12 +262,12 @@ def continued(node: Node, fresh: bytes) -> Stitched | None:
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
 
 
-def branched(nodes: Sequence[Node], fresh: bytes, reason: Reason) -> Stitched:
-    """Leave the recorded way, as late as tokens alone allow. `nodes`: known prefixes, longest first."""
-    for node in nodes:
-        if found := continued(node, fresh):
+def branched(known: Sequence[Sequence[Node]], fresh: bytes, reason: Reason) -> Stitched:
+    """Leave the recorded way, as late as tokens alone allow. `known`: twins of known prefixes, longest first."""
+    for twins in known:
+        if found := next((found for node in twins if (found := continued(node, fresh))), None):
             return msgspec.structs.replace(found, branch=reason)
-        if node.rendered_in(fresh):
+        if node := next((node for node in twins if node.rendered_in(fresh)), None):
             prompt = node.tokens(node.prompt_tokens) + fresh[node.fresh_bytes :]
             return Stitched(
                 prompt=prompt,
@@ -195,10 +277,9 @@ def branched(nodes: Sequence[Node], fresh: bytes, reason: Reason) -> Stitched:
                 repaired=prompt != fresh,
                 branch=reason,
             )
-    if not nodes:
-        return Stitched(prompt=fresh, branch=reason)
-    shared = common_tokens(nodes[0].tokens(), fresh)
-    return Stitched(prompt=fresh, parent=nodes[0] if shared else None, shared=shared, branch=reason)
+    newest = known[0][0]
+    shared = common_tokens(newest.tokens(), fresh)
+    return Stitched(prompt=fresh, parent=newest if shared else None, shared=shared, branch=reason)
 
 
 def why_not(node: Node, history: History) -> Reason:
@@ -218,6 +299,10 @@ def common_tokens(one: bytes, other: bytes) -> int:
         else:
             high = middle - 1
     return low
+
+
+def _prompt_key(prompt: bytes, parent: Node | None) -> tuple[bytes, str]:
+    return prompt, parent.call_id if parent else ""
 
 
 def digest(raw: bytes) -> bytes:

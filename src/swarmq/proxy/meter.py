@@ -7,15 +7,27 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
-from swarmq.drift import Drift
+from swarmq.drift import EDITED, LOST, Drift
 from swarmq.errors import EngineAnswerError
 from swarmq.messages import Turn
+
+REMEDIES = {
+    "answer_cut": "ask with include_stop_str_in_output, or with stop_token_ids in place of stop strings",
+    "drift": "please report it with the model's name: its text cannot be continued exactly",
+    "history_edited": "keep every message as it was, and what changes (a clock, a step number) in the newest one alone",
+    "template_rewrote_history": "send reasoning back, or serve a chat template that keeps history as it was sampled",
+    "tools_changed": "send the same tools and chat_template_kwargs in every call of a conversation",
+}
+"""Reason of a branch -> what avoids it."""
+
+OFTEN = 0.5
+"""An agent that edits its history in a larger share of its turns than this rarely means to."""
 
 
 @dataclasses.dataclass
 class Meter:
     alert: float = 1.0
-    """Share of lost continuations above which there is a warning."""
+    """Share of lost continuations above which there is a warning; at 1 there is none, about edits neither."""
     window: int = 100
     """Of so many newest turns of a policy that had one to continue."""
     open_calls: int = 0
@@ -78,12 +90,22 @@ class Meter:
             if len(window) < self.window:
                 continue
             recent = sum(window, Drift())
-            if recent.lost > self.alert and policy not in self._warned:
+            edited = recent.share(EDITED)
+            often = max(OFTEN, self.alert)
+            if (recent.lost > self.alert or edited > often) and policy not in self._warned:
                 self._warned.add(policy)
+                branched = recent.share(LOST | EDITED)
                 lines.append(
-                    f"policy {policy}: {recent.lost:.0%} of the last {self.window} turns could not continue their "
-                    f"conversation token by token ({recent}); each of them computes its whole context again"
+                    f"policy {policy}: {branched:.0%} of the last {self.window} turns could not continue their "
+                    f"conversation token by token ({recent}); each of them computes its whole context again. "
+                    f"Most often: {_remedy(recent)}. All reasons: docs/proxy.md, 'Branches'"
                 )
-            elif recent.lost <= self.alert / 2:
+            elif recent.lost <= self.alert / 2 and edited <= often / 2:
                 self._warned.discard(policy)
         return lines
+
+
+def _remedy(drift: Drift) -> str:
+    """What to do about the most frequent branch."""
+    reason = max(LOST | EDITED, key=lambda name: (drift.branches.get(name, 0), name))
+    return f"{reason}: {REMEDIES[reason]}"

@@ -24,7 +24,7 @@ from swarmq.messages import (
     pack_ids,
     unpack_floats,
 )
-from swarmq.proxy.graph import Graph, History, Node, Stitched, digest, next_key
+from swarmq.proxy.graph import ID_BYTES, Graph, History, Node, Origin, Stitched, answer_of, digest, next_key
 from swarmq.proxy.meter import Meter
 
 Json = dict[str, Any]
@@ -83,11 +83,13 @@ class Recorder:
 
     async def record(self, asked: Asked, sampled: Sampled, graph: Graph) -> None:
         """Return once the turn is durable. Raises BrokerError when that takes too long, EngineAnswerError for a bad answer."""
-        turn = turn_of(asked, sampled)
+        origin = graph.origin(asked.stitched, asked.history, asked.request_id)
+        turn = turn_of(asked, sampled, origin)
         _check(turn)
         sampled_at = time.monotonic()
         await self._broker.publish(topology.inbox(asked.run), turn, deadline_s=self._confirm_timeout_s)
-        graph.add(node_of(asked, sampled, turn), asked.history)  # only now: a parent must exist for the collector
+        node = node_of(asked, sampled, turn, origin)
+        graph.add(node, asked.stitched, asked.history)  # only now: a parent must exist for the collector
         self._meter.take(turn, time.monotonic() - sampled_at, kind=asked.kind)
 
 
@@ -102,7 +104,7 @@ def _check(turn: Turn) -> None:
         raise EngineAnswerError("logprobs" if impossible else "malformed", str(error)) from error
 
 
-def turn_of(asked: Asked, sampled: Sampled) -> Turn:
+def turn_of(asked: Asked, sampled: Sampled, origin: Origin) -> Turn:
     stitched = asked.stitched
     return Turn(
         run=asked.run,
@@ -113,9 +115,10 @@ def turn_of(asked: Asked, sampled: Sampled) -> Turn:
         request_id=asked.request_id,
         retry=asked.retry,
         request_digest=asked.request_digest,
-        parent=stitched.parent.call_id if stitched.parent else None,
-        shared=stitched.shared,
-        prompt_ids=stitched.added,
+        parent=origin.node.call_id if origin.node else None,
+        shared=origin.shared,
+        begins=origin.begins,
+        prompt_ids=stitched.prompt[origin.shared * ID_BYTES :],
         sampled_ids=pack_ids(sampled.token_ids),
         logprobs=pack_floats(sampled.logprobs),
         versions=sampled.versions,
@@ -126,19 +129,21 @@ def turn_of(asked: Asked, sampled: Sampled) -> Turn:
         branch=stitched.branch,
         repaired=stitched.repaired,
         timings=sampled.timings,
-        messages=_readable([*asked.messages[stitched.depth :], sampled.message]),
+        messages=_readable([*asked.messages[origin.depth :], sampled.message]),
     )
 
 
-def node_of(asked: Asked, sampled: Sampled, turn: Turn) -> Node:
+def node_of(asked: Asked, sampled: Sampled, turn: Turn, origin: Origin) -> Node:
     """The turn as later requests may continue it."""
     message = sampled.message
     return Node(
         call_id=turn.call_id,
+        request_id=turn.request_id,
         key=next_key(asked.history.keys[-1], message),
         base=asked.history.base,
+        answer=answer_of(message),
         depth=len(asked.messages) + 1,
-        parent=asked.stitched.parent,
+        parent=origin.node,
         shared=turn.shared,
         prompt=turn.prompt_ids,
         sampled=turn.sampled_ids,

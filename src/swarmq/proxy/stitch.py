@@ -18,20 +18,42 @@ from swarmq.proxy.graph import ID_BYTES, Graph, History, Node, Reason, Stitched,
 
 
 async def stitch(
-    graph: Graph, history: History, fresh_ids: list[int], engine: Engine, *, lost: bool = False
+    graph: Graph, history: History, fresh_ids: list[int], engine: Engine, *, request_id: str, lost: bool = False
 ) -> Stitched:
     """`lost`: earlier answers of this episode may be unknown here. Raises EngineError when the engine cannot be asked about texts."""
     fresh = pack_ids(fresh_ids)
-    nodes = graph.known(history)
+    known = graph.known(history)
     edited: Reason | None = "history_edited" if graph.edited(history) else None
-    if not nodes:
+    if not known:
         return Stitched(prompt=fresh, branch=edited or ("memory_lost" if lost and history.answered else None))
-    found: Stitched | Reason | None = continued(nodes[0], fresh)
-    if found is None:
-        found = await _by_text(nodes[0], history, fresh, engine)
+    found = await _continuation(graph, known[0], history, fresh, engine, request_id)
     if isinstance(found, Stitched):
         return msgspec.structs.replace(found, branch=edited) if edited else found
-    return branched(nodes, fresh, edited or found)
+    return branched(known, fresh, edited or found)
+
+
+async def _continuation(
+    graph: Graph, twins: list[Node], history: History, fresh: bytes, engine: Engine, request_id: str
+) -> Stitched | Reason:
+    """What continues the first of the twins that can be continued, or why the first cannot.
+
+    Those come first that no other request continues: of answers in the same words each is to be continued once.
+    """
+    reasons: list[Reason] = []
+    taken = [node for node in twins if graph.claimed(node, request_id)]
+    for some in ([node for node in twins if node not in taken], taken):
+        for node in some:
+            if found := continued(node, fresh):
+                graph.claim(node, request_id)
+                return found
+        for node in some:
+            graph.claim(node, request_id)  # before anything is awaited: a request beside this one is to take the twin
+            by_text = await _by_text(node, history, fresh, engine)
+            if isinstance(by_text, Stitched):
+                return by_text
+            graph.unclaim(node, request_id)
+            reasons.append(by_text)
+    return reasons[0]
 
 
 async def _by_text(node: Node, history: History, fresh: bytes, engine: Engine) -> Stitched | Reason:

@@ -1,13 +1,17 @@
 """Drift is counted once per turn, and a policy that keeps losing its conversations is said to."""
 
 import asyncio
+from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.drift import Drift
+from swarmq.drift import EDITED, LOST, Drift
 from swarmq.messages import Turn
-from swarmq.proxy.meter import Meter
+from swarmq.proxy.graph import Reason
+from swarmq.proxy.meter import REMEDIES, Meter
 from swarmq.testing.scripted_engine import spelled
 
 
@@ -65,6 +69,42 @@ def test_repairs_and_what_agents_edit_are_no_reason_to_warn():
     for taken in (REPAIRED, turn(branch="history_edited"), turn(branch="tools_changed"), REPAIRED):
         meter.take(taken)
     assert meter.alerts() == []
+
+
+def test_an_agent_that_edits_its_history_in_most_turns_is_told_what_avoids_it():
+    meter = Meter(alert=0.05, window=4)
+    for taken in (GOOD, *[turn(None, branch="history_edited")] * 3):
+        meter.take(taken)
+    (line,) = meter.alerts()
+    assert "policy main: 75% of the last 4 turns" in line
+    assert "what changes (a clock, a step number) in the newest" in line
+    silent = Meter(alert=1.0, window=1)
+    silent.take(turn(branch="history_edited"))
+    assert silent.alerts() == []
+
+
+@pytest.mark.parametrize("reason", sorted(LOST | EDITED))
+def test_a_warning_names_the_remedy_of_the_most_frequent_reason_and_its_page(reason):
+    meter = Meter(alert=0.01, window=5)
+    for taken in (turn(branch="drift" if reason != "drift" else "answer_cut"), *[turn(branch=reason)] * 4):
+        meter.take(taken)
+    (line,) = meter.alerts()
+    assert f"Most often: {reason}: {REMEDIES[reason]}" in line
+    assert "docs/proxy.md, 'Branches'" in line
+
+
+def test_every_reason_stands_in_the_table_of_the_docs():
+    text = (Path(__file__).parents[3] / "docs/proxy.md").read_text()
+    table = text.partition("## Branches")[2].partition("\n## ")[0]
+    assert {line.split("`")[1] for line in table.splitlines() if line.startswith("| `") and "`branch`" not in line} == {
+        *get_args(Reason)
+    }
+
+
+def test_a_turn_that_only_begins_like_another_had_none_to_continue():
+    begun = msgspec.structs.replace(GOOD, begins=True)
+    assert Drift.of([GOOD, begun]).continued == 1
+    assert Drift.of([msgspec.structs.replace(begun, branch="history_edited")]).continued == 1
 
 
 def test_policies_are_watched_apart():

@@ -4,6 +4,8 @@
 a reader of the turns finds the same prompt, and where a turn continues another, every token of it is there unchanged.
 """
 
+import asyncio
+import itertools
 import random
 import time
 
@@ -11,16 +13,20 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import json
 
 from support.families import BY_NAME, FAMILIES, FamilyEngine, in_bytes, spell, tokenizer_of
 from swarmq import keys
 from swarmq.broker import topology
+from swarmq.collector import records
+from swarmq.collector.calls import answered, assemble
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
-from swarmq.messages import decode, unpack_ids
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, decode, unpack_ids
 from swarmq.proxy.calls import Call
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.gate import Gate
+from swarmq.proxy.graph import digest
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
@@ -71,6 +77,7 @@ class Stage:
             timeout_s=60.0,
         )
         self.declared = False
+        self.numbers = itertools.count()
 
     @property
     def turns(self):
@@ -89,34 +96,48 @@ class Stage:
         chat = {"messages": messages, **fields}
         claims = keys.Claims(run="r", episode_id=EPISODE, policies=("main",), client="c", expires_at=time.time() + 60)
         call = Call(
-            claims=claims, policy="main", request_id=f"q{len(self.turns)}", chat=chat, stream=False, retry=0,
-            digest="", agent=None, began_at=0.0, began=time.monotonic(),
+            claims=claims, policy="main", request_id=f"q{next(self.numbers)}", chat=chat, stream=False, retry=0,
+            digest=digest(json.encode(chat)).hex(), agent=None, began_at=0.0, began=time.monotonic(),
         )  # fmt: skip
-        ended = await self.completions.whole(await self.completions.begin(call))
-        self._check(chat, choices=len(ended))
-        return self.turns[-1], ended[-1].message
+        begun = await self.completions.begin(call)
+        ended = await self.completions.whole(begun)
+        self._check(chat, call.request_id, begun.rendered.token_ids)
+        return next(t for t in reversed(self.turns) if t.request_id == call.request_id), ended[-1].message
 
-    def _check(self, chat, choices):
-        prompt, turns = self.engine.prompts[-1], self.turns
+    def kept(self):
+        """Ids of the calls that the collector takes for answered."""
+        return answered({turn.call_id: records.Call.of(turn, 0) for turn in self.turns}, None)
+
+    def _check(self, chat, request_id, prompt):
+        turns = self.turns
         assert self.engine.decode(prompt) == self.engine.write(chat), "the prompt is not what was asked"
         resolved = resolve(turns)
         index = {turn.call_id: i for i, turn in enumerate(turns)}
-        for turn, whole in list(zip(turns, resolved, strict=True))[-choices:]:
+        for turn, whole in zip(turns, resolved, strict=True):
+            if turn.request_id != request_id:
+                continue
             assert whole.prompt_ids.tolist() == prompt, "a reader of the turns finds another prompt"
             fresh = self.engine.encode(self.engine.write(chat))
             assert turn.repaired == (prompt != fresh), "not what was rendered, and not counted"
             if turn.branch is None and turn.parent is not None:
-                parent = resolved[index[turn.parent]].token_ids.tolist()
-                assert prompt[: len(parent)] == parent, "a token of what is continued has changed"
+                parent = resolved[index[turn.parent]]
+                if turn.shared > parent.prompt_length:
+                    assert prompt[: len(parent)] == parent.token_ids.tolist(), (
+                        "a token of what is continued has changed"
+                    )
+                else:
+                    assert turn.begins or prompt == parent.prompt_ids.tolist(), "no equal request, and no other"
             assert turn.branch != "drift", "what the model sampled was lost to re-tokenisation"
         trained = sum(int(row.trained.sum()) for row in fold(resolved))
         assert trained == sum(len(unpack_ids(turn.sampled_ids)) for turn in turns), "a token is not trained once"
         assert self.meter.drift.repaired == sum(turn.repaired for turn in turns)
 
 
+keys_of = st.text(st.sampled_from("abc_"), min_size=1, max_size=6)
 words = st.text(
     st.sampled_from("aeinortdl .,;!?'0123456789äéß€漢字🙂\n"), min_size=1, max_size=40
 ).map(lambda text: "I think that " + text.strip() + ".")  # fmt: skip
+values = st.integers() | st.booleans() | st.none() | words | st.lists(words, max_size=2)
 
 
 @every
@@ -367,6 +388,126 @@ async def test_changed_tools_are_a_branch(family):
         assert turn.branch is None
     else:
         assert turn.branch == "tools_changed"
+
+
+@pytest.mark.parametrize("family", [BY_NAME[n] for n in ("chatml", "harmony")], ids=str)
+@settings(max_examples=12)
+@given(
+    st.lists(st.tuples(words, st.dictionaries(keys_of, values, max_size=3), words), min_size=1, max_size=3),
+    st.integers(0, 1000),
+)
+async def test_a_tool_loop_never_drifts_whatever_it_thinks_and_calls_with(family, steps, seed):
+    stage, messages = Stage(family, seed), [user("What is 1 + 2?")]
+    for thought, arguments, result in steps:
+        turn, got = await stage.ask(messages, thought=thought, calls=[("add", arguments)], tools=TOOLS)
+        assert json.decode(got["tool_calls"][0]["function"]["arguments"]) == arguments
+        assert turn.branch is None
+        messages = [*messages, got, *results_of(got, result)]
+    turn, _ = await stage.ask(messages, "Done.", tools=TOOLS)
+    assert turn.branch is None
+    assert len(fold(resolve(stage.turns))) == 1
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name != "harmony"], ids=str)
+async def test_equal_answers_in_flight_are_each_continued_once(family):
+    """Nothing tells them apart but their tokens; continued only once, the other would be taken for a lost sending."""
+    stage, messages = Stage(family), [user("One?")]
+    asked = [stage.ask(messages, "I think that it is one.") for _ in range(3)]
+    got = [message for _, message in await asyncio.gather(*asked)]
+    later = [[*messages, message, user(text)] for message, text in zip(got, ("Sure?", "Two?", "Three?"), strict=True)]
+    turns = [turn for turn, _ in await asyncio.gather(*(stage.ask(chat, "Yes.") for chat in later))]
+    assert {turn.branch for turn in turns} == {None}
+    assert sorted(turn.parent for turn in turns) == ["q0.0", "q1.0", "q2.0"]
+    assert len(stage.kept()) == 6
+
+
+@pytest.mark.parametrize("family", [BY_NAME["chatml"], BY_NAME["harmony"]], ids=str)
+async def test_equal_answers_with_other_thoughts_are_each_continued_from_their_own(family):
+    """Parallel calls and retries; what the agent sees is the same and does not say which of them it was."""
+    stage, messages = Stage(family), [user("What is 1 + 2?")]
+    call = {"calls": [("add", {"a": 1})], "tools": TOOLS}
+    asked = [stage.ask(messages, thought=f"I add {text}.", **call) for text in ("first", "at once", "it")]
+    answers = await asyncio.gather(*asked)
+    later = [[*messages, got, *results_of(got, "3")] for _, got in answers]
+    turns = [turn for turn, _ in await asyncio.gather(*(stage.ask(chat, "Done.", tools=TOOLS) for chat in later))]
+    assert [(turn.branch, turn.parent) for turn in turns] == [(None, before.call_id) for before, _ in answers]
+    assert len(stage.kept()) == 6
+
+
+@every
+async def test_a_clock_in_the_system_prompt_is_an_edited_history(family):
+    stage, history = Stage(family), []
+    for number in range(4):
+        system = {"role": "system", "content": f"It is 12:0{number}."}
+        turn, got = await stage.ask([system, user("Go."), *history], f"I think that it is {number}.")
+        assert turn.branch == ("history_edited" if number else None)
+        history = [*history, got, user("And now?")]
+    assert stage.meter.drift.branches == {"history_edited": 3}
+
+
+@every
+async def test_examples_before_every_question_are_no_edited_history(family):
+    stage, examples = Stage(family), [user("Is 1 one?"), {"role": "assistant", "content": "Yes."}]
+    for number in range(3):
+        turn, _ = await stage.ask([*examples, user(f"Is {number} one?")], "Yes.")
+        assert turn.branch is None
+    assert stage.meter.drift.continued == 0
+
+
+LONG = {"role": "system", "content": "You are to be brief. " * 40}
+
+
+@every
+async def test_a_prompt_travels_once_for_all_choices(family):
+    stage, messages = Stage(family), [LONG, user("One?")]
+    for number in range(4):
+        stage.engine.say(spell(family, family.say(f"I say {number}.", "", ()), stage.rng))
+    await stage.send(messages, n=4)
+    first, *others = stage.turns
+    assert first.prompt_ids
+    for turn in others:
+        assert (turn.parent, turn.prompt_ids, turn.branch) == (first.call_id, b"", None)
+        assert len(json.decode(turn.messages)) == 1, "its answer"
+    assert stage.meter.drift.continued == 0, "choices continue nothing"
+    assert len(stage.kept()) == 4
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name not in {"mistral", "harmony"}], ids=str)
+async def test_a_prompt_that_is_sent_again_travels_once_and_survives_its_first_sending(family):
+    stage, messages = Stage(family), [LONG, user("One?")]
+    for text in ("One.", "Uno."):
+        turn, got = await stage.ask(messages, text)
+    assert (turn.parent, turn.prompt_ids, stage.meter.drift.continued) == ("q0.0", b"", 0)
+    assert len(json.decode(turn.messages)) == 3, "all that was said: the first sending may be left out"
+    later, _ = await stage.ask([*messages, got, user("Two?")], "Two.")
+    assert stage.kept() == {"q1.0", "q2.0"}, "what shares only the prompt does not continue"
+    begin = EpisodeBegin(
+        run="r", episode_id=EPISODE, slot=Slot(task_id="t"), kind="k", group_size=1, policies=("main",), client_id="c"
+    )
+    end = EpisodeEnd(run="r", episode_id=EPISODE, status="finished", rewards={"main": 1.0})
+    sent = assemble("main", begin, end, stage.turns, group_members=1).turns
+    whole = {turn.call_id: ids for turn, ids in zip(stage.turns, resolve(stage.turns), strict=True)}
+    assert [turn.call_id for turn in sent] == ["q1.0", later.call_id]
+    for turn, ids in zip(sent, resolve(sent), strict=True):
+        assert ids.token_ids.tolist() == whole[turn.call_id].token_ids.tolist()
+
+
+@every
+async def test_what_only_begins_like_a_known_prompt_does_not_carry_that_again(family):
+    """A sub-agent, and a window that rolls over the history. Neither continues anything, and neither is said to."""
+    stage = Stage(family)
+    system = {"role": "system", "content": "You are to be brief. " * 40}
+    if family.name == "mistral":  # it writes the system prompt before the newest question
+        system["role"] = "user"
+    first, got = await stage.ask([system, user("One?")], "I think that it is one.")
+    _, two = await stage.ask([system, user("One?"), got, user("Two?")], "I think that it is two.")
+    sub, _ = await stage.ask([system, user("You are a sub-agent.")], "Yes.")
+    window, _ = await stage.ask([system, user("Two?"), two, user("Three?")], "I think that it is three.")
+    for turn, branch in ((sub, None), (window, "history_edited")):
+        assert (turn.branch, turn.begins) == (branch, branch is None)
+        assert len(turn.prompt_ids) * 2 < len(first.prompt_ids)
+    continued = stage.meter.drift.continued
+    assert continued == 2, "the second turn and the window"
 
 
 def _plain(family):

@@ -11,7 +11,7 @@ import pytest
 from support.proxy import token
 from swarmq.messages import Event, new_id
 from swarmq.proxy.agent_routes import GoneError, unless_gone
-from swarmq.proxy.graph import Node, digest, history_of, next_key
+from swarmq.proxy.graph import Node, Stitched, answer_of, digest, history_of, next_key
 from swarmq.proxy.memory import MAX_GONE, OVERHEAD_BYTES, Episodes
 from swarmq.proxy.refusals import RefusedError
 
@@ -30,11 +30,11 @@ def converse(episodes, episode, *, turns=1, tokens=0):
     for number in range(turns):
         history, answer = history_of({"messages": said}), {"role": "assistant", "content": f"{episode} {number}"}
         parent = Node(
-            call_id=f"{episode}.{number}", key=next_key(history.keys[-1], answer), base=history.base,
-            depth=len(said) + 1, parent=parent, shared=0, prompt=b"", sampled=bytes(4 * tokens), repaired=False,
-            fresh_bytes=0, fresh_digest=digest(b""), cut=False,
+            call_id=f"{episode}.{number}", request_id=f"{episode}{number}", key=next_key(history.keys[-1], answer),
+            base=history.base, answer=answer_of(answer), depth=len(said) + 1, parent=parent, shared=0, prompt=b"",
+            sampled=bytes(4 * tokens), repaired=False, fresh_bytes=0, fresh_digest=digest(said[-1]["content"].encode()), cut=False,
         )  # fmt: skip
-        memory.graph("main").add(parent, history)
+        memory.graph("main").add(parent, Stitched(prompt=b""), history)
         said = [*said, answer, MORE]
     episodes.close_call(memory)
     return memory

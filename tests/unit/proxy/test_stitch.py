@@ -38,13 +38,14 @@ class Episode:
         chat = {"messages": messages, **chat}
         history = history_of(chat)
         rendered = await self.engine.render(chat)
-        stitched = await stitch(self.graph, history, rendered.token_ids, self.engine)
+        request_id = str(len(self.turns))
+        stitched = await stitch(self.graph, history, rendered.token_ids, self.engine, request_id=request_id)
         asked = Asked(
             run="r",
             episode_id="e",
             policy="main",
             mode="train",
-            request_id=str(len(self.turns)),
+            request_id=request_id,
             retry=0,
             request_digest="",
             agent=None,
@@ -66,8 +67,9 @@ class Episode:
             cut=cut,
             timings=Timings(),
         )
-        turn = turn_of(asked, sampled)
-        self.graph.add(node_of(asked, sampled, turn), history)
+        origin = self.graph.origin(stitched, history, request_id)
+        turn = turn_of(asked, sampled, origin)
+        self.graph.add(node_of(asked, sampled, turn, origin), stitched, history)
         prompt = unpack_ids(stitched.prompt).tolist()
         parent = self.sequences[turn.parent] if turn.parent else []
         assert prompt == [*parent[: turn.shared], *unpack_ids(turn.prompt_ids)], "a reader finds another prompt"
@@ -132,6 +134,19 @@ async def test_a_fork_continues_its_node_without_being_a_branch():
     for text in ("left", "right"):
         turn, _ = await episode.turn([user("a"), said("xyz"), user(text)], said("z"), spelled("z"))
         assert (turn.parent, turn.branch, turn.repaired) == (first.call_id, None, True)
+
+
+async def test_equal_requests_refer_to_each_other_only_where_they_continue_the_same():
+    """Else the second answer would look as if nothing continued it, and be taken for a lost sending."""
+    long = " ".join(map(str, range(100)))
+    episode, first = Episode(), user(long)
+    one, _ = await episode.turn([first], said("x"), spelled("x"))
+    two, _ = await episode.turn([first], said("x"), spelled("x"))
+    assert (two.parent, two.prompt_ids, two.begins) == (one.call_id, b"", True)
+    later = [first, said("x"), user(long)]
+    continuing = [(await episode.turn(later, said(text), spelled(text)))[0] for text in ("y", "z")]
+    assert {turn.parent for turn in continuing} == {one.call_id, two.call_id}
+    assert all(turn.prompt_ids and turn.branch is None and not turn.begins for turn in continuing)
 
 
 async def test_an_edited_answer_is_a_branch_and_says_why():
