@@ -2,19 +2,23 @@
 
 shared   learner and engine on the same GPU: side by side where both fit, else the engine sleeps while the learner steps
 split    some GPUs each: rollouts go on during the step, at full speed
+
+On several GPUs the plan also says whether the learner's ranks share the model out, or hold the whole of it each.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import msgspec
 
-from swarmq.config import Policy
+from swarmq.config import Policy, Train
 from swarmq.engine.gpus import Gpu
 from swarmq.engine.model import Model
 from swarmq.errors import ConfigError
-from swarmq.learner.memory import GIB, HEADROOM, Shape, learner_bytes, state_bytes
+from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, learner_bytes, state_bytes
 
 ALONE = 0.9
 """Share of a GPU that an engine without neighbours takes."""
@@ -27,6 +31,8 @@ ASLEEP = 2 * GIB
 LEAST_CACHED = 8
 """An engine is worth starting when its cache holds this many of the longest calls."""
 HALF_BYTES = 2
+DIGITS = 3
+"""Shares of a GPU are told to a thousandth."""
 
 
 class Placement(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,39 +44,88 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     engines: tuple[tuple[int, ...], ...]
     """GPUs of each engine; more than one share its weights out (tensor parallel)."""
     gpu_memory_utilization: float
+    """Of each GPU with engines: all of them together."""
     learner_share: float
     """Of each GPU of the learner: what it may fill, so that an engine that is started again finds its own."""
     sleep: bool
+    sharding: Literal["none", "full"] = "none"
+    """What `train.sharding = "auto"` comes to."""
     reason: str
+
+    def resolved(self, policy: Policy) -> Policy:
+        """With what the plan decides for the learner, too."""
+        auto = policy.train.sharding == "auto"
+        return msgspec.structs.replace(
+            policy,
+            engine=msgspec.structs.replace(policy.engine, sleep=self.sleep),
+            train=msgspec.structs.replace(policy.train, sharding=self.sharding) if auto else policy.train,
+        )
 
     def applied(self, policy: Policy) -> tuple[Policy, tuple[tuple[int, ...], ...]]:
         """How each engine is started, and the GPUs of each: where more are asked for, several on the same ones."""
         count = max(policy.engine.count, len(self.engines))
-        crowd = -(-count // len(self.engines))
         width = len(self.engines[0])
         arguments = ("--tensor-parallel-size", str(width)) if width > 1 else ()
+        share = self.gpu_memory_utilization / _crowd(policy, len(self.engines))
+        own = self.resolved(policy)
         engine = msgspec.structs.replace(
-            policy.engine,
-            gpu_memory_utilization=policy.engine.gpu_memory_utilization or self.gpu_memory_utilization / crowd,
-            sleep=self.sleep,
+            own.engine,
+            gpu_memory_utilization=policy.engine.gpu_memory_utilization or share,
             arguments=(*arguments, *policy.engine.arguments),
         )
         gpus = tuple(self.engines[number % len(self.engines)] for number in range(count))
-        return msgspec.structs.replace(policy, engine=engine), gpus
+        return msgspec.structs.replace(own, engine=engine), gpus
 
     def __str__(self) -> str:
         engines = "engines on GPU " + " ".join("+".join(map(str, gpus)) for gpus in self.engines)
-        learner = f"learner on GPU {' '.join(map(str, self.learner))}, " if self.learner else ""
-        return f"{self.kind}: {learner}{engines}; {self.reason}"
+        laid_out = ", sharing the model out" if self.sharding == "full" else ", the whole model on each"
+        learner = f"learner on GPU {' '.join(map(str, self.learner))}{laid_out if len(self.learner) > 1 else ''}, "
+        return f"{self.kind}: {learner if self.learner else ''}{engines}; {self.reason}"
+
+
+class Memory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one GPU, as far as it is the policy's."""
+
+    total: int
+    held: int
+    """By others, of `total`."""
+    share: float
+    """Of a GPU: what `total` is of all that it has."""
+
+    @classmethod
+    def of(cls, gpus: Sequence[Gpu], share: float) -> Memory:
+        """Of the smallest and of the fullest one."""
+        held = max(gpu.total - gpu.free for gpu in gpus)
+        return cls(total=int(share * min(gpu.total for gpu in gpus)), held=int(share * held), share=share)
+
+    @property
+    def usable(self) -> int:
+        return int(HEADROOM * self.total) - self.held
+
+    def part(self, size: float) -> float:
+        """Of a whole GPU."""
+        return self.share * size / self.total
+
+    def __str__(self) -> str:
+        return _gib(self.total) + (f", {_gib(self.held)} of them held by others" if self.held > ASLEEP else "")
+
+
+class Learner(msgspec.Struct, frozen=True, kw_only=True):
+    """A way to lay a learner out. Bytes of each of its GPUs."""
+
+    ranks: int
+    full: bool
+    """Whether they share the model out."""
+    step: int
+    state: int
+    """Between steps."""
 
 
 class Needs(msgspec.Struct, frozen=True, kw_only=True):
     """Of one policy, in bytes of one GPU."""
 
-    learner: dict[int, int]
-    """Ranks -> the learner's share on each."""
-    state: dict[int, int]
-    """The same between steps."""
+    learners: tuple[Learner, ...]
+    """All that `train` allows: few ranks before many, the whole model on each before it is shared out."""
     engine: int
     weights: int
     """Of the engine, in all."""
@@ -82,14 +137,29 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         weights = HALF_BYTES * model.parameters
         length = min(policy.engine.max_model_len, model.max_length or policy.engine.max_model_len)
         cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
-        most = num_gpus if not train.lora and train.sharding != "none" else 1
-        ranks = range(1, (most if policy.trained else 0) + 1)
+        ways = [(n, full) for n in range(1, num_gpus + 1) for full in _ways(train, n)] if policy.trained else []
         return cls(
-            learner={n: learner_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},
-            state={n: state_bytes(shape, train, ranks=n, judged_by=judged_by) for n in ranks},
+            learners=tuple(
+                Learner(
+                    ranks=ranks,
+                    full=full,
+                    step=learner_bytes(shape, train, ranks=ranks if full else 1, judged_by=judged_by),
+                    state=state_bytes(shape, train, ranks=ranks if full else 1, judged_by=judged_by),
+                )
+                for ranks, full in ways
+            ),
             engine=weights + cache + ENGINE_EXTRA,
             weights=weights,
         )
+
+
+def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
+    """Whether so many ranks share the model out: each way that the settings leave, the better one first."""
+    if ranks == 1:
+        return () if train.cpu_offload else (False,)
+    if train.lora or train.sharding == "none":
+        return (False,)
+    return (True,) if train.sharding == "full" else (False, True)
 
 
 def place_all(
@@ -127,28 +197,36 @@ def place(
 ) -> Placement:
     """On these GPUs, the first of which has the number `first`; a policy that shares them with others gets `share` of each.
 
-    For policies whose engines we start. Raises ConfigError when it does not fit, saying how much is missing and what to change.
+    For policies whose engines we start. Raises ConfigError when it does not fit in what is free, saying how much is missing and
+    what to change.
     """
-    memory = int(share * min(gpu.total for gpu in gpus))
+    memory = Memory.of(gpus, share)
     needs = Needs.of(policy, model, num_gpus=len(gpus), judged_by=judged_by)
     numbers = tuple(range(first, first + len(gpus)))
     if not policy.trained:
-        return _served(policy, model, needs, numbers, memory, share)
-    split = _split(needs, numbers, memory) if policy.placement != "shared" and share == 1.0 else None
+        return _served(policy, model, needs, numbers, memory)
+    if not needs.learners:
+        raise ConfigError(
+            f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it; take two GPUs or "
+            "more, or leave train.cpu_offload out"
+        )
+    split = _split(policy, needs, numbers, memory) if policy.placement != "shared" and share == 1.0 else None
     if split is not None:
         return split
     if policy.placement == "split":
-        raise _too_large(model, "split", needs, memory, needs.engine + min(needs.learner.values()), len(gpus))
-    return _shared(policy, model, needs, numbers, memory, share)
+        smallest = min(needs.learners, key=lambda way: way.step)
+        raise _too_large(policy, model, needs, memory, len(gpus), "split", smallest, smallest.step - memory.usable)
+    return _shared(policy, model, needs, numbers, memory)
 
 
-def _split(needs: Needs, numbers: tuple[int, ...], memory: int) -> Placement | None:
+def _split(policy: Policy, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement | None:
     """Half of the GPUs for the learner, or as many as it needs; None where they do not suffice."""
     width = _width(needs, memory)
-    fitting = [ranks for ranks, size in needs.learner.items() if size <= HEADROOM * memory]
+    fitting = [way for way in needs.learners if way.step <= memory.usable]
     if width is None or not fitting:
         return None
-    ranks = max(min(fitting), min(len(numbers) // 2, max(needs.learner)))
+    ranks = max(fitting[0].ranks, len(numbers) // 2)
+    learner = next(way for way in fitting if way.ranks == ranks)
     served = (len(numbers) - ranks) // width
     if not served:
         return None
@@ -157,74 +235,122 @@ def _split(needs: Needs, numbers: tuple[int, ...], memory: int) -> Placement | N
         kind="split",
         learner=numbers[:ranks],
         engines=tuple(rest[n * width : (n + 1) * width] for n in range(served)),
-        gpu_memory_utilization=ALONE,
-        learner_share=HEADROOM,
+        gpu_memory_utilization=_alone(policy, served, memory),
+        learner_share=round(memory.part(memory.usable), DIGITS),
         sleep=False,
-        reason=f"the learner takes {_gib(needs.learner[ranks])} of each of its GPUs' {_gib(memory)}, so that rollouts "
+        sharding="full" if learner.full else "none",
+        reason=f"the learner takes {_gib(learner.step)} of each of its GPUs' {memory}, so that rollouts "
         "go on while it steps",
     )
 
 
-def _shared(
-    policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: int, share: float
-) -> Placement:
-    """On all GPUs; an engine on each."""
-    ranks = max(needs.learner)
-    learner, state = needs.learner[ranks], needs.state[ranks]
-    usable = HEADROOM * memory
-    fits = learner + needs.engine <= usable
-    if not fits and (learner + ASLEEP > usable or state + needs.engine > usable):
-        raise _too_large(model, "shared", needs, memory, min(learner, state) + needs.engine, len(numbers))
-    sleep = not fits if policy.engine.sleep is None else policy.engine.sleep
-    room = (usable - (state if sleep else learner)) / memory
-    utilization = policy.engine.gpu_memory_utilization or min(BESIDE if not sleep else ALONE, room) * share
-    taken = f"learner {_gib(learner)} and engine {_gib(int(utilization / share * memory))} of a GPU's {_gib(memory)}"
+def _shared(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement:
+    """On all GPUs; an engine on each. Side by side rather than in turns, and the whole model on each GPU rather than shared out."""
+    crowd, asked = _crowd(policy, len(numbers)), policy.engine.gpu_memory_utilization
+    least = int(asked * crowd * memory.total / memory.share) if asked else crowd * needs.engine
+    learners = [way for way in needs.learners if way.ranks == len(numbers)]
+    turns = (False, True) if policy.engine.sleep is None else (policy.engine.sleep,)
+    plans = [(way, sleep) for sleep in turns for way in learners]
+    taken = [max(way.step + crowd * ASLEEP, way.state + least) if sleep else way.step + least for way, sleep in plans]
+    (learner, sleep), most = next(
+        ((plan, size) for plan, size in zip(plans, taken, strict=True) if size <= memory.usable),
+        min(zip(plans, taken, strict=True), key=lambda both: both[1]),
+    )
+    if most > memory.usable:
+        raise _too_large(policy, model, needs, memory, len(numbers), "shared", learner, most - memory.usable)
+    room = memory.usable - (learner.state if sleep else learner.step)
+    wished = max(memory.part(least), (ALONE if sleep else BESIDE) * memory.share)
+    utilization = crowd * asked if asked else round(min(wished, _down(memory.part(room))), DIGITS)
+    both = f"learner {_gib(learner.step)} and engine {_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
     return Placement(
         kind="shared",
         learner=numbers,
         engines=tuple((number,) for number in numbers),
-        gpu_memory_utilization=round(utilization, 3),
-        learner_share=round(HEADROOM * share - (0 if sleep else utilization), 3),
+        gpu_memory_utilization=utilization,
+        learner_share=round(memory.part(memory.usable) - (0 if sleep else utilization), DIGITS),
         sleep=sleep,
-        reason=f"{taken} do not fit together, so the engine sleeps during steps" if sleep else f"{taken} fit together",
+        sharding="full" if learner.full else "none",
+        reason=f"{both} do not fit together, so the engine sleeps during steps" if sleep else f"{both} fit together",
     )
 
 
-def _served(
-    policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: int, share: float
-) -> Placement:
+def _served(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement:
     """A policy that is not trained."""
     width = _width(needs, memory)
     if width is None or width > len(numbers):
-        raise _too_large(model, "an engine alone", needs, memory, needs.engine, len(numbers))
+        missing = needs.engine - _most(memory)
+        raise _too_large(policy, model, needs, memory, len(numbers), "an engine alone", None, missing)
+    engines = tuple(numbers[at : at + width] for at in range(0, len(numbers) - width + 1, width))
     return Placement(
         kind="engines",
         learner=(),
-        engines=tuple(numbers[at : at + width] for at in range(0, len(numbers) - width + 1, width)),
-        gpu_memory_utilization=policy.engine.gpu_memory_utilization or round(ALONE * share, 3),
+        engines=engines,
+        gpu_memory_utilization=_alone(policy, len(engines), memory),
         learner_share=0.0,
         sleep=False,
         reason="it is served and not trained",
     )
 
 
-def _width(needs: Needs, memory: int) -> int | None:
+def _width(needs: Needs, memory: Memory) -> int | None:
     """GPUs that share out one engine's weights; None when eight are too few."""
     fixed = needs.engine - needs.weights
-    return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= ALONE * memory), None)
+    return next((n for n in (1, 2, 4, 8) if needs.weights / n + fixed <= _most(memory)), None)
 
 
-def _too_large(model: Model, how: str, needs: Needs, memory: int, wanted: int, num_gpus: int) -> ConfigError:
-    missing = wanted - int(HEADROOM * memory)
-    whole = (
-        f"the learner takes {_gib(needs.learner[1])} ({_gib(needs.state[1])} between steps) and "
-        if needs.learner
-        else ""
-    )
+def _most(memory: Memory) -> int:
+    """Bytes for an engine without a learner beside it."""
+    return min(int(ALONE * memory.total), memory.usable)
+
+
+def _alone(policy: Policy, groups: int, memory: Memory) -> float:
+    """Share of a GPU for its engines without a learner. Raises ConfigError when more is asked for than is free, since vLLM
+    does not start then."""
+    asked = policy.engine.gpu_memory_utilization
+    if not asked:
+        return round(min(ALONE * memory.share, _down(memory.part(memory.usable))), DIGITS)
+    share, free = _crowd(policy, groups) * asked, 1 - memory.held / memory.total
+    if share > free:
+        raise ConfigError(
+            f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_crowd(policy, groups)} engine(s) on it is more than the "
+            f"{free:.2f} that others leave of it; lower it, or free the GPU"
+        )
+    return share
+
+
+def _crowd(policy: Policy, groups: int) -> int:
+    """Engines on each GPU, or on each few of them that share an engine's weights out."""
+    return max(1, -(-policy.engine.count // groups))
+
+
+def _down(share: float) -> float:
+    return math.floor(share * 10**DIGITS) / 10**DIGITS
+
+
+def _too_large(
+    policy: Policy,
+    model: Model,
+    needs: Needs,
+    memory: Memory,
+    num_gpus: int,
+    how: str,
+    learner: Learner | None,
+    missing: int,
+) -> ConfigError:
+    asked, engine = policy.engine.gpu_memory_utilization, _gib(needs.engine)
+    if asked:
+        engine = f"{_gib(int(asked * memory.total / memory.share))} (engine.gpu_memory_utilization = {asked:g})"
+    takes = f"the learner takes {_gib(learner.step)} ({_gib(learner.state)} between steps)" if learner else ""
+    both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
+    lacking = f"{_gib(missing)} are missing of each GPU" if missing > 0 else "these are too few for both"
+    advice = ["take more GPUs", *(["free what others hold"] if memory.held > ASLEEP else [])]
+    advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
+    advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
+    advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
+    advice += [OR_LESS] if learner else []
     return ConfigError(
-        f"{model.name} ({model.parameters / 1e9:.1f} B parameters) does not fit as {how} on {num_gpus} GPU(s) of "
-        f"{_gib(memory)}: {whole}the engine {'' if whole else 'takes '}{_gib(needs.engine)}, {_gib(missing)} are missing of each GPU; take more GPUs, lower train.micro_batch_tokens or "
-        "engine.max_model_len, or set train.lora or train.cpu_offload"
+        f"{model.name} ({model.parameters / 1e9:.1f} B parameters) does not fit as {how} on {num_gpus} GPU(s) of {memory}: "
+        f"{both}, {lacking}; {', '.join(advice)}"
     )
 
 

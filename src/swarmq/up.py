@@ -407,6 +407,10 @@ def _resolve(
 ) -> SwarmJob:
     """The job with every address filled in, as the daemons read it."""
     urls = {name: tuple(e.url for key, e in engines.items() if key.rpartition(".")[0] == name) for name in job.policies}
+    planned = {
+        name: placements[name].resolved(policy) if name in placements else policy
+        for name, policy in job.policies.items()
+    }
     return msgspec.structs.replace(
         job,
         folder=str(Path(job.folder).resolve()),
@@ -414,14 +418,9 @@ def _resolve(
         proxy=msgspec.structs.replace(job.proxy, port=proxies["proxy"]),
         policies={
             name: msgspec.structs.replace(
-                policy,
-                engine=msgspec.structs.replace(
-                    policy.engine,
-                    urls=urls[name] or policy.engine.urls,
-                    sleep=placements[name].sleep if name in placements else policy.engine.sleep,
-                ),
+                policy, engine=msgspec.structs.replace(policy.engine, urls=urls[name] or policy.engine.urls)
             )
-            for name, policy in job.policies.items()
+            for name, policy in planned.items()
         },
     )
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.memory import GIB, HEADROOM, Shape, judges, learner_bytes
+from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, judges, learner_bytes
 from swarmq.learner.model import load_config
 
 
@@ -39,9 +39,24 @@ def shape_of(source: str) -> Shape:
     )
 
 
+def num_ranks() -> int:
+    """Of this process's world."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def looked_at(train: Train) -> Train:
+    """For one rank that goes over what several have trained: it does without their offload."""
+    return msgspec.structs.replace(train, cpu_offload=False) if num_ranks() == 1 else train
+
+
 def shard(source: str, train: Train) -> Sharding:
-    """Whether the ranks of this process's world share out the model."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
+    ranks = num_ranks()
+    if ranks == 1 and train.cpu_offload:
+        raise LearnerError(
+            "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; start two "
+            "ranks or more (--num-gpus, accelerate launch --num_processes), or leave train.cpu_offload out"
+        )
     if ranks == 1 or train.sharding == "none" or train.lora:
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
     if train.sharding == "full":
@@ -71,8 +86,7 @@ def check_shape(shape: Shape, train: Train, *, ranks: int, gpu: Gpu, judged_by: 
         return said
     raise LearnerError(
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
-        "missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), "
-        "or set train.cpu_offload or train.lora"
+        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {OR_LESS}"
         + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
     )
 

@@ -24,6 +24,8 @@ HEADROOM = 0.92
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable: the share of its GPU's memory that a learner may fill with what it could do without."""
 GIB = 1 << 30
+OR_LESS = "or set train.lora, or train.sharding = 'full' with train.cpu_offload on two GPUs or more"
+"""What makes a learner smaller than all else does: the end of an error that says what to do."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,7 @@ def judges(train: Train, initial: str) -> dict[str, str]:
 def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequence[int] | None = None) -> int:
     """Of one GPU: state of its share of the parameters, and the largest pass.
 
+    `ranks`: that share the model out; 1 where each holds the whole.
     `judged_by`: parameters of each frozen model; by default they are as large as the policy.
     """
     half = train.precision(cuda=True) == "bf16"
@@ -65,7 +68,7 @@ def state_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequen
     The buffer of pushes is a policy's whole weights. Ranks that share a policy out do without where there is no room:
     weights go by file then.
     """
-    if train.cpu_offload:
+    if train.cpu_offload and ranks > 1:
         return 0
     pushed = HALF_BYTES * shape.parameters if ranks == 1 else 0
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))

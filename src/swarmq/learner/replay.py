@@ -10,7 +10,7 @@ import structlog
 
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint
+from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.records import Identity
 from swarmq.learner.trainer import Trainer
 
@@ -35,7 +35,9 @@ def replay(
     if to_folder.exists() and any(to_folder.iterdir()):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = Trainer(str(start.path) if start else settings.model, settings.train, initial=settings.model)
+    trainer = Trainer(
+        str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
+    )
     if start:
         checkpoint.restore(trainer, start)
     places = batch_log.scan(job.run_folder.batch_log(policy), identity)

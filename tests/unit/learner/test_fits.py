@@ -13,7 +13,7 @@ import torch
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import trainer
-from swarmq.learner.fits import Gpu, check, check_shape, shape_of, shard
+from swarmq.learner.fits import Gpu, check, check_shape, looked_at, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
 from swarmq.learner.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
@@ -95,6 +95,22 @@ def test_ranks_share_the_model_where_asked_and_never_alone(
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert shard(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
+
+
+def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(LearnerError, match=r"train\.cpu_offload: one rank .*--num-gpus"):
+        shard("m", offloaded)
+    assert learner_bytes(MIDDLE, offloaded) == learner_bytes(MIDDLE, TRAIN)
+    assert learner_bytes(MIDDLE, offloaded, ranks=2) < learner_bytes(MIDDLE, TRAIN, ranks=2) / 2
+    assert not shard("m", looked_at(offloaded)).full, "what goes over its batches afterwards may be alone"
+
+
+def test_advice_is_advice_that_the_settings_take() -> None:
+    with pytest.raises(LearnerError, match="train.sharding = 'full' with train.cpu_offload on two GPUs or more"):
+        check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
+    Train(sharding="full", cpu_offload=True)
 
 
 @pytest.mark.parametrize(

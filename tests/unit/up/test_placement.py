@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
+
 import msgspec
 import pytest
+import torch
 
-from swarmq.config import Engine, Loss, Policy, Train
+from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.engine.gpus import Gpu, chosen
 from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
-from swarmq.learner.memory import GIB, HEADROOM
-from swarmq.placement import place, place_all
+from swarmq.learner import fits
+from swarmq.learner.memory import GIB, HEADROOM, Shape, state_bytes
+from swarmq.placement import ASLEEP, Placement, place, place_all
+from swarmq.up import _resolve
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
+BUSY = Gpu(total=139 * GIB, free=79 * GIB)
 TRAIN = Train(mixed_precision="bf16")
 QWEN = {
     "hidden_size": 2560,
@@ -129,6 +136,106 @@ def test_a_models_size_is_read_off_its_config() -> None:
     assert count_parameters({"text_config": QWEN}) == count_parameters(QWEN)
     experts = QWEN | {"num_experts": 128, "moe_intermediate_size": 768}
     assert count_parameters(experts) > 5 * count_parameters(QWEN)
+
+
+WAYS = {
+    "auto": Train(),
+    "fp32": Train(mixed_precision="no"),
+    "none": Train(sharding="none"),
+    "full": Train(sharding="full"),
+    "offload": Train(sharding="full", cpu_offload=True),
+    "lora": Train(lora=Lora()),
+    "judged": Train(loss=Loss(kl=0.1)),
+    "long": Train(micro_batch_tokens=65536),
+}
+
+
+def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=H200.total))
+    chosen_by_hand = [(None, None), (True, None), (False, None), (None, 0.2), (None, 0.6)]
+    table = itertools.product(
+        (1.7, 4, 5.5, 6, 6.5, 14), (1, 2, 4), (H200, BUSY), WAYS.items(), ("auto", "shared", "split"), chosen_by_hand
+    )
+    seen = set()
+    for billions, num_gpus, gpu, (way, train), kind, (sleep, utilization) in table:
+        engine = Engine(sleep=sleep, gpu_memory_utilization=utilization)
+        asked = policy(train=train, placement=kind, engine=engine)
+        try:
+            placement = place(asked, model(billions), [gpu] * num_gpus)
+        except ConfigError:
+            continue
+        assert kind in {"auto", placement.kind}
+        own, _ = placement.applied(asked)
+        assert sleep in {None, own.engine.sleep} or placement.kind == "split"
+        runs(monkeypatch, placement, own, model(billions), gpu)
+        seen |= {(placement.kind, placement.sleep, placement.sharding), way, (gpu is BUSY, placement.kind)}
+    kinds = {("shared", False), ("shared", True), ("split", False)}
+    assert seen >= {(*each, sharding) for each in kinds for sharding in ("none", "full")} | set(WAYS)
+    assert seen >= {(True, "shared"), (True, "split")}
+
+
+def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, model: Model, gpu: Gpu) -> None:
+    """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
+    shape = Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers)
+    monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
+    monkeypatch.setattr(fits, "shape_of", lambda _: shape)
+    assert own.engine.gpu_memory_utilization
+    engine = int(own.engine.gpu_memory_utilization * gpu.total)
+    assert engine <= gpu.free, "vLLM starts only where it finds its share"
+    beside = engine if placement.kind == "shared" else 0
+    ranks = len(placement.learner) if fits.shard("m", own.train).full else 1
+    free = gpu.free - (ASLEEP if placement.sleep else beside)
+    fits.check_shape(shape, own.train, ranks=ranks, gpu=fits.Gpu(total=gpu.total, free=free))
+    assert state_bytes(shape, own.train, ranks=ranks) + beside <= gpu.free
+
+
+def test_the_plan_decides_whether_ranks_share_the_model_out_and_their_learner_is_told() -> None:
+    beside = policy(placement="shared")
+    for billions, sharding in ((3, "none"), (6, "full")):
+        placement = place(beside, model(billions), [H200] * 2)
+        assert (placement.sleep, placement.sharding) == (False, sharding)
+        assert ("sharing the model out" if sharding == "full" else "the whole model on each") in str(placement)
+        job = SwarmJob(run="r", policies={"main": beside})
+        resolved = _resolve(job, "amqp://", {}, {"proxy": 1}, {"main": placement}).policies["main"]
+        assert (resolved.train.sharding, resolved.engine.sleep) == (sharding, False)
+    asked = policy(train=msgspec.structs.replace(TRAIN, sharding="full"), placement="shared")
+    assert place(asked, model(1), [H200] * 2).resolved(asked).train.sharding == "full"
+
+
+def test_a_learner_with_its_state_in_host_memory_gets_two_gpus_or_says_why_not() -> None:
+    offloaded = policy(train=WAYS["offload"])
+    with pytest.raises(ConfigError, match=r"train\.cpu_offload: m gets one GPU"):
+        place(offloaded, model(8), [H200])
+    assert place(offloaded, model(8), [H200] * 2).kind == "shared"
+    assert len(place(offloaded, model(8), [H200] * 4).learner) == 2
+    with pytest.raises(ConfigError, match="these are too few for both"):
+        place(msgspec.structs.replace(offloaded, placement="split"), model(8), [H200] * 2)
+
+
+def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
+    full = Gpu(total=139 * GIB, free=5 * GIB)
+    with pytest.raises(ConfigError, match=r"134\.0 GiB of them held by others.*free what others hold"):
+        place(policy(), model(1.7), [full])
+    with pytest.raises(ConfigError, match="held by others"):
+        place(policy(trained=False), model(1.7), [full])
+    assert not place(policy(), model(3), [H200]).sleep
+    assert place(policy(), model(3), [BUSY]).sleep
+    assert place(policy(trained=False), model(3), [BUSY]).gpu_memory_utilization < 79 / 139
+
+
+@pytest.mark.parametrize(
+    ("engine", "trained", "says"),
+    [
+        (Engine(gpu_memory_utilization=0.9), True, "lower engine.gpu_memory_utilization or leave it out"),
+        (Engine(sleep=False, gpu_memory_utilization=0.5), True, "leave engine.sleep out"),
+        (Engine(gpu_memory_utilization=0.6, count=2), False, "2 engine.s. on it is more than the 1.00"),
+        (Engine(gpu_memory_utilization=0.6, count=2), True, "does not fit as shared"),
+    ],
+)
+def test_what_the_user_chose_and_does_not_fit_is_refused_by_name(engine: Engine, trained: bool, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        place(policy(engine=engine, trained=trained), model(4), [H200])
 
 
 SAID = "0, GPU-a, 143771, 143000\n1, GPU-b, 143771, 99\n"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmq.config import SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint
+from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.doctor.mismatch import compare, explain
@@ -37,7 +37,9 @@ def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding
     if not places:
         raise LearnerError(f"{job.run_folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(job.run_folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = Trainer(str(start.path) if start else settings.model, settings.train, initial=settings.model)
+    trainer = Trainer(
+        str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
+    )
     if start:
         checkpoint.restore(trainer, start)
     stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
