@@ -166,6 +166,8 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
+    for line in untrainable_calls(job, models):
+        report(f"warning: {line}")
     folder = job.run_folder
     folder.path.mkdir(parents=True, exist_ok=True)
     folder.path.chmod(0o700)  # prompts and completions are in it
@@ -244,6 +246,19 @@ def _placements(job: SwarmJob, models: Mapping[str, Model], gpus: Sequence[Gpu])
         for name, policy in trained.items()
     }
     return place_all(job.policies, models, gpus, judges=sizes)
+
+
+def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
+    """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
+    for name, model in models.items():
+        engine, train = job.policies[name].engine, job.policies[name].train
+        served = min(engine.max_model_len, model.max_length or engine.max_model_len)
+        if job.policies[name].trained and served > train.micro_batch_tokens:
+            yield (
+                f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
+                f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
+                "raise the latter, or lower the former to it"
+            )
 
 
 async def _broker(
