@@ -324,7 +324,7 @@ def _crowd(policy: Policy, groups: int) -> int:
 
 
 def _down(share: float) -> float:
-    return math.floor(share * 10**DIGITS) / 10**DIGITS
+    return math.floor(share * 10.0**DIGITS) / 10.0**DIGITS
 
 
 def _too_large(
