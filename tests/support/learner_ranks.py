@@ -32,7 +32,7 @@ def main(model: str, train: Train, target: Path) -> None:
     trainer = Trainer(model, train)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
-    trainer.accumulate(work, train)
+    fields, _ = trainer.accumulate(work, train)
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=train))
@@ -40,7 +40,8 @@ def main(model: str, train: Train, target: Path) -> None:
         assert is_sharded(judge._model) == is_sharded(trainer.model)
     if trainer.accelerator.is_main_process:
         weights = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
-        torch.save({"gradient": gradient, "weights": weights, "sharded": is_sharded(trainer.model)}, target)
+        facts = {"sharded": is_sharded(trainer.model), "left_out": fields["tokens_left_out"]}
+        torch.save({"gradient": gradient, "weights": weights, **facts}, target)
     trainer.accelerator.wait_for_everyone()
     if is_sharded(trainer.model):
         resumed(trainer, model, train, target.parent)

@@ -70,6 +70,29 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
 ) -> None:
     made = on_ranks(count, tiny_qwen, msgspec.structs.replace(train, **changed), tmp_path / "made")
     assert made["sharded"] == ("sharding" in changed)
+    assert_same(made, alone)
+    if made["sharded"]:
+        one_goes_on(tiny_qwen, train, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_ranks_agree_on_what_a_filter_leaves_of_each_episode(tiny_qwen: Path, tmp_path: Path) -> None:
+    """Its tokens weigh one by their number, and its calls lie in passes of several ranks."""
+    train = msgspec.structs.replace(
+        TRAIN,
+        loss=Loss(name="reinforce"),
+        normalisation="episode",
+        ratio_band=(0.8, 1.25),
+        layout="rows",
+        micro_batch_tokens=88,
+    )
+    alone, together = (on_ranks(count, tiny_qwen, train, tmp_path / f"{count}") for count in (1, 2))
+    assert together["left_out"] == alone["left_out"] > 0
+    assert_same(together, alone)
+
+
+def assert_same(made: dict[str, Any], alone: dict[str, Any]) -> None:
     scale = max(float(g.abs().max()) for g in alone["gradient"].values())
     assert made["gradient"].keys() == alone["gradient"].keys()
     for name, gradient in alone["gradient"].items():
@@ -77,8 +100,6 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
     assert made["weights"].keys() == alone["weights"].keys()
     for name, weight in alone["weights"].items():
         torch.testing.assert_close(made["weights"][name], weight, rtol=0, atol=2.1e-4, msg=name)
-    if made["sharded"]:
-        one_goes_on(tiny_qwen, train, tmp_path)
 
 
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:
