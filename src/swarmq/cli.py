@@ -969,18 +969,24 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
 @click.option(
     "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
 )
-def doctor(run: Path, policy: str | None, batches: int) -> None:
+@click.option(
+    "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
+)
+def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
     """Examine a run: is what is trained what was sampled, and is the training alive?
 
-    Holds stored batches against the rules that come before any formula, replays them through the learner from a
-    checkpoint, says where and why engine and learner disagree, and names signs of collapse. Changes nothing; status 1
-    when something is wrong.
+    Names signs of collapse, holds stored batches against the rules that come before any formula, replays them through
+    the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when
+    something is wrong or could not be examined.
 
     \b
     swarmq doctor runs/demo
     swarmq doctor runs/team --policy planner --batches 4
+    swarmq doctor runs/demo --device cpu
     """
     need("learner")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, so that nothing of it takes a GPU
     from swarmq.learner.doctor.examine import examine
     from swarmq.learner.doctor.signs import signs
     from swarmq.observe.curves import read_events
@@ -993,9 +999,8 @@ def doctor(run: Path, policy: str | None, batches: int) -> None:
         steps = {int(event.fields["version"]): event.fields for event in events}
     wrong = False
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
-    for finding in itertools.chain(
-        examine(job, name, batches=batches), signs([fields for _, fields in sorted(steps.items())])
-    ):
+    found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)
+    for finding in itertools.chain(found, examine(job, name, batches=batches)):
         wrong |= finding.level == "error"
         click.echo(click.style(f"{finding.level:8}", fg=colors[finding.level]) + f"{finding.check}: {finding.text}")
     sys.exit(int(wrong))

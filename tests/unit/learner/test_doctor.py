@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
 from swarmq.learner.tree_head import score
-from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats
+from swarmq.messages import Episode, Event, Sampling, VersionSpan, pack_floats
 
 pytestmark = pytest.mark.slow
 
@@ -34,6 +35,7 @@ TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, 
 SOUND = {
     "entropy": 1.0, "kl_k3": 0.001, "effective_samples": 0.9, "episodes": 8, "dropped": {}, "equal_groups": 0.1,
     "clipped_positive": 0.0, "clipped_negative": 0.0, "truncated": 0.0, "grad_norm": 1.0,
+    "staleness": {"0": 4, "4": 4},
 }  # fmt: skip
 SICK: dict[str, dict[str, Any]] = {
     "entropy collapse": {"entropy": 0.1},
@@ -43,6 +45,7 @@ SICK: dict[str, dict[str, Any]] = {
     "broken mismatch": {"kl_k3": 1.0},
     "few effective samples": {"effective_samples": 0.1},
     "stale episodes": {"dropped": {"stale": 4}},
+    "staleness near its bound": {"staleness": {"3": 4, "4": 4}},
     "zero-variance groups": {"equal_groups": 0.9},
     "clipped upwards": {"clipped_positive": 0.8},
     "clipped downwards": {"clipped_negative": 0.3, "masked_negative": 0.3},
@@ -59,9 +62,16 @@ def test_every_sign_has_a_case() -> None:
 @pytest.mark.parametrize("name", SICK)
 def test_a_sign_is_named_when_its_limit_is_crossed_and_not_before(name: str) -> None:
     sound, sick = [SOUND] * 10, [SOUND | SICK[name]] * 10
-    assert {f.level for f in signs(sound + sound)} == {"ok"}
-    (finding,) = (f for f in signs(sound + sick) if f.check == name)
+    assert {f.level for f in signs(sound + sound, 4)} == {"ok"}
+    (finding,) = (f for f in signs(sound + sick, 4) if f.check == name)
     assert finding.level in ("warning", "error")
+
+
+def test_without_steps_it_is_said_that_there_is_nothing_to_read() -> None:
+    assert [(f.level, f.check) for f in signs([], 4)] == [("note", "signs")]
+    assert "staleness near its bound" not in {f.check for f in signs([SOUND], 0)}, (
+        "on policy: there is no bound to be near"
+    )
 
 
 def sampled_by(trainer: Trainer, group: list[Episode], *, temperature: float, engine: str) -> list[Episode]:
@@ -195,6 +205,24 @@ def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypat
     at_one = lambda hidden, head, targets, _: score(hidden, head, targets, torch.ones(len(targets)))  # noqa: E731
     monkeypatch.setattr(tree, "score", at_one)
     assert head_agrees(trainer, record).level == "error"
+
+
+def test_signs_are_said_first_also_where_nothing_can_be_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model="m", train=TRAIN)})
+    job.run_folder.path.mkdir()
+    (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
+    steps = [SOUND | {"version": version, "entropy": 0.001} for version in (1, 2)]
+    events = [Event(run="r", source="learner.main", name="step", at=0.0, fields=fields) for fields in steps]
+    job.run_folder.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    made = CliRunner().invoke(main, ["doctor", str(job.run_folder.path), "--device", "cpu"])
+    assert made.exit_code == 1
+    sign, replay = made.output.index("no entropy left: 0.001"), made.output.index("replay: stored batches could not be")
+    assert sign < replay
+    assert "no batch was trained yet" in made.output
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "nothing takes a GPU from those that train"
 
 
 def test_the_command_says_what_it_found_and_its_status_whether_something_is_wrong(

@@ -15,6 +15,7 @@ from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.doctor.mismatch import compare, explain
+from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity
 from swarmq.learner.trainer import Trainer
@@ -31,7 +32,17 @@ LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
 
 
 def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding]:
-    """Findings about the newest `batches` that can be replayed. Writes nothing. Raises LearnerError without any."""
+    """Findings about the newest `batches` that can be replayed; that none can is one, too. Writes nothing."""
+    try:
+        with gpu_errors("the replay"):
+            yield from _replayed(job, policy, batches)
+    except LearnerError as error:
+        aside = "; beside a running engine or learner: --device cpu" if torch.cuda.is_available() else ""
+        yield Finding(level="error", check="replay", text=f"stored batches could not be examined: {error}{aside}")
+
+
+def _replayed(job: SwarmJob, policy: str, batches: int) -> Iterator[Finding]:
+    """Raises LearnerError without stored batches, or when the model does not fit."""
     identity, settings = Identity.of(job, policy), job.policies[policy]
     places = [p for p in batch_log.scan(job.run_folder.batch_log(policy), identity) if p.index.trained]
     if not places:

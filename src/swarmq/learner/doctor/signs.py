@@ -61,6 +61,13 @@ def cut(sign: str) -> Callable[[Steps], float | None]:
     return share
 
 
+def near_bound(steps: Steps) -> float | None:
+    """Mean staleness of the episodes, counted by their oldest tokens, over what `groups.max_staleness` allows."""
+    counts = [item for step in steps[-WINDOW:] for item in step.get("staleness", {}).items()]
+    episodes, bound = sum(count for _, count in counts), steps[-1]["max_staleness"]
+    return sum(int(lag) * count for lag, count in counts) / (episodes * bound) if episodes and bound else None
+
+
 def skipped(steps: Steps) -> float | None:
     return sum("skipped" in step for step in steps[-WINDOW:]) / len(steps[-WINDOW:])
 
@@ -80,11 +87,11 @@ SIGNS = (
     ),
     Sign(
         name="mismatch", measure=last("kl_k3"), limit=0.05,
-        advice="engine and learner disagree: see the causes above; set ratio_band or row_k3_max",
+        advice="engine and learner disagree: see the causes below; set ratio_band or row_k3_max",
     ),
     Sign(
         name="broken mismatch", measure=last("kl_k3"), limit=0.5, level="error",
-        advice="the engine does not sample from what is trained: stop, and see the causes above",
+        advice="the engine does not sample from what is trained: stop, and see the causes below",
     ),
     Sign(
         name="few effective samples", measure=last("effective_samples"), limit=0.3, below=True,
@@ -93,6 +100,10 @@ SIGNS = (
     Sign(
         name="stale episodes", measure=at_bound, limit=0.1,
         advice="work is thrown away: fewer workers, shorter episodes, or a larger groups.max_staleness",
+    ),
+    Sign(
+        name="staleness near its bound", measure=near_bound, limit=0.8,
+        advice="rollouts run ahead as far as groups.max_staleness lets them: fewer workers, or lower it; more would be dropped",
     ),
     Sign(
         name="zero-variance groups", measure=last("equal_groups"), limit=0.7,
@@ -121,10 +132,16 @@ SIGNS = (
 )  # fmt: skip
 
 
-def signs(steps: Steps) -> Iterator[Finding]:
+def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
     """One finding for every sign that the steps have figures for."""
+    if not steps:
+        yield Finding(
+            level="note", check="signs", text="no step is recorded in events.jsonl of the run: nothing to read"
+        )
+        return
+    bounded = [{**step, "max_staleness": max_staleness} for step in steps]
     for sign in SIGNS:
-        if not steps or (value := sign.measure(steps)) is None:
+        if (value := sign.measure(bounded)) is None:
             continue
         shown = value < sign.limit if sign.below else value > sign.limit
         side = "below" if sign.below else "above"
