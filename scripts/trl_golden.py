@@ -1,11 +1,11 @@
 """Write tests/unit/learner/trl_golden.json: what TRL's trainers compute for the losses and advantages that it has as well.
 
-TRL is no test dependency of ours: it pins ranges of transformers and vLLM that are not ours (1.16 supports vLLM to 0.31),
-so that either would hold the other back, and its numbers for given inputs change with its version alone, which the file
-names. In an environment that has it:
+The file is there so that the quick tests need no TRL, whose import takes seconds; a long one computes it anew with the TRL
+that is installed (`make install` brings the version that pyproject.toml names). To write it for another version:
 
-    python -m venv /tmp/trl && /tmp/trl/bin/pip install trl==1.16.0
-    /tmp/trl/bin/python scripts/trl_golden.py
+    .venv/bin/python scripts/trl_golden.py
+
+TRL's own clients of vLLM, which knows other versions than ours, stay out of it.
 
 `_compute_loss` is called as it is; only the model's forward pass is replaced by given log-probabilities. Advantages are
 those of a step of its GRPO and RLOO trainers whose reward function gives the rewards. The supervised loss is the one its
@@ -16,6 +16,7 @@ the deviation of the raw rewards there, by that of the centred ones here (2501.0
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -28,8 +29,9 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
-import trl
-from trl import GRPOTrainer, RLOOTrainer
+sys.modules["vllm"] = None  # type: ignore[assignment]
+import trl  # noqa: E402
+from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
 TARGET = Path(__file__).resolve().parent.parent / "tests" / "unit" / "learner" / "trl_golden.json"
 CONSTANT_LENGTH = 16
@@ -61,7 +63,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def main() -> None:
+def main(target: Path = TARGET) -> None:
     generator = torch.Generator().manual_seed(0)
     shape, lengths = (4, 7), [7, 3, 5, 1]
     mask = (torch.arange(7)[None] < torch.tensor(lengths)[:, None]).double()
@@ -90,7 +92,7 @@ def main() -> None:
     }
     given |= {"rewards": REWARDS}
     golden = {"trl": trl.__version__, "given": given, "computed": made, "advantages": scored}
-    TARGET.write_text(json.dumps(golden, indent=1) + "\n")
+    target.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def trl_loss(
@@ -185,4 +187,4 @@ def trl_advantages(name: str) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(Path, sys.argv[1:]))

@@ -1,8 +1,13 @@
-"""Our losses and advantages give TRL's numbers, which scripts/trl_golden.py wrote down."""
+"""Our losses and advantages give TRL's numbers, which scripts/trl_golden.py wrote down and a long test computes anew."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from swarmq.learner.algorithms.normalisation import token_weight, units
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]
+SCRIPT = Path(__file__).parents[3] / "scripts" / "trl_golden.py"
 
 
 @pytest.mark.parametrize("case", GOLDEN["computed"])
@@ -63,3 +69,31 @@ def test_advantages_are_trls(name: Any) -> None:
     made = advantages(groups, Train(advantage=name))
     got = [made[episode.episode_id][0] for group in groups for episode in group]
     assert got == pytest.approx(wanted, rel=1e-3)  # to the epsilon beside the deviation
+
+
+@pytest.mark.slow
+def test_the_numbers_are_those_of_the_installed_trl(tmp_path: Path) -> None:
+    """In a process of its own: TRL warns while it is imported, and takes seconds for it."""
+    written = tmp_path / "golden.json"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, written],
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    computed, kept = (dict(_numbers(golden)) for golden in (json.loads(written.read_text()), GOLDEN))
+    assert computed.pop("trl") == kept["trl"] == version("trl")
+    assert computed.keys() == kept.keys() - {"trl"}
+    for where, value in computed.items():
+        assert value == pytest.approx(kept[where], rel=1e-5, abs=1e-9), where
+
+
+def _numbers(tree: Any, where: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf, by the way to it."""
+    if not isinstance(tree, dict | list):
+        yield where, tree
+        return
+    for key, branch in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _numbers(branch, f"{where}/{key}" if where else str(key))
