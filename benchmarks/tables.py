@@ -25,7 +25,7 @@ HEADLINES = (
     ("episodes that fork, 1.7 B: trees; rows of merged prefixes alone", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
     ("learner alone, 1.7 B, 4 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
     ("the same over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
-    ("bytes on the queue for a sampled token at 50 turns; with whole prompts", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
+    ("bytes on the queue for a sampled token at 50 turns, text for people included; with whole prompts", "wire", "{bytes_per_sampled_token_50:.0f}; {whole_prompt_bytes_per_sampled_token_50:.0f}"),
     ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""

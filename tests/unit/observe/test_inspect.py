@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import msgspec
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 from rich.console import Console
 
 from support.episodes import make_episode, make_group
@@ -65,6 +66,26 @@ def test_every_sampled_token_has_what_sampling_and_training_made_of_it():
     given = [row for row in view.tokens if not row.trained]
     assert given
     assert {(row.logprob, row.logprob_trained, row.advantage, row.turn) for row in given} == {(None,) * 4}
+
+
+def test_turns_that_name_another_only_for_its_prompt_are_shown_whole_and_continue_nothing():
+    """Further choices of a request carry no prompt; a sub-agent carries the end of its own."""
+    episode = make_episode("g0", turns=1, version=3)
+    (first,) = episode.turns
+    length = len(first.prompt_ids) // 4
+    like = {"parent": first.call_id, "begins": True}
+    choice = replace(first, call_id="c1", shared=length, prompt_ids=b"", **like)
+    sub = replace(first, call_id="c2", shared=length - 1, prompt_ids=first.sampled_ids[:4], **like)
+    view = view_of(replace(episode, turns=(first, choice, sub)), 4, None, spoken)
+    assert view.drift.continued == 0
+    whole = [row.token_id for row in view.tokens if row.trained]
+    assert sorted(whole) == sorted(3 * unpack_ids(first.sampled_ids).tolist())
+    given = unpack_ids(first.prompt_ids).tolist()
+    rows = {
+        n: [row.token_id for row in view.tokens if row.timeline == n] for n in {row.timeline for row in view.tokens}
+    }
+    assert [*given, *unpack_ids(first.sampled_ids)] in rows.values()
+    assert [*given[:-1], unpack_ids(first.sampled_ids)[0], *unpack_ids(first.sampled_ids)] in rows.values()
 
 
 def test_the_log_probabilities_stand_at_their_own_tokens():
