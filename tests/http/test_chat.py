@@ -8,7 +8,7 @@ import pytest
 
 from support.proxy import events
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
-from swarmq.testing.scripted_engine import END, encode
+from swarmq.testing.scripted_engine import END, decode, encode
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -262,3 +262,10 @@ async def test_state_events_tell_what_was_counted(stage):
         fields = (await anext(told)).fields
     assert (fields["calls"], fields["open_calls"], fields["sampled_tokens"], fields["errors"]) == (1, 0, 2, 1)
     assert (fields["branches"], fields["repaired"]) == ({}, 0)
+
+
+async def test_a_prompt_of_another_dialect_does_not_take_the_messages_place(stage):
+    stage.engine.say("x")
+    await stage.ask(HI, prompt="something else")
+    [turn] = stage.turns()
+    assert "something else" not in decode(unpack_ids(turn.prompt_ids).tolist())

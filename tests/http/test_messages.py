@@ -111,6 +111,15 @@ async def test_tokens_are_counted_and_nothing_is_sampled(stage, agent):
     assert len(stage.turns()) == 1
 
 
+async def test_tokens_are_counted_by_another_engine_where_one_is_down(stages):
+    async with stages(engines=2) as stage:
+        for down, well in (stage.engines, stage.engines[::-1]):
+            down.down, well.down = True, False
+            asked = {"model": "main", "messages": [USER]}
+            status, _, raw = await stage.post(asked, "/v1/messages/count_tokens", key=stage.key("e"))
+            assert (status, json.loads(raw)["input_tokens"] > 0) == (200, True)
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [

@@ -88,12 +88,18 @@ class Agent:
         return keys.mint(keys.client_secret(root, made.client), made)
 
     async def post(
-        self, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None, raw: bytes | None = None
+        self,
+        body: Any,
+        path: str = "/v1/chat/completions",
+        *,
+        key: str | None = None,
+        headers: dict[str, str] | None = None,
+        raw: bytes | None = None,
     ) -> tuple[int, Any, bytes]:
-        """Status, headers and body of a chat completion."""
+        """Status, headers and body of an answer that is not streamed."""
         sent = {"authorization": f"Bearer {key or self.key()}", "content-type": "application/json", **(headers or {})}
         data = msgspec.json.encode(body) if raw is None else raw
-        async with self.http.post(f"{self.url}/v1/chat/completions", data=data, headers=sent) as response:
+        async with self.http.post(self.url + path, data=data, headers=sent) as response:
             return response.status, response.headers, await response.read()
 
     async def ask(

@@ -119,6 +119,16 @@ class VllmEngine:
             return None
 
     async def render(self, chat: Json) -> Rendered:
+        try:
+            return await self._render(chat)
+        except EngineFaultError as error:
+            if (
+                await self.healthy()
+            ):  # a template or parser did not survive the messages; the next engine's would not, too
+                raise EngineRefusedError(f"no prompt can be made of this request: {error}", status=400) from error
+            raise
+
+    async def _render(self, chat: Json) -> Rendered:
         request = {**chat, "model": (await self.info()).model}
         if "prompt" in chat:
             del request["messages"]

@@ -122,8 +122,12 @@ def agent_routes(
     counting = CountTokens()
 
     @post(counting.path, status_code=200, operation_class=_operation(counting.summary, counting.body))
-    async def count_tokens(request: Request[Any, Any, Any]) -> Json:
-        return {"input_tokens": await completions.count(await read_call(request, counting))}
+    async def count_tokens(request: Request[Any, Any, Any]) -> Response[Any]:
+        counted = completions.count(await read_call(request, counting))
+        try:
+            return Response({"input_tokens": await unless_gone(request.receive, counted)})
+        except GoneError:
+            return Response(b"", status_code=GONE)
 
     def cards(request: Request[Any, Any, Any]) -> list[Json]:
         card = {"object": "model", "created": 0, "owned_by": "swarmq"}

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager, closing, contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -37,6 +38,7 @@ from swarmq.proxy.stitch import stitch
 from swarmq.proxy.tuning import Tuning
 
 Json = dict[str, Any]
+T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -104,19 +106,21 @@ class Completions:
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
                     held.callback((await self._gate.enter()).give_back)
-                    begun = await self._begin_somewhere(call, memory)
+                    begun = await self._somewhere(call, memory, partial(self._begin_on, call=call, memory=memory))
             except BaseException:
                 memory.budget.give_call_back()
                 raise
             counts["episodes"] += is_first
+            counts["prompt_tokens"] += begun.prompt_tokens
             begun.held = held.pop_all()
             return begun
 
-    async def _begin_somewhere(self, call: Call, memory: Memory) -> Begun:
+    async def _somewhere(self, call: Call, memory: Memory, attempt: Callable[[Lane], Awaitable[T]]) -> T:
+        """On the engine that suits best; on another one where it fails."""
         failure = EngineError(f"policy {call.policy} has no engine")
         for lane in self._pools[call.policy].order(memory.lanes.get(call.policy), call.claims.episode_id):
             try:
-                begun = await self._begin_on(lane, call, memory)
+                made = await attempt(lane)
             except EngineRefusedError:
                 raise
             except EngineError as error:
@@ -125,8 +129,7 @@ class Completions:
                 log.warning("engine_failed", engine=lane.engine.url, policy=call.policy, error=str(error))
             else:
                 memory.lanes[call.policy] = lane
-                self._meter.by_kind[self._kind(call)]["prompt_tokens"] += begun.prompt_tokens
-                return begun
+                return made
         raise failure
 
     async def stream(self, begun: Begun) -> AsyncGenerator[Gained | Ended, None]:
@@ -157,13 +160,18 @@ class Completions:
                 return [ended, *await asyncio.gather(*(self._end(begun, choice) for choice in others))]
 
     async def count(self, call: Call) -> int:
-        """Tokens of the prompt. Raises RefusedError, EngineRefusedError or EngineError."""
+        """Tokens of the prompt. Raises RefusedError, EngineRefusedError, DeadlineError or EngineError."""
+
+        async def attempt(lane: Lane) -> int:
+            with self._occupied(lane, call.policy):
+                return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
+
         with ExitStack() as held:
             memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
             held.callback(self._episodes.close_call, memory)
-            held.callback((await self._gate.enter()).give_back)
-            lane, *_ = self._pools[call.policy].order(memory.lanes.get(call.policy))
-            return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
+            with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
+                held.callback((await self._gate.enter()).give_back)
+                return await self._somewhere(call, memory, attempt)
 
     async def _begin_on(self, lane: Lane, call: Call, memory: Memory) -> Begun:
         chat = _for_engine(call.chat)

@@ -11,7 +11,8 @@ from swarmq import keys
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
 USER = {"role": "user", "content": "hi"}
-BODY = {"model": "main", "messages": [USER], "max_tokens": 4}
+BODY = {"model": "main", "messages": [USER], "prompt": "hi", "input": "hi", "max_tokens": 4}
+"""Of every dialect; each passes over what is another's."""
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
 INNER = ("/inference", "site-packages", "Traceback", "scale-out", "vllm.")
 """What no agent needs to read."""
@@ -66,6 +67,20 @@ REQUESTS = {
             },
         ]
     },
+    "arguments without a bottom": {
+        "messages": [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "[" * 2000}}],
+            },
+        ]
+    },
+    "roles that are no text": {"input": [{"role": {}, "content": "x"}], "messages": [{"role": [], "content": "x"}]},
+    "two prompts": {"prompt": ["a", "b"]},
+    "no tokens": {"max_tokens": 0},
+    "a great many choices": {"structured_outputs": {"choice": [f"c{i}" for i in range(50_000)]}},
+    "a great many properties": formatted({"type": "object", "properties": {f"p{i}": {} for i in range(4000)}}),
     "a file as an image": {
         "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]
     },
@@ -96,12 +111,12 @@ async def undisturbed(stage):
     await stage.ask(USER, max_tokens=4, key=stage.key("later"))
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-async def test_no_request_breaks_anything(stage, mode):
+@pytest.mark.parametrize(("path", "mode"), [(PATHS[0], "train"), *((path, "eval") for path in PATHS)])
+async def test_no_request_breaks_anything(stage, path, mode):
     answered = {}
     async with undisturbed(stage):
         for name, change in REQUESTS.items():
-            status, _, raw = await stage.post({**BODY, **change}, key=stage.key("bad", mode=mode))
+            status, _, raw = await stage.post({**BODY, **change}, path, key=stage.key("bad", mode=mode))
             answered[name] = (status, raw.decode())
     assert {name: said for name, said in answered.items() if said[0] >= 500} == {}
     for name, (status, said) in answered.items():

@@ -35,7 +35,7 @@ def event(*choices):
 
 
 @asynccontextmanager
-async def answering(path, handler, *, deadline_s=30.0):
+async def answering(path, handler, *, deadline_s=30.0, more=None):
     """A client of a server whose `path` is answered by `handler`."""
 
     async def models(_):
@@ -44,6 +44,8 @@ async def answering(path, handler, *, deadline_s=30.0):
     app = web.Application()
     app.router.add_get("/v1/models", models)
     app.router.add_post(path, handler)
+    for other, answer in (more or {}).items():
+        app.router.add_get(other, answer)
     async with TestServer(app) as server, VllmEngine.open(str(server.make_url("")), deadline_s=deadline_s) as engine:
         yield engine
 
@@ -247,6 +249,19 @@ async def test_a_grammar_that_a_healthy_engine_fails_on_is_the_agent_s_fault(sam
         with pytest.raises(EngineError) as caught:
             await anext(engine.generate(Rendered(token_ids=[1], sampling=sampling), stream=True))
     assert isinstance(caught.value, EngineRefusedError) is (kind is EngineRefusedError)
+
+
+@pytest.mark.parametrize(("health", "kind"), [(200, EngineRefusedError), (503, EngineFaultError)])
+async def test_messages_that_a_healthy_engine_fails_on_are_the_agent_s_fault(health, kind):
+    async def fail(_):
+        return web.json_response({"error": {"message": "maximum recursion depth exceeded"}}, status=500)
+
+    async def healthy(_):
+        return web.Response(status=health)
+
+    async with answering("/v1/chat/completions/render", fail, more={"/health": healthy}) as engine:
+        with pytest.raises(kind, match="maximum recursion depth"):
+            await engine.render({"messages": []})
 
 
 async def test_parsers_get_what_they_look_at_and_not_the_whole_conversation_with_every_portion():

@@ -76,6 +76,21 @@ def test_a_grammar_without_measure_is_refused(kind):
         check_schemas({"structured_outputs": {kind: "a" * (MAX_GRAMMAR + 1)}})
 
 
+@pytest.mark.parametrize(
+    ("chat", "why"),
+    [
+        ({"structured_outputs": {"choice": ["a"] * 10_001}}, "choice"),
+        ({"structured_outputs": {"json": {"enum": ["a"] * 10_001}}}, "parts"),
+        ({"structured_outputs": {"json": {"type": "object", "required": ["a"] * 10_001}}}, "parts"),
+        ({"structured_outputs": {"json": {"properties": {f"p{i}": {} for i in range(1001)}}}}, "properties"),
+    ],
+    ids=["choices", "enum", "required", "properties"],
+)
+def test_what_takes_a_compiler_minutes_is_refused(chat, why):
+    with pytest.raises(RefusedError, match=why):
+        check_schemas(chat)
+
+
 @pytest.mark.parametrize("fields", [{"json": "{"}, {"structural_tag": "["}, {"json": "[" * 5000}])
 def test_a_schema_in_text_that_is_not_json_is_refused(fields):
     with pytest.raises(RefusedError, match="not JSON"):

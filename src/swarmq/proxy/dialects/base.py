@@ -24,6 +24,7 @@ from swarmq.messages import new_id
 from swarmq.proxy.calls import Ask, Call, Ended, Gained
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.dialects.bodies import check_arguments, object_of
 from swarmq.proxy.dialects.grammars import check_schemas
 from swarmq.proxy.dialects.media import check_media
 from swarmq.proxy.meter import Meter
@@ -37,8 +38,6 @@ log = structlog.get_logger()
 _canonical = msgspec.json.Encoder(order="deterministic")
 MAX_RETRIES_TOLD = 1000
 MAX_TOP_LOGPROBS = 20
-MAX_DEPTH = 64
-"""Of brackets within each other in a body. vLLM's grammars and templates recurse over what they are given."""
 AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
 """What an agent may call itself."""
 
@@ -91,9 +90,10 @@ def read(
     remote_images: bool = False,
 ) -> Call:
     """`told`: the request's headers. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
-    body = _object(raw)
+    body = object_of(raw)
     ask = dialect.ask(body, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
+    check_arguments(chat["messages"])
     check_limits(chat)
     check_schemas(chat)
     check_media(chat, remote=remote_images)
@@ -240,20 +240,3 @@ def _policy(body: Json, claims: Claims) -> str:
             status=404, code="model_not_found", param="model",
         )  # fmt: skip
     return str(model)
-
-
-def _object(raw: bytes) -> Json:
-    try:
-        body = msgspec.json.decode(raw)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise RefusedError(f"the body is not JSON: {error}", code="invalid_json") from error
-    if not isinstance(body, dict):
-        raise RefusedError("the body must be a JSON object", code="invalid_json")
-    if _deeper(body, MAX_DEPTH):
-        raise RefusedError(f"the body has more than {MAX_DEPTH} brackets within each other", code="invalid_json")
-    return body
-
-
-def _deeper(value: Any, depth: int) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return depth < 0 or any(_deeper(item, depth - 1) for item in inner if isinstance(item, (dict, list)))

@@ -33,7 +33,7 @@ class Chat:
         not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
-        return Ask(chat=body)
+        return Ask(chat={name: value for name, value in body.items() if name != "prompt"})
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         return {

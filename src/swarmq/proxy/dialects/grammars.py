@@ -20,7 +20,9 @@ Node = dict[str, Any] | list[Any]
 
 ALTERNATIVES = ("anyOf", "oneOf", "allOf")
 MAX_PARTS = 10_000
-"""Objects and lists in all schemas of a request."""
+"""Objects and lists in all schemas of a request, and entries of the lists."""
+MAX_PROPERTIES = 1000
+"""Of one object: a grammar for optional ones takes the square of their number."""
 MAX_STEPS = 1000
 """That a schema may lead down, through references too."""
 MAX_PATTERN = 8192
@@ -34,12 +36,17 @@ def check_schemas(chat: Json) -> None:
     for kind in ("regex", "grammar"):
         if len(str(_field(chat, "structured_outputs").get(kind) or "")) > MAX_GRAMMAR:
             raise _refused("structured_outputs", f"the {kind} has more than {MAX_GRAMMAR} characters")
+    choices = _field(chat, "structured_outputs").get("choice")
+    if isinstance(choices, list) and len(choices) > MAX_PARTS:
+        raise _refused("structured_outputs", f"choice has more than {MAX_PARTS} entries")
     parts = 0
     for where, schema in _schemas(chat):
         nodes = []
         for node, depth, _ in _descent(schema, partial(_steps, root=schema), set()):
-            parts += 1
+            parts += 1 + (len(node) if isinstance(node, list) else 0)
             nodes.append(node)
+            if len(_field(node, "properties") if isinstance(node, dict) else ()) > MAX_PROPERTIES:
+                raise _refused(where, f"an object in the JSON schema has more than {MAX_PROPERTIES} properties")
             if parts > MAX_PARTS or depth > MAX_STEPS:
                 raise _refused(
                     where, f"JSON schemas may have {MAX_PARTS} parts and lead {MAX_STEPS} steps down, no more"

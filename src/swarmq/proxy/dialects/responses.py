@@ -337,7 +337,7 @@ def _message(item: Json, where: str) -> Json:
     match item.get("type", "message"):
         case "message":
             role = item.get("role")
-            if role not in ROLES:
+            if not isinstance(role, str) or role not in ROLES:
                 raise RefusedError(f"role must be one of {', '.join(ROLES)}", param=f"{where}.role")
             return {"role": ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
         case "function_call":
