@@ -143,8 +143,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
                 Learner(
                     ranks=ranks,
                     full=full,
-                    step=learner_bytes(shape, train, ranks=ranks if full else 1, judged_by=judged_by),
-                    state=state_bytes(shape, train, ranks=ranks if full else 1, judged_by=judged_by),
+                    step=learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by),
+                    state=state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by),
                 )
                 for ranks, full in ways
             ),
@@ -225,15 +225,14 @@ def _split(policy: Policy, needs: Needs, numbers: tuple[int, ...], memory: Memor
     fitting = [way for way in needs.learners if way.step <= memory.usable]
     if width is None or not fitting:
         return None
-    ranks = max(fitting[0].ranks, len(numbers) // 2)
-    learner = next(way for way in fitting if way.ranks == ranks)
-    served = (len(numbers) - ranks) // width
+    learner = next((way for way in fitting if way.ranks >= len(numbers) // 2), fitting[-1])
+    served = (len(numbers) - learner.ranks) // width
     if not served:
         return None
-    rest = numbers[ranks:]
+    rest = numbers[learner.ranks :]
     return Placement(
         kind="split",
-        learner=numbers[:ranks],
+        learner=numbers[: learner.ranks],
         engines=tuple(rest[n * width : (n + 1) * width] for n in range(served)),
         gpu_memory_utilization=_alone(policy, served, memory),
         learner_share=round(memory.part(memory.usable), DIGITS),

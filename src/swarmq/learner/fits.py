@@ -64,22 +64,24 @@ def shard(source: str, train: Train) -> Sharding:
     if not torch.cuda.is_available():
         return Sharding(full=False, reason="no GPU whose memory could be short")
     gpu = torch.cuda.get_device_properties(0).total_memory
-    needed = learner_bytes(shape_of(source), train, judged_by=_judged_by(source, train))
+    needed = learner_bytes(shape_of(source), train, ranks=ranks, full=False, judged_by=_judged_by(source, train))
     said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
 
 
-def check(source: str, train: Train, *, ranks: int, gpu: Gpu) -> str:
-    """How `ranks` that share out a model fit their GPUs, in words.
+def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str:
+    """How `ranks`, which share a model out or else hold the whole of it each, fit their GPUs, in words.
 
     Raises LearnerError where they do not, saying how much is missing and what to change.
     """
-    return check_shape(shape_of(source), train, ranks=ranks, gpu=gpu, judged_by=_judged_by(source, train))
+    return check_shape(shape_of(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
 
 
-def check_shape(shape: Shape, train: Train, *, ranks: int, gpu: Gpu, judged_by: Sequence[int] | None = None) -> str:
+def check_shape(
+    shape: Shape, train: Train, *, ranks: int, full: bool = True, gpu: Gpu, judged_by: Sequence[int] | None = None
+) -> str:
     """The same of a model of this shape; `judged_by` as `learner_bytes` has it."""
-    needed = learner_bytes(shape, train, ranks=ranks, judged_by=judged_by)
+    needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
     if needed <= gpu.free:

@@ -1,6 +1,7 @@
 """What learning takes of a GPU's memory. Pure: numbers in, bytes out.
 
-Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2.
+Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; where
+several ranks hold the whole model each, gradients are added up over them in buckets, 4.
 Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
 """
 
@@ -13,6 +14,7 @@ import msgspec
 from swarmq.config import Train
 
 STATE_BYTES = 16
+BUCKET_BYTES = 4
 FROZEN_BYTES = 4
 HALF_BYTES = 2
 KEPT_BYTES = 2
@@ -48,29 +50,36 @@ def judges(train: Train, initial: str) -> dict[str, str]:
     return reference | ({"teacher": train.teacher} if train.teacher and not is_served(train.teacher) else {})
 
 
-def learner_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequence[int] | None = None) -> int:
+def learner_bytes(
+    shape: Shape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+) -> int:
     """Of one GPU: state of its share of the parameters, and the largest pass.
 
-    `ranks`: that share the model out; 1 where each holds the whole.
+    `ranks` share the model out, or hold the whole of it each where the sharding is not `full`.
     `judged_by`: parameters of each frozen model; by default they are as large as the policy.
     """
     half = train.precision(cuda=True) == "bf16"
-    copies = shape.parameters * HALF_BYTES // ranks if half else 0
+    copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half else 0
     once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
     wide = 1 if half else 2
-    state = state_bytes(shape, train, ranks=ranks, judged_by=judged_by)
+    state = state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     return state + copies + wide * train.micro_batch_tokens * shape.hidden * once
 
 
-def state_bytes(shape: Shape, train: Train, *, ranks: int = 1, judged_by: Sequence[int] | None = None) -> int:
+def state_bytes(
+    shape: Shape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+) -> int:
     """Of one GPU: what stays there between steps.
 
     The buffer of pushes is a policy's whole weights. Ranks that share a policy out do without where there is no room:
     weights go by file then.
     """
-    if train.cpu_offload and ranks > 1:
+    parts = ranks if full else 1
+    if train.cpu_offload and parts > 1:
         return 0
-    pushed = HALF_BYTES * shape.parameters if ranks == 1 else 0
+    whole = HALF_BYTES * shape.parameters if parts == 1 else 0
+    if ranks > parts and not train.lora:
+        whole += BUCKET_BYTES * shape.parameters
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
     own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
-    return (own + FROZEN_BYTES * frozen) // ranks + pushed
+    return (own + FROZEN_BYTES * frozen) // parts + whole

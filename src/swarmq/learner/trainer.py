@@ -351,8 +351,8 @@ def _check_memory(accelerator: Accelerator, train: Train, source: str) -> None:
     if accelerator.device.type != "cuda":
         return
     free, total = torch.cuda.mem_get_info(accelerator.device)
-    ranks = accelerator.num_processes if accelerator.distributed_type == DistributedType.FSDP else 1
-    log.info("memory", fits=fits.check(source, train, ranks=ranks, gpu=fits.Gpu(total=total, free=free)))
+    ranks, full = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP
+    log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=fits.Gpu(total=total, free=free)))
 
 
 def _refuse_split_sequences(environment: Mapping[str, str]) -> None:

@@ -184,10 +184,10 @@ def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, mod
     engine = int(own.engine.gpu_memory_utilization * gpu.total)
     assert engine <= gpu.free, "vLLM starts only where it finds its share"
     beside = engine if placement.kind == "shared" else 0
-    ranks = len(placement.learner) if fits.shard("m", own.train).full else 1
+    ranks, full = len(placement.learner), fits.shard("m", own.train).full
     free = gpu.free - (ASLEEP if placement.sleep else beside)
-    fits.check_shape(shape, own.train, ranks=ranks, gpu=fits.Gpu(total=gpu.total, free=free))
-    assert state_bytes(shape, own.train, ranks=ranks) + beside <= gpu.free
+    fits.check_shape(shape, own.train, ranks=ranks, full=full, gpu=fits.Gpu(total=gpu.total, free=free))
+    assert state_bytes(shape, own.train, ranks=ranks, full=full) + beside <= gpu.free
 
 
 def test_the_plan_decides_whether_ranks_share_the_model_out_and_their_learner_is_told() -> None:
