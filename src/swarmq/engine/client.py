@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -85,6 +86,7 @@ class VllmEngine:
         self._lookup = aiohttp.ClientTimeout(total=LOOKUP_S, sock_connect=CONNECT_S)
         self._brief = aiohttp.ClientTimeout(total=CONNECT_S)
         self._info: EngineInfo | None = None
+        self._parsing = asyncio.Lock()
 
     @classmethod
     @contextlib.asynccontextmanager
@@ -201,9 +203,25 @@ class VllmEngine:
             "generate_chunk": {"request_id": "derender", "output_mode": "tokens", "choices": [choice]},
             "stream_state": state,
         }
-        reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        async with self._turn_to_parse(first=state is None):
+            reply = await self._json("POST", "/v1/chat/completions/derender", body)
         choices = reply["chunk"]["choices"]
         return _present(choices[0]["delta"]) if choices else {}, reply["stream_state"]
+
+    @contextlib.asynccontextmanager
+    async def _turn_to_parse(self, *, first: bool) -> AsyncIterator[None]:
+        """One at a time, for vLLM renders prompts on the same thread, where none is to wait for many portions.
+
+        The first portion of an answer costs little and goes ahead.
+        """
+        if first:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._lookup.total), self._parsing:
+                yield
+        except TimeoutError as error:
+            raise EngineError(f"{self.url} did not parse an answer within {self._lookup.total:g} s") from error
 
     async def tokenize(self, text: str) -> list[int]:
         reply = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})

@@ -30,6 +30,7 @@ from swarmq.proxy.gate import Gate
 from swarmq.proxy.graph import Stitched, history_of
 from swarmq.proxy.memory import Episodes, Memory
 from swarmq.proxy.meter import Meter
+from swarmq.proxy.pace import Pace, paced
 from swarmq.proxy.pool import Lane, Pool
 from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
 from swarmq.proxy.refusals import RefusedError
@@ -55,6 +56,8 @@ class Begun(msgspec.Struct, kw_only=True):
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None
+    pace: Pace
+    """Of what is parsed while it streams."""
     held: ExitStack = msgspec.field(default_factory=ExitStack)
     """Its place inside, and its memory."""
 
@@ -205,6 +208,9 @@ class Completions:
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
+            pace = Pace()
+            if call.stream and rendered.parsed:
+                deltas = paced(deltas, pace)
             try:
                 first: list[Delta] = await anext(deltas, [])
             except BaseException:
@@ -230,7 +236,7 @@ class Completions:
         )
         return Begun(
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
-            overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved,
+            overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved, pace=pace,
         )  # fmt: skip
 
     @contextmanager
@@ -325,13 +331,14 @@ async def _gain(begun: Begun, choice: Choice, delta: Delta) -> Json:
     """What the agent gets of a delta: its text, or what the engine's parsers make of its tokens."""
     if not begun.rendered.parsed:
         return {"content": delta.text} if delta.text else {}
-    gain, choice.state = await begun.lane.engine.derender_delta(
-        begun.chat,
-        begun.rendered.token_ids,
-        spoken(delta.token_ids, delta.finish_reason, delta.stop_reason),
-        finish_reason=delta.finish_reason,
-        state=choice.state,
-    )
+    with begun.pace.work():
+        gain, choice.state = await begun.lane.engine.derender_delta(
+            begun.chat,
+            begun.rendered.token_ids,
+            spoken(delta.token_ids, delta.finish_reason, delta.stop_reason),
+            finish_reason=delta.finish_reason,
+            state=choice.state,
+        )
     met = delta.stop_reason if isinstance(delta.stop_reason, str) else None
     return choice.trim(gain, met=met, ended=delta.finish_reason is not None)
 

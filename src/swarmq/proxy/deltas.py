@@ -1,11 +1,30 @@
-"""Message deltas: adding them up, and cutting off a stop string. Pure."""
+"""Deltas of tokens and of messages: adding them up, and cutting off a stop string. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+from swarmq.engine.protocol import Delta
+
 Json = dict[str, Any]
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """Deltas of one choice that follow each other, as one."""
+    last = deltas[-1]
+    if len(deltas) == 1:
+        return last
+    return Delta(
+        index=last.index,
+        text="".join([delta.text for delta in deltas]),
+        token_ids=[token for delta in deltas for token in delta.token_ids],
+        logprobs=[logprob for delta in deltas for logprob in delta.logprobs],
+        entries=[entry for delta in deltas for entry in delta.entries],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        versions=last.versions,
+    )
 
 
 def extend(message: Json, delta: Json) -> None:

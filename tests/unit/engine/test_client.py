@@ -279,3 +279,30 @@ async def test_parsers_get_what_they_look_at_and_not_the_whole_conversation_with
             await engine.derender_delta(chat, [1], [2], finish_reason=None, state=None)
     assert seen[0] == {"model": "served", "tools": [1], "messages": [{"role": "assistant", "tool_calls": [call]}]}
     assert seen[1]["messages"] == [{"role": "user", "content": ""}]
+
+
+async def test_streams_are_parsed_one_at_a_time_but_nobody_s_first_portion_waits():
+    """Prompts are rendered on the same thread of vLLM."""
+    asked, busy, most, gate = [], 0, 0, asyncio.Event()
+
+    async def handler(request):
+        nonlocal busy, most
+        state = (await request.json())["stream_state"]
+        asked.append(state)
+        if state is not None:
+            busy += 1
+            most = max(most, busy)
+            await gate.wait()
+            busy -= 1
+        return web.json_response({"chunk": {"choices": []}, "stream_state": 7})
+
+    async with answering("/v1/chat/completions/derender", handler) as engine, asyncio.TaskGroup() as tasks:
+
+        async def parse(state):
+            await engine.derender_delta({"messages": []}, [1], [2], finish_reason=None, state=state)
+
+        for _ in range(3):
+            tasks.create_task(parse({}))
+        await parse(None)
+        gate.set()
+    assert (len(asked), most) == (4, 1)
