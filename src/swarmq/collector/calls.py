@@ -9,6 +9,9 @@ retried call gives itself away, in this order (rabbitmq_notes 2.4):
 (c) two equal requests with equal retry numbers, where a later prompt continues one and none continues the other:
     the other was lost. (An agent that samples the same prompt often on purpose uses `n` or names its calls.)
 
+To continue a call is to have sampled tokens of it: what shares no more than its prompt is another choice or sending of
+its request, or a conversation that begins alike.
+
 A kept turn may share tokens with an orphan, or with another policy's turn; it is then re-based on the nearest
 ancestor that is sent along, so every turn that leaves here can be resolved.
 """
