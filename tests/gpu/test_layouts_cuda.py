@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig, Qwen3Config
+from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
 from swarmq.learner import tree_head
 from swarmq.learner.kept import Checkpointing
@@ -34,13 +34,16 @@ CONFIGS = {
     "qwen3": Qwen3Config(**SHAPE),
     "mistral": MistralConfig(**SHAPE, sliding_window=100),
     "gemma2": Gemma2Config(**SHAPE, sliding_window=100, query_pre_attn_scalar=32),
+    "gpt-oss": GptOssConfig(**SHAPE, sliding_window=100, num_local_experts=4, num_experts_per_tok=2),  # attention sinks
 }
 
 
-def build(name, dtype=torch.float32):
+def build(name, dtype=torch.float32, device="cuda"):
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=dtype, attn_implementation="eager").train()
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(
+            CONFIGS[name], dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+        ).train()
 
 
 def group(branches=3, depth=4, size=40):
@@ -99,12 +102,19 @@ def test_log_probabilities_and_gradient_are_the_oracles(name, way, others_kept, 
     layouts = PrefixTree(episodes).layouts(2000) if way == "tree" else row_layouts(episodes, 2000)
     assert len(layouts) > 1
     model = LayoutModel(build(name))
+    assert model.rows_only is None
     model.compile_layers()
     monkeypatch.setattr(Checkpointing, "_how_many", lambda *_: others_kept)
     Checkpointing.enable(model.model)
     ours, our_gradient = computed(model, layouts)
     assert (ours - logprobs).abs().max() < 1e-5
     assert (our_gradient - gradient).norm() / gradient.norm() < 1e-5
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_that_is_still_on_the_cpu_is_checked_with_the_kernels_that_will_train_it(name, dtype):
+    assert LayoutModel(build(name, device="cpu"), device=torch.device("cuda"), dtype=dtype).rows_only is None
 
 
 def test_half_precision_differs_by_rounding_alone():

@@ -12,7 +12,7 @@ from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.memory import judges
 from swarmq.learner.model import load_lm, vocab_size
-from swarmq.learner.sharding import frozen, is_sharded
+from swarmq.learner.sharding import compute_dtype, frozen, is_sharded
 from swarmq.learner.tokenizers import check_judge
 from swarmq.learner.tree import LayoutModel, Placed
 
@@ -27,7 +27,8 @@ class Frozen:
             raise LearnerError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
-        judge = LayoutModel(lm.requires_grad_(requires_grad=False))
+        lm = lm.requires_grad_(requires_grad=False)
+        judge = LayoutModel(lm, device=accelerator.device, dtype=compute_dtype(accelerator))
         self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
         self._model: Any = frozen(judge, accelerator)

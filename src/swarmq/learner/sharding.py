@@ -47,6 +47,11 @@ def plugin(train: Train) -> FullyShardedDataParallelPlugin:
     )
 
 
+def compute_dtype(accelerator: Accelerator) -> torch.dtype:
+    """What matrix products and attention are computed in, sharded or not."""
+    return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
+
+
 def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin) -> None:
     """accelerate shards only over accelerators; torch also shards over processes without any, which tests use."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:

@@ -42,7 +42,7 @@ from swarmq.learner.passes import Engine, Pass, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
-from swarmq.learner.sharding import check_collectives, gathered, is_sharded, plugin, shard_on_cpu
+from swarmq.learner.sharding import check_collectives, compute_dtype, gathered, is_sharded, plugin, shard_on_cpu
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
@@ -81,7 +81,8 @@ class Trainer:
         self.accelerator = accelerator or make_accelerator(train, source)
         _check_memory(self.accelerator, train, source)
         self.train, self.version = train, version
-        policy = LayoutModel(_policy_lm(source, initial or source, train))
+        lm = _policy_lm(source, initial or source, train)
+        policy = LayoutModel(lm, device=self.accelerator.device, dtype=compute_dtype(self.accelerator))
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
@@ -205,8 +206,7 @@ class Trainer:
         }
 
     def _matrix_rate(self) -> float:
-        dtype = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else torch.float32
-        return matrix_rate(self.accelerator.device, dtype)
+        return matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
 
     def _logprobs(self, work: Work) -> list[Tensor]:
         """Of each pass [S], under the weights as they are."""

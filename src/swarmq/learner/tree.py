@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError
 from swarmq.learner import tree_attention
+from swarmq.learner.kernel_check import Recorded, refusal
 from swarmq.learner.tree_attention import Visibility, placed
 from swarmq.learner.tree_head import Scored, head_of, score, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
@@ -67,14 +68,17 @@ class LayoutModel(nn.Module):
     where the head reads them. The model's attention is replaced by ours where that gives the model's own results.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(
+        self, model: PreTrainedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now."""
         super().__init__()
         self.model: Any = model
         self.head_apart = True
         """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
         self.rows_only: str | None = "not checked yet"
         """Why trees cannot be computed; None when they can."""
-        self._check()
+        self._check(device or self.model.device, dtype or self.model.dtype)
 
     @property
     def cost(self) -> Cost:
@@ -110,11 +114,12 @@ class LayoutModel(nn.Module):
             return score(chosen, head_of(self.model), placed.targets, temperatures)
         return score_logits(chosen, placed.targets, temperatures)
 
-    def _check(self) -> None:
-        """Hold head and attention to what the model itself computes for a small example."""
+    def _check(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
         few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
+        recorded = Recorded(tree, self.model.device)
         with _evaluating(self.model):
             expected = _by_the_book(self.model, few)
             self.head_apart = self._flaw(few, expected) is None
@@ -123,7 +128,10 @@ class LayoutModel(nn.Module):
                 plain = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
                 AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
                 self.model.set_attn_implementation(tree_attention.NAME)
-                self.rows_only = self._flaw(forked, expected)
+                self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                if self.rows_only is None and device.type == "cuda":
+                    trained = any(parameter.requires_grad for parameter in self.parameters())
+                    self.rows_only = refusal(recorded.calls, tree, device, dtype, backward=trained)
                 if self.rows_only is not None:
                     self.model.set_attn_implementation(plain)
         if self.rows_only or not self.head_apart:

@@ -72,6 +72,13 @@ class Visibility:
             self._batches[window] = batches_of(self.nodes, self.paths, window, self._device)
         return self._batches[window]
 
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+        """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D], of layer `module`."""
+        if self.compiled:
+            inputs = (query, key, value)
+            return self.kept.output(module, inputs, lambda: _attend_compiled(*inputs, self, form))
+        return attend_in_batches(query, key, value, self.batches(form.window), form)
+
     @property
     def padded_length(self) -> int:
         """Tokens that the attention kernel is given; what it is compiled for."""
@@ -106,12 +113,7 @@ def attend(
     if dropout:
         raise LearnerError("attention dropout makes training differ from sampling: set the model's to 0")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
-    if visibility.compiled:
-        inputs = (query, key, value)
-        output = visibility.kept.output(module, inputs, lambda: _attend_compiled(*inputs, visibility, form))
-    else:
-        output = attend_in_batches(query, key, value, visibility.batches(form.window), form)
-    return output.transpose(1, 2).contiguous(), None
+    return visibility.attend(module, query, key, value, form).transpose(1, 2).contiguous(), None
 
 
 def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: Form) -> Tensor:

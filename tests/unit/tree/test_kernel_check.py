@@ -1,0 +1,123 @@
+"""A kernel that does not do what training asks of it is found before training begins. The kernels here are scripted."""
+
+import pytest
+import torch
+
+from swarmq.learner import tree, tree_attention
+from swarmq.learner.batched_attention import attend_in_batches
+from swarmq.learner.kernel_check import Recorded, refusal
+from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.timeline import PrefixTree
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def right(query, key, value, visibility, form):
+    return attend_in_batches(query, key, value, visibility.batches(form.window), form)
+
+
+def without_sinks(query, key, value, visibility, form):
+    return right(query, key, value, visibility, form._replace(sinks=None))
+
+
+def without_window(query, key, value, visibility, form):
+    return right(query, key, value, visibility, form._replace(window=None))
+
+
+def refused(*_):
+    raise RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448\nTraceback")
+
+
+def full(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+class Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(_, values):
+        return values.clone()
+
+    backward = staticmethod(refused)
+
+
+def refused_backwards(*asked):
+    return Forward.apply(right(*asked))
+
+
+def untrained_sinks(query, key, value, visibility, form):
+    sinks = None if form.sinks is None else form.sinks.detach() + 0 * form.sinks
+    return right(query, key, value, visibility, form._replace(sinks=sinks))
+
+
+@pytest.fixture
+def checked(make_model, make_group, monkeypatch):
+    """What is said of a scripted kernel that computes the layers of a model."""
+
+    def check(kernel, name="gpt-oss", dtype=torch.float32, *, backward=True):
+        (layout, *_) = PrefixTree(make_group(seed=3)).layouts(2000)
+        model, recorded = LayoutModel(make_model(name)), Recorded(layout, CPU)
+        placed = Placed.of(layout, CPU)
+        with torch.no_grad():
+            model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
+        monkeypatch.setattr(tree_attention, "_attend_compiled", kernel)
+        return refusal(recorded.calls, layout, CPU, dtype, backward=backward)
+
+    return check
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt-oss"])
+def test_a_kernel_that_gives_the_same_is_taken(checked, name, dtype):
+    assert checked(right, name, dtype) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kernel", [without_sinks, without_window, untrained_sinks])
+def test_a_kernel_that_gives_something_else_is_not(checked, kernel, dtype):
+    assert "is off by" in checked(kernel, dtype=dtype)
+
+
+@pytest.mark.parametrize("kernel", [refused, refused_backwards])
+def test_a_kernel_that_is_refused_is_not_and_it_is_said_why(checked, kernel):
+    assert checked(kernel) == (
+        "its attention cannot be compiled for this GPU: out of resource: shared memory, Required: 262144, "
+        "Hardware limit: 232448"
+    )
+
+
+def test_a_model_that_only_judges_needs_no_backward_pass(checked):
+    assert checked(refused_backwards, backward=False) is None
+
+
+def test_a_full_gpu_is_no_reason_to_compute_rows(checked):
+    with pytest.raises(torch.OutOfMemoryError):
+        checked(full)
+
+
+def test_a_layer_of_every_kind_is_tried(make_model, make_group):
+    (layout, *_) = PrefixTree(make_group(seed=3)).layouts(2000)
+    model, recorded = LayoutModel(make_model("gpt-oss")), Recorded(layout, CPU)
+    placed = Placed.of(layout, CPU)
+    model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
+    assert [call.form.window for call in recorded.calls] == [7, None]
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(make_model, monkeypatch, trained):
+    tried = []
+
+    def check(calls, _, device, dtype, *, backward):
+        tried.append((len(calls), device, dtype, backward))
+        return "its attention cannot be compiled for this GPU: too wide"
+
+    monkeypatch.setattr(tree, "refusal", check)
+    lm = make_model("mistral").requires_grad_(trained)
+    model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16)
+    assert tried == [(1, CUDA, torch.bfloat16, trained)]
+    assert model.rows_only == "its attention cannot be compiled for this GPU: too wide"
+    assert lm.config._attn_implementation == "sdpa"
+
+
+def test_without_a_gpu_there_is_no_kernel_to_try(make_model, monkeypatch):
+    monkeypatch.setattr(tree, "refusal", refused)
+    assert LayoutModel(make_model("mistral")).rows_only is None
