@@ -1,0 +1,40 @@
+"""A real vLLM as teacher: what it says of sampled tokens is what its model says in the learner's memory."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.episodes import make_group
+from support.tiny_model import tiny_model as make_tiny_model
+from swarmq.config import Loss, Train
+from swarmq.engine.same_tokens import ids_of_all
+from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.tokenizers import own_ids
+from swarmq.learner.trainer import Trainer
+
+pytestmark = pytest.mark.vllm
+
+BATCH = tuple(make_group(turns=2))
+
+
+def stepped(policy: Path, teacher: str) -> dict[str, Any]:
+    """The figures of a step."""
+    train = Train(gradient_checkpointing=False, warmup_steps=0, loss=Loss(name="distill"), teacher=teacher)
+    index = Index(record=1, version=1, trained=tuple(episode.episode_id for episode in BATCH))
+    return Trainer(str(policy), train).step(BatchRecord(index=index, episodes=BATCH, settings=train))
+
+
+def test_an_engine_teaches_what_its_model_teaches_in_memory(engine_url: str, tiny_model: Path) -> None:
+    policy = make_tiny_model(seed=1)
+    served, loaded = (stepped(policy, str(teacher)) for teacher in (engine_url, tiny_model))
+    for figure in ("loss", "grad_norm"):
+        assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
+        assert abs(loaded[figure]) > 0.1, "with the policy as its own teacher it is 0"
+
+
+def test_an_engine_s_ids_of_the_test_text_are_its_model_s(engine_url: str, tiny_model: Path) -> None:
+    assert asyncio.run(ids_of_all([engine_url])) == {engine_url: list(own_ids(str(tiny_model)) or ())}
