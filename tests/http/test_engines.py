@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from swarmq.proxy.pool import CROWDED, Pool
-from swarmq.testing.scripted_engine import ScriptedEngine
+from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
 
@@ -59,6 +59,19 @@ async def change(stage, what, url, policy="main"):
     from .test_control import call
 
     return await call(stage, "POST", f"/engines/{what}", {"policy": policy, "url": url}, roles=["admin"])
+
+
+async def test_an_engine_with_another_tokenizer_is_not_added(stages, tmp_path, monkeypatch):
+    async def tokenize(engine, text):
+        return [*encode(text), engine.url == "scripted://new"]
+
+    monkeypatch.setattr(ScriptedEngine, "tokenize", tokenize)
+    async with stages(folder=str(tmp_path)) as stage:
+        status, fault = await change(stage, "add", "scripted://new")
+        assert (status, fault["error"]["param"]) == (400, "url")
+        assert "scripted://new has another tokenizer than the one at scripted://0" in fault["error"]["message"]
+        status, engines = await change(stage, "add", "scripted://more")
+        assert [view["url"] for view in engines["main"]] == ["scripted://0", "scripted://more"]
 
 
 async def test_an_engine_that_is_added_serves(stages, tmp_path):

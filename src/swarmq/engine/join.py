@@ -14,7 +14,7 @@ from swarmq.config import SwarmJob
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.roster import Roster
-from swarmq.engine.same_tokens import difference, ids_of_all
+from swarmq.engine.same_tokens import check_joins, ids_of_all
 from swarmq.errors import ConfigError, EngineError
 from swarmq.process import held_port, tail
 
@@ -43,20 +43,10 @@ async def add(job: SwarmJob, policy: str, url: str) -> None:
     url = url.rstrip("/")
     async with EngineControl(url) as engine:
         await engine.status()
-    await _check_tokenizer(url, Roster(job).urls()[policy])
+    answers = await ids_of_all([url, *Roster(job).urls()[policy]])
+    if told := answers.pop(url, None):
+        check_joins(url, told, answers)
     Roster(job).add(policy, url)
-
-
-async def _check_tokenizer(url: str, present: Sequence[str]) -> None:
-    """Against those that serve; who does not answer is not judged."""
-    answers = await ids_of_all([url, *present])
-    if (told := answers.pop(url, None)) is None:
-        return
-    for other, ids in answers.items():
-        if (how := difference(told, ids)) is not None:
-            raise EngineError(
-                f"the engine at {url} has another tokenizer than the one at {other}: {how}; start it with the same model"
-            )
 
 
 def remove(job: SwarmJob, policy: str, url: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 
 import structlog
 
 from swarmq.engine.client import VllmEngine
+from swarmq.engine.protocol import Engine
 from swarmq.errors import EngineError
 
 log = structlog.get_logger()
@@ -18,8 +20,28 @@ ASK_S = 10.0
 
 async def ids_of_all(urls: Sequence[str]) -> dict[str, list[int]]:
     """Engine url -> its ids of `PROBE`; without those that do not answer, which is logged."""
-    answers = zip(urls, await asyncio.gather(*map(_ids, urls)), strict=True)
+    async with AsyncExitStack() as opened:
+        engines = [await opened.enter_async_context(VllmEngine.open(url, deadline_s=ASK_S)) for url in urls]
+        answers = zip(urls, await asyncio.gather(*map(ids_of, engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
+
+
+async def ids_of(engine: Engine) -> list[int] | None:
+    """Its ids of `PROBE`; None where it does not answer, which is logged."""
+    try:
+        return await engine.tokenize(PROBE)
+    except EngineError as error:
+        log.info("tokenizers_not_compared", engine=engine.url, reason=str(error))
+        return None
+
+
+def check_joins(url: str, told: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
+    """Raises EngineError for an engine that is to serve beside others whose ids of `PROBE` are not its own."""
+    for other, ids in present.items():
+        if (how := difference(told, ids)) is not None:
+            raise EngineError(
+                f"the engine at {url} has another tokenizer than the one at {other}: {how}; start it with the same model"
+            )
 
 
 def difference(told: Sequence[int], ids: Sequence[int]) -> str | None:
@@ -28,12 +50,3 @@ def difference(told: Sequence[int], ids: Sequence[int]) -> str | None:
         return None
     at = next((n for n, (a, b) in enumerate(zip(ids, told, strict=False)) if a != b), min(len(ids), len(told)))
     return f"its ids of a test text are {list(told[at : at + 4])} where those are {list(ids[at : at + 4])} (from token {at} on)"
-
-
-async def _ids(url: str) -> list[int] | None:
-    try:
-        async with VllmEngine.open(url, deadline_s=ASK_S) as engine:
-            return await engine.tokenize(PROBE)
-    except EngineError as error:
-        log.info("tokenizers_not_compared", engine=url, reason=str(error))
-        return None

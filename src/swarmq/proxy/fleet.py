@@ -14,6 +14,7 @@ import structlog
 
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
+from swarmq.engine.same_tokens import check_joins, ids_of
 from swarmq.errors import EngineError
 from swarmq.proxy.pool import EngineView, Lane, Pool
 from swarmq.proxy.refusals import RefusedError
@@ -84,10 +85,25 @@ class Fleet:
         if remove is not None and len(present) == 1:
             raise RefusedError(f"{remove} is the only engine of {policy}: add another one first", param="url")
         if add is not None:
+            await self._check_tokenizer(pool, add)
             self.roster.add(policy, add)
         if remove is not None:
             self.roster.remove(policy, remove)
         await self.follow()
+
+    async def _check_tokenizer(self, pool: Pool, url: str) -> None:
+        """Who does not answer is not judged. Raises RefusedError."""
+        if not self._opener:
+            return
+        async with self._opener(url) as engine:
+            told = await ids_of(engine)
+        if told is None:
+            return
+        answers = {lane.engine.url: await ids_of(lane.engine) for lane in pool.lanes if lane.healthy}
+        try:
+            check_joins(url, told, {other: ids for other, ids in answers.items() if ids})
+        except EngineError as error:
+            raise RefusedError(str(error), param="url") from error
 
     async def _keep(self) -> None:
         while True:
