@@ -28,6 +28,8 @@ ENGINE_EXTRA = 4 * GIB
 """Beside weights and cache: CUDA itself, its graphs, activations."""
 ASLEEP = 2 * GIB
 """What a sleeping engine keeps."""
+DRIVER = 2 * GIB
+"""What a GPU may lack though nobody uses it: the driver's."""
 LEAST_CACHED = 8
 """An engine is worth starting when its cache holds this many of the longest calls."""
 HALF_BYTES = 2
@@ -102,12 +104,17 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     def usable(self) -> int:
         return int(HEADROOM * self.total) - self.held
 
+    @property
+    def is_used(self) -> bool:
+        """Whether others hold a part that is worth telling."""
+        return self.held > DRIVER
+
     def part(self, size: float) -> float:
         """Of a whole GPU."""
         return self.share * size / self.total
 
     def __str__(self) -> str:
-        return _gib(self.total) + (f", {_gib(self.held)} of them held by others" if self.held > ASLEEP else "")
+        return _gib(self.total) + (f", {_gib(self.held)} of them held by others" if self.is_used else "")
 
 
 class Learner(msgspec.Struct, frozen=True, kw_only=True):
@@ -261,6 +268,9 @@ def _shared(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...]
     wished = max(memory.part(least), (ALONE if sleep else BESIDE) * memory.share)
     utilization = crowd * asked if asked else round(min(wished, _down(memory.part(room))), DIGITS)
     both = f"learner {_gib(learner.step)} and engine {_gib(int(utilization / memory.share * memory.total))} of a GPU's {memory}"
+    why = (
+        "take turns, as engine.sleep asks: the engine" if policy.engine.sleep else "do not fit together, so the engine"
+    )
     return Placement(
         kind="shared",
         learner=numbers,
@@ -269,7 +279,7 @@ def _shared(policy: Policy, model: Model, needs: Needs, numbers: tuple[int, ...]
         learner_share=round(memory.part(memory.usable) - (0 if sleep else utilization), DIGITS),
         sleep=sleep,
         sharding="full" if learner.full else "none",
-        reason=f"{both} do not fit together, so the engine sleeps during steps" if sleep else f"{both} fit together",
+        reason=f"{both} {why} sleeps during steps" if sleep else f"{both} fit together",
     )
 
 
@@ -342,7 +352,7 @@ def _too_large(
     takes = f"the learner takes {_gib(learner.step)} ({_gib(learner.state)} between steps)" if learner else ""
     both = f"{takes} and the engine {engine}" if learner else f"the engine takes {engine}"
     lacking = f"{_gib(missing)} are missing of each GPU" if missing > 0 else "these are too few for both"
-    advice = ["take more GPUs", *(["free what others hold"] if memory.held > ASLEEP else [])]
+    advice = ["take more GPUs", *(["free what others hold"] if memory.is_used else [])]
     advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
