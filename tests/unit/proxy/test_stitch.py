@@ -112,18 +112,18 @@ def test_the_tokenizer_drifts():
 
 @given(st.randoms(use_true_random=False))
 async def test_any_tree_of_conversations_gives_prompts_that_say_what_was_asked(rng: random.Random):
-    """Forks, retries, edits, compaction, tools that come and go: `Episode.turn` asserts the claim for each."""
-    episode = Episode()
-    known = [[SYSTEM, user("go")]]
+    """Forks, retries, equal answers, edits, compaction, tools that come and go: `Episode.turn` asserts the claim for each."""
+    episode, system = Episode(), {"role": "system", "content": " ".join(map(str, range(60)))}
+    known = [[system, user("go")]]
     for number in range(12):
         messages = list(rng.choice(known))
         move = rng.randrange(5)
         if move == 0 and len(messages) > 2:
             messages[rng.randrange(len(messages))] = user(f"edited {number}")
         elif move == 1:
-            messages = [SYSTEM, user(f"summary {number}")]
+            messages = [system, user(f"summary {number}")]
         chat = {"tools": [TOOL]} if move == 2 else {}
-        answer = f"answer {number} to {len(messages)}"
+        answer = rng.choice([f"answer {number} to {len(messages)}", "always the same"])
         await episode.turn(messages, said(answer), spell(answer, rng), **chat)
         known.append([*messages, said(answer), user(f"next {number}")])
 
