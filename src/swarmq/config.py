@@ -324,6 +324,8 @@ class Policy(Settings, frozen=True, kw_only=True):
 
     model: str
     """A Hugging Face model folder or name."""
+    aliases: tuple[str, ...] = ()
+    """Other names that agents may ask for it by, for those whose model name cannot be changed; e.g. ["gpt-4o", "claude-*"]."""
     trained: bool = True
     placement: Literal["auto", "shared", "split"] = "auto"
     """Of learner and engines on this host's GPUs: on the same ones, or on some each; chosen from memory by `auto`."""
@@ -363,6 +365,9 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
                     )
         if not self.policies:
             raise ValueError("policies: at least one is needed, e.g. [policies.main] with model = '...'")
+        for name, policy in self.policies.items():
+            if other := next((other for other in self.policies if other in policy.aliases), None):
+                raise ValueError(f"policies.{name}.aliases: {other!r} is a policy's own name")
         if not any(policy.trained for policy in self.policies.values()):
             raise ValueError("policies: none is trained; leave `trained` out of at least one")
         _check_shares("mix", self.mix)

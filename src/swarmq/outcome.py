@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
     agent_rewards: Mapping[str, Mapping[str, float]] = {}
     """Policy -> agent tag -> reward."""
     call_rewards: Mapping[str, float] = {}
-    """call_id -> reward."""
+    """call_id -> reward; the `id` of an answer is one, also that of a response (`resp_...`)."""
 
 
 class Ends(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,7 +62,9 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
             _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent)
             for policy, by_agent in outcome.agent_rewards.items()
         },
-        call_rewards=_numbers("call_rewards", outcome.call_rewards),
+        call_rewards=_numbers(
+            "call_rewards", {name.removeprefix("resp_"): reward for name, reward in outcome.call_rewards.items()}
+        ),
         success=None if outcome.success is None else bool(outcome.success),
         metrics=_numbers("metrics", outcome.metrics),
         metadata={str(key): str(value) for key, value in outcome.metadata.items()},

@@ -269,3 +269,20 @@ async def test_a_prompt_of_another_dialect_does_not_take_the_messages_place(stag
     await stage.ask(HI, prompt="something else")
     [turn] = stage.turns()
     assert "something else" not in decode(unpack_ids(turn.prompt_ids).tolist())
+
+
+@pytest.mark.parametrize("name", ["gpt-4o", "claude-opus-9"])
+async def test_a_policy_answers_to_its_aliases(stages, name):
+    async with stages(aliases=["gpt-4o", "claude-*"]) as stage:
+        stage.engine.say("x")
+        status, _, raw = await stage.post({"model": name, "messages": [HI]})
+        assert (status, json.loads(raw)["model"]) == (200, "main")
+        status, _, raw = await stage.post({"model": "gpt-4", "messages": [HI]})
+        assert (status, "policies.X.aliases" in raw.decode()) == (404, True)
+
+
+@pytest.mark.parametrize("body", [{"model": "main", "messages": [HI]}, {"model": "nobody"}])
+async def test_every_answer_has_a_request_id(stage, body):
+    stage.engine.say("x")
+    _, headers, _ = await stage.post(body)
+    assert headers["x-request-id"] == headers["request-id"] != ""

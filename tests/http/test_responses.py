@@ -31,7 +31,7 @@ async def test_text_in_and_text_out(stage, agent):
         model="main", input="hi", instructions="Be brief.", temperature=0.5, max_output_tokens=9
     )
     [turn] = stage.turns()
-    assert (answer.id, answer.output_text, answer.status) == (turn.call_id, "hello", "completed")
+    assert (answer.id, answer.output_text, answer.status) == (f"resp_{turn.call_id}", "hello", "completed")
     assert (answer.instructions, answer.temperature, answer.max_output_tokens) == ("Be brief.", 0.5, 9)
     assert answer.usage.input_tokens == len(unpack_ids(turn.prompt_ids))
     assert answer.usage.output_tokens == len(encode("hello")) + 1

@@ -47,6 +47,7 @@ async def staged(
     number: int = 0,
     watchers: Any = (),
     frozen: bool = False,
+    aliases: Any = (),
     most_connections: int = 4096,
     **settings,
 ) -> AsyncIterator[Stage]:
@@ -59,7 +60,7 @@ async def staged(
     tree = {
         "run": RUN,
         "folder": folder,
-        "policies": {"main": policy, "other": {**policy, "trained": not frozen}},
+        "policies": {"main": {**policy, "aliases": list(aliases)}, "other": {**policy, "trained": not frozen}},
         "kinds": kinds or {},
     }
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})

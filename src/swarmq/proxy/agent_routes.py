@@ -7,7 +7,7 @@ agent ──POST──> key ──> body ──> read ──> Completions.begin 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 from litestar import Request, get, post
@@ -57,6 +57,7 @@ def agent_routes(
     *,
     claims_of: Callable[[Request[Any, Any, Any]], Claims],
     pools: Mapping[str, Pool],
+    aliases: Mapping[str, Sequence[str]],
     episodes: Episodes,
     meter: Meter,
     body_timeout_s: float,
@@ -77,7 +78,15 @@ def agent_routes(
         claims = claims_of(request)
         with episodes.arriving(claims) as memory:
             raw = await body_of(request)
-            call = read(dialect, raw, claims, request.headers, memory.conversations, remote_images=remote_images)
+            call = read(
+                dialect,
+                raw,
+                claims,
+                request.headers,
+                memory.conversations,
+                aliases=aliases,
+                remote_images=remote_images,
+            )
         if call.policy not in pools:
             raise _no_model(call.policy, [name for name in claims.policies if name in pools])
         return call
@@ -106,7 +115,7 @@ def agent_routes(
         return Stream(
             said,
             media_type="text/event-stream",
-            headers={**headers(begun), "cache-control": "no-cache"},
+            headers={**headers(begun), "cache-control": "no-cache", "x-accel-buffering": "no"},
             background=BackgroundTask(finish),
         )
 

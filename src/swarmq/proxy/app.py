@@ -22,12 +22,12 @@ from swarmq.config import SwarmJob
 from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
 from swarmq.members import Removed
-from swarmq.messages import Event, Turn
+from swarmq.messages import Event, Turn, new_id
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
 from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_routes
-from swarmq.proxy.dialects import dialect_of
+from swarmq.proxy.dialects import dialect_of, request_headers
 from swarmq.proxy.fleet import Fleet, Opener
 from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
@@ -135,14 +135,22 @@ def create_app(
             error = not_served(request.method, path)
         refusal = refusal_of(error)
         meter.errors += 1
+        told = {**refusal.headers, **request_headers(new_id())}
         if refusal.status >= 500:
-            log.warning("call_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
-        return Response(dialect_of(path).refusal(refusal), status_code=refusal.status, headers=refusal.headers)
+            log.warning(
+                "call_failed",
+                status=refusal.status,
+                error=str(error),
+                request_id=told["x-request-id"],
+                exc_info=refusal.status == 500,
+            )
+        return Response(dialect_of(path).refusal(refusal), status_code=refusal.status, headers=told)
 
     asked = agent_routes(
         completions,
         claims_of=claims_of,
         pools=pools,
+        aliases={name: policy.aliases for name, policy in job.policies.items()},
         episodes=episodes,
         meter=meter,
         body_timeout_s=job.proxy.receive_timeout_s,

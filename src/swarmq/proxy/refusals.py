@@ -66,8 +66,14 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
         return {"retry-after": str(self.retry_after_s)} if self.status in {429, 503} else {}
 
 
-def too_long(message: str) -> RefusedError:
-    return RefusedError(message, code="context_length_exceeded", param="messages")
+def too_long(prompt_tokens: int, most: int, *, wanted: int = 0) -> RefusedError:
+    """In the words by which client libraries know that a conversation has to become shorter."""
+    answer = f" and {wanted} for the answer" if wanted else ""
+    return RefusedError(
+        f"This model's maximum context length is {most} tokens. However, the request has {prompt_tokens} in the prompt{answer}: "
+        "shorten the conversation" + (" or ask for a shorter answer" if wanted else ""),
+        code="context_length_exceeded", param="messages",
+    )  # fmt: skip
 
 
 def foreign_episode(episode_id: str) -> RefusedError:

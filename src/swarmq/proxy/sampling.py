@@ -86,7 +86,7 @@ def effective(
     """
     room = max_model_len - prompt_tokens
     if room < 1:
-        raise too_long(f"the prompt has {prompt_tokens} tokens, the model takes {max_model_len} with the answer")
+        raise too_long(prompt_tokens, max_model_len)
     asked = chat.get("max_completion_tokens") or chat.get("max_tokens")
     params = {key: value for key, value in rendered.items() if key != "prompt_logprobs"}
     params["logprobs"] = (chat.get("top_logprobs") or 0) if chat.get("logprobs") else 0
@@ -109,7 +109,7 @@ def effective(
             params["temperature"] = setting.temperature
         limit = asked or min(setting.max_tokens, room)
         if limit > room:
-            raise too_long(f"{prompt_tokens} prompt tokens and max_tokens {limit} are over the model's {max_model_len}")
+            raise too_long(prompt_tokens, max_model_len, wanted=limit)
     if room_left is not None and room_left < limit:
         limit = room_left
         if "max_tokens" not in overridden:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from swarmq.proxy.dialects.base import Dialect, Writer, events, headers, read
+from swarmq.proxy.dialects.base import Dialect, Writer, events, headers, read, request_headers
 from swarmq.proxy.dialects.chat import Chat
 from swarmq.proxy.dialects.completions import TextCompletions
 from swarmq.proxy.dialects.messages import CountTokens, Messages
@@ -17,4 +17,4 @@ def dialect_of(path: str) -> Dialect:
     return next((dialect for dialect in DIALECTS if path.startswith(dialect.path)), DIALECTS[0])
 
 
-__all__ = ["DIALECTS", "CountTokens", "Dialect", "Writer", "dialect_of", "events", "headers", "read"]
+__all__ = ["DIALECTS", "CountTokens", "Dialect", "Writer", "dialect_of", "events", "headers", "read", "request_headers"]

@@ -13,6 +13,7 @@ import re
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
 import msgspec
@@ -87,9 +88,10 @@ def read(
     told: Mapping[str, str],
     conversations: Conversations,
     *,
+    aliases: Mapping[str, Sequence[str]] | None = None,
     remote_images: bool = False,
 ) -> Call:
-    """`told`: the request's headers. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
+    """`told`: the request's headers. `aliases`: policy -> other names that it goes by. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
     body = object_of(raw)
     ask = dialect.ask(body, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
@@ -103,7 +105,7 @@ def read(
     retry = told.get("x-stainless-retry-count", "")
     return Call(
         claims=claims,
-        policy=_policy(body, claims),
+        policy=_policy(body, claims, aliases or {}),
         request_id=new_id(),
         body=body,
         chat=chat,
@@ -120,10 +122,15 @@ def read(
 def headers(begun: Begun) -> dict[str, str]:
     call = begun.call
     told = {
-        "x-request-id": call.request_id,
+        **request_headers(call.request_id),
         "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
     }
     return {**told, "x-swarmq-overridden": ", ".join(begun.overridden)} if begun.overridden else told
+
+
+def request_headers(request_id: str) -> dict[str, str]:
+    """By which OpenAI's and Anthropic's libraries tell a request."""
+    return {"x-request-id": request_id, "request-id": request_id}
 
 
 async def events(dialect: Dialect, completions: Completions, begun: Begun, meter: Meter) -> AsyncGenerator[bytes, None]:
@@ -231,12 +238,16 @@ def not_served(body: Json, *names: str, why: str) -> None:
             raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
 
 
-def _policy(body: Json, claims: Claims) -> str:
-    model = body.get("model")
-    if model not in claims.policies:
-        known = ", ".join(claims.policies)
-        raise RefusedError(
-            f"model {model!r:.200} is not one of this key's policies: {known}",
-            status=404, code="model_not_found", param="model",
-        )  # fmt: skip
-    return str(model)
+def _policy(body: Json, claims: Claims, aliases: Mapping[str, Sequence[str]]) -> str:
+    """By its name, else by an alias."""
+    model = str(body.get("model"))
+    if model in claims.policies:
+        return model
+    for policy in claims.policies:
+        if any(fnmatchcase(model, alias) for alias in aliases.get(policy, ())):
+            return policy
+    known = ", ".join(claims.policies)
+    raise RefusedError(
+        f"model {model!r:.200} is neither one of this key's policies ({known}) nor an alias of one (policies.X.aliases)",
+        status=404, code="model_not_found", param="model",
+    )  # fmt: skip

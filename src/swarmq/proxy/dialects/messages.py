@@ -76,6 +76,8 @@ class Messages:
         fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
         named_already = refusal.param is None or refusal.param in refusal.message
         message = refusal.message if named_already else f"{refusal.param}: {refusal.message}"
+        if refusal.code == "context_length_exceeded":
+            message = f"prompt is too long: {refusal.message}"  # by which Anthropic's clients know it
         return {"type": "error", "error": {"type": ERRORS.get(refusal.status, fallback), "message": message}}
 
 

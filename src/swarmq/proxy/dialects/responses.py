@@ -39,6 +39,10 @@ SAME = (
     *("structured_outputs", "chat_template_kwargs", "ignore_eos", "min_tokens", "stop_token_ids", "bad_words"),
 )
 """Fields with one meaning in both dialects; those that only vLLM knows among them."""
+FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Of a chat request, as Responses call them."""
+PREFIX = "resp_"
+"""Of a response's id, which is the call id otherwise; clients tell ids of responses by it."""
 REPEATED: Json = {
     "instructions": None,
     "max_output_tokens": None,
@@ -102,7 +106,8 @@ class Responses:
         return ResponseWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
-        return refusal.body
+        param = refusal.param
+        return msgspec.structs.replace(refusal, param=FIELDS.get(param, param) if param else None).body
 
 
 class Items:
@@ -241,7 +246,7 @@ class ResponseWriter:
 def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None) -> Json:
     body, sampling = begun.call.body, begun.asked.sampling
     return {
-        "id": answer_id(begun),
+        "id": PREFIX + answer_id(begun),
         "object": "response",
         "created_at": int(begun.call.began_at),
         "status": status,
@@ -294,7 +299,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     name = body.get("previous_response_id")
     if name is None:
         return []
-    messages = told.recall(name) if isinstance(name, str) else None
+    messages = told.recall(name.removeprefix(PREFIX)) if isinstance(name, str) else None
     if messages is None:
         raise RefusedError(
             f"response {name!r:.100} is not known here: send the whole input instead",
