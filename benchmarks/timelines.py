@@ -38,7 +38,6 @@ from benchmarks.workloads import WORKLOADS, Episode, Source, Workload, batch
 from swarmq.learner.kept import Checkpointing
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, pack, plan, row_layouts, unfold
-from swarmq.timeline.layout import num_pairs
 
 PROFILED = {"linear_30", "forks_3"}
 LARGE = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -329,7 +328,7 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
 def flops(layouts: Sequence[Layout], cost: Cost, head: float) -> Flops:
     return Flops(
         tokens=3 * cost.token * sum(layout.num_tokens for layout in layouts),
-        attention=3 * cost.pair * sum(num_pairs(layout) for layout in layouts),
+        attention=3 * cost.attention(layouts),
         head=3 * head * sum(layout.num_trained for layout in layouts),
     )
 

@@ -38,6 +38,8 @@ class Recorded(Visibility):
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device, compiled=False)
+        self.windows: list[int | None] = []
+        """Of every layer that was computed."""
         self._calls: dict[Any, Call] = {}
 
     @property
@@ -47,6 +49,7 @@ class Recorded(Visibility):
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
         shapes = (query.shape, key.shape, value.shape)
         kind = (*shapes, form.scale, form.window, form.softcap, form.sinks is None)
+        self.windows.append(form.window)
         self._calls.setdefault(kind, Call(query, key, value, form))
         return super().attend(module, query, key, value, form)
 

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from swarmq.timeline import Cost, Layout
-from swarmq.timeline.layout import num_pairs
 
 BACKWARD = 2
 """A backward pass costs two forward passes. What gradient checkpointing computes again is not counted."""
@@ -17,10 +16,8 @@ BACKWARD = 2
 
 def model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
     """Floating-point operations of forward and backward. `head`: forward, per token whose logits are computed."""
-    forward = sum(
-        cost.token * layout.num_tokens + cost.pair * num_pairs(layout) + head * layout.num_trained for layout in layouts
-    )
-    return (1 + BACKWARD) * forward
+    forward = sum(cost.token * layout.num_tokens + head * layout.num_trained for layout in layouts)
+    return (1 + BACKWARD) * (forward + cost.attention(layouts))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ tokens, it has attention of its own making, or the check on a small tree fails) 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -78,6 +79,8 @@ class LayoutModel(nn.Module):
         """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
         self.rows_only: str | None = "not checked yet"
         """Why trees cannot be computed; None when they can."""
+        self._windows: list[int | None] = []
+        """How far back each layer sees, where that was found out."""
         self._check(device or self.model.device, dtype or self.model.dtype)
 
     @property
@@ -89,7 +92,9 @@ class LayoutModel(nn.Module):
         ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
         inner = sum(p.numel() for p in self.model.parameters())
         inner -= sum({id(end.weight): end.weight.numel() for end in ends}.values())
-        return Cost(token=2.0 * inner, pair=4.0 * width * config.num_hidden_layers)
+        layers, pair = Counter(self._windows or [None] * config.num_hidden_layers), 4.0 * width
+        windowed = {window: pair * count for window, count in layers.items() if window is not None}
+        return Cost(token=2.0 * inner, pair=pair * layers[None], windowed=windowed)
 
     def compile_layers(self) -> None:
         """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
@@ -129,6 +134,7 @@ class LayoutModel(nn.Module):
                 AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
                 self.model.set_attn_implementation(tree_attention.NAME)
                 self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                self._windows = [] if self.rows_only else recorded.windows
                 if self.rows_only is None and device.type == "cuda":
                     trained = any(parameter.requires_grad for parameter in self.parameters())
                     self.rows_only = refusal(recorded.calls, tree, device, dtype, backward=trained)

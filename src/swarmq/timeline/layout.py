@@ -78,9 +78,10 @@ def node_spans(layout: Layout) -> list[tuple[int, int]]:
     return list(pairwise(edges))
 
 
-def num_pairs(layout: Layout) -> int:
-    """How many (query, key) pairs full attention computes."""
-    return int(layout.positions.sum(dtype=np.int64)) + layout.num_tokens
+def num_pairs(layout: Layout, window: int | None = None) -> int:
+    """How many (query, key) pairs attention computes, where it sees all ancestors or those less than `window` back."""
+    seen = layout.positions if window is None else np.minimum(layout.positions, window - 1)
+    return int(seen.sum(dtype=np.int64)) + layout.num_tokens
 
 
 def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:

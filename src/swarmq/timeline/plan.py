@@ -2,12 +2,12 @@
 
 Both give the same log-probabilities and the same gradient, so the choice is about time alone. Time is modelled as a
 price per token (all matrix products whose size does not depend on the context) and one per visible pair of tokens
-(attention). Rows are kept unless the tree is clearly cheaper.
+(attention, less in layers with a window). Rows are kept unless the tree is clearly cheaper.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -29,6 +29,14 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
 
     token: float
     pair: float
+    """In layers that see everything."""
+    windowed: dict[int, float] = {}
+    """Window -> the price of a pair in layers that see so many tokens."""
+
+    def attention(self, layouts: Iterable[Layout]) -> float:
+        """What all pairs of `layouts` cost."""
+        prices = [(None, self.pair), *self.windowed.items()]
+        return sum(price * num_pairs(layout, window) for layout in layouts for window, price in prices)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +88,7 @@ def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list
 
 
 def _price(layouts: Sequence[Layout], cost: Cost) -> float:
-    return sum(cost.token * layout.num_tokens + cost.pair * num_pairs(layout) for layout in layouts)
+    return cost.token * _tokens(layouts) + cost.attention(layouts)
 
 
 def _tokens(layouts: Sequence[Layout]) -> int:

@@ -51,6 +51,13 @@ def test_a_tree_that_a_tight_budget_makes_no_cheaper_is_not_taken():
     assert plan(group, 205, cost=PER_TOKEN).way == "rows"
 
 
+def test_layers_with_a_window_make_what_lies_far_behind_no_dearer():
+    """A shared prompt is little of the work where everything is seen, and enough of it where attention ends soon."""
+    group = [[standalone(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
+    assert plan(group, 10_000, cost=Cost(token=1.0, pair=1.0)).way == "rows"
+    assert plan(group, 10_000, cost=Cost(token=1.0, pair=0.0, windowed={10: 1.0})).way == "tree"
+
+
 @given(data=st.data())
 def test_whichever_way_the_same_tokens_are_trained(groups, data):
     batch = data.draw(groups())

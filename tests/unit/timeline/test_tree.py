@@ -59,6 +59,8 @@ def test_positions_and_pairs_are_those_of_the_own_sequence(groups, data):
     mask = visible(layout)
     assert (mask.sum(1) == layout.positions + 1).all()
     assert num_pairs(layout) == mask.sum()
+    for window in (1, 3, 9):
+        assert num_pairs(layout, window) == visible(layout, window).sum()
 
 
 @given(data=st.data())

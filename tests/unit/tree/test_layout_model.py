@@ -4,7 +4,7 @@ import torch
 
 from swarmq.errors import LearnerError
 from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.timeline import PrefixTree, lay_rows, row_layouts, standalone, unfold
+from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
 
 CPU = torch.device("cpu")
 
@@ -148,8 +148,13 @@ def test_half_precision_by_autocast_stays_close_and_keeps_full_gradients(make_mo
 def test_the_cost_model_counts_parameters_inside_and_pairs(make_model):
     model = LayoutModel(make_model("llama"))
     inner = sum(p.numel() for name, p in model.model.named_parameters() if "embed" not in name)
-    assert model.cost.token == 2 * inner
-    assert model.cost.pair == 4 * 32 * 3
+    assert model.cost == Cost(token=2 * inner, pair=4 * 32 * 3)
+
+
+@pytest.mark.parametrize(("name", "full", "windowed"), [("mistral", 0, 3), ("gemma2", 1, 2), ("gpt-oss", 1, 2)])
+def test_the_cost_model_knows_which_layers_have_a_window(make_model, name, full, windowed):
+    cost = LayoutModel(make_model(name)).cost
+    assert (cost.pair, cost.windowed) == (4 * 32 * full, {7: 4 * 32 * windowed})
 
 
 def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_group):
