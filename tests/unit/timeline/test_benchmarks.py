@@ -5,7 +5,6 @@ import math
 
 import pytest
 from benchmarks import report
-from benchmarks.wire import episode
 from benchmarks.workloads import WORKLOADS, Source, batch
 
 from swarmq.timeline import PrefixTree, fold
@@ -82,9 +81,3 @@ def test_there_is_as_much_work_as_asked_for():
         made = batch(workload, Source(unit=4, vocab=1000), at_least=5000)
         assert sum(len(turn) for turns in made for turn in turns) >= 5000
         assert PrefixTree(batch(workload, Source(unit=4, vocab=1000), 0, tree_at_least=3000)).num_tokens >= 3000
-
-
-def test_what_travels_grows_with_the_episode_and_not_with_its_square():
-    ten, fifty = (episode(turns, 64, 16, 16) for turns in (10, 50))
-    assert fifty[0] < 5.1 * ten[0]
-    assert fifty[1] > 2 * 5 * ten[1]
