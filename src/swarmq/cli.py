@@ -181,6 +181,8 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
 
 
 async def _up(job: SwarmJob) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.observe.monitor import recorded
     from swarmq.up import deploy
 
     began = time.monotonic()
@@ -188,7 +190,11 @@ async def _up(job: SwarmJob) -> None:
     def report(text: str) -> None:
         click.echo(f"{time.monotonic() - began:6.1f} s  {text}")
 
-    async with deploy(job, report=report) as deployment:
+    async with (
+        deploy(job, report=report) as deployment,
+        AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
+        recorded(deployment.job, broker),
+    ):
         report(f"up. Clients join with the line in {job.run_folder.invite}:")
         click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
         if node := deployment.node:

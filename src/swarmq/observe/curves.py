@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -20,10 +21,10 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_events(path: Path) -> Iterator[Event]:
-    """The events in a run's event file; a last line cut by a crash is left out."""
+    """The events in a run's event file; lines that a crash or a full disk has cut are left out."""
     with path.open("rb") as lines:
         for line in lines:
-            if line.endswith(b"\n"):
+            with contextlib.suppress(msgspec.DecodeError):
                 yield msgspec.json.decode(line, type=Event)
 
 

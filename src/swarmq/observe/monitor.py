@@ -1,7 +1,7 @@
 """Following a run: its events into a board and a file, its queue depths beside them.
 
 broker events ──> listen ──> board.fold ──> screen.draw (every half second)
-                      └────> events.jsonl
+                      └────> events.jsonl         (`recorded`: those that last, without a board)
 broker depths ──> poll ────> board.depths
 """
 
@@ -14,18 +14,23 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
+import structlog
 from rich.console import Console
 from rich.live import Live
 
 from swarmq.broker import Broker, topology
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
-from swarmq.messages import Event
+from swarmq.messages import Event, EventName
 from swarmq.observe.board import Board
 from swarmq.observe.screen import draw
 
+log = structlog.get_logger()
+
 POLL_S = 2.0
 FRAMES_PER_S = 2
+LASTING = frozenset[EventName]({"step", "evaluated", "control", "warning"})
+"""Events that are kept when nobody watches; the others say twice a second how things are, or tell of each episode."""
 GLANCE_S = 3.0
 """Parts describe themselves every two seconds."""
 
@@ -64,6 +69,36 @@ async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -
         finally:
             for task in followers:
                 task.cancel()
+
+
+@contextlib.asynccontextmanager
+async def recorded(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
+    """Append what is worth keeping of a run's events to its event file while the context is open.
+
+    Best effort: a full disk, or a broker that refuses, costs the rest of the record and not the run.
+    """
+    listening = asyncio.Event()
+    async with asyncio.TaskGroup() as tasks:
+        recorder = tasks.create_task(_record(job, broker, listening))
+        await listening.wait()
+        try:
+            yield
+        finally:
+            recorder.cancel()
+
+
+async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> None:
+    try:
+        with job.run_folder.events.open("ab", buffering=0) as sink:
+            async with broker.events(job.run) as events:
+                listening.set()
+                async for event in events:
+                    if event.name in LASTING:
+                        sink.write(msgspec.json.encode(event) + b"\n")
+    except (OSError, BrokerError) as error:
+        log.warning("events_not_recorded", path=str(job.run_folder.events), error=str(error))
+    finally:
+        listening.set()
 
 
 async def watch(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:

@@ -136,7 +136,9 @@ def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
     """One finding for every sign that the steps have figures for."""
     if not steps:
         yield Finding(
-            level="note", check="signs", text="no step is recorded in events.jsonl of the run: nothing to read"
+            level="note",
+            check="signs",
+            text="no step is recorded in the run's events.jsonl, which `swarmq up` writes: nothing to read",
         )
         return
     bounded = [{**step, "max_staleness": max_staleness} for step in steps]

@@ -1,0 +1,50 @@
+"""What is kept of a run's events when nobody watches."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from swarmq.config import SwarmJob
+from swarmq.messages import Event, EventName
+from swarmq.observe.curves import read_events
+from swarmq.observe.monitor import recorded
+from swarmq.testing import MemoryBroker
+
+
+def job(folder: Path) -> SwarmJob:
+    made = SwarmJob.build({"run": "r", "folder": str(folder), "policies": {"main": {"model": "m"}}})
+    made.run_folder.path.mkdir()
+    return made
+
+
+def event(name: EventName, version: int) -> Event:
+    return Event(run="r", source="learner.main", name=name, at=0.0, fields={"version": version})
+
+
+async def written(path: Path, *, steps: int) -> None:
+    async with asyncio.timeout(30):
+        while sum(one.name == "step" for one in read_events(path)) < steps:  # noqa: ASYNC110 - a task of its own writes it
+            await asyncio.sleep(0)
+
+
+async def test_steps_are_kept_over_restarts_and_what_parts_say_of_themselves_is_not(tmp_path: Path) -> None:
+    settings, broker = job(tmp_path), MemoryBroker()
+    path = settings.run_folder.events
+    async with recorded(settings, broker):
+        for one in (event("state", 1), event("episode", 1), event("step", 1)):
+            await broker.emit(one)
+        await written(path, steps=1)
+    with path.open("ab") as file:
+        file.write(b'{"type": "event", "ru\n')  # cut by a full disk
+    async with recorded(settings, broker):
+        await broker.emit(event("step", 2))
+        await written(path, steps=2)
+    assert list(read_events(path)) == [event("step", 1), event("step", 2)]
+
+
+async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> None:
+    settings, broker = job(tmp_path), MemoryBroker()
+    settings.run_folder.events.mkdir()
+    async with asyncio.timeout(30), recorded(settings, broker):
+        await broker.emit(event("step", 1))
