@@ -1,10 +1,14 @@
 """OpenAI's responses over HTTP, read by OpenAI's own client, against a scripted engine."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from swarmq.messages import unpack_ids
+from swarmq.proxy.conversations import Conversations
+from swarmq.proxy.deltas import extend
+from swarmq.proxy.dialects.responses import Items, _said
 from swarmq.testing.scripted_engine import decode, encode
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}
@@ -87,6 +91,70 @@ async def test_a_response_that_is_not_the_episode_s_is_refused(openai, stage, ag
     with pytest.raises(openai.BadRequestError) as caught:
         await agent.create(model="main", input="hi", previous_response_id=name)
     assert caught.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_items_may_come_back_as_references(stage, agent, streamed):
+    stage.engine.say("ok " + CALL % 1 + CALL % 2)
+    user = {"role": "user", "content": "go"}
+    if streamed:
+        async with agent.stream(model="main", input=[user], tools=[TOOL]) as stream:
+            first = await stream.get_final_response()
+    else:
+        first = await agent.create(model="main", input=[user], tools=[TOOL])
+    assert len(first.output) == 3
+    references = [{"type": "item_reference", "id": item.id} for item in first.output]
+    references[-1].pop("type")  # which may be left out
+    results = [
+        {"type": "function_call_output", "call_id": i.call_id, "output": "3"}
+        for i in first.output
+        if i.type == "function_call"
+    ]
+    stage.engine.say("done")
+    await agent.create(model="main", input=[user, *references, *results], tools=[TOOL])
+    one, two = stage.turns()
+    assert (two.parent, two.branch) == (one.call_id, None)
+
+
+async def test_a_reference_is_that_item_alone(stage, agent):
+    stage.engine.parsed = True
+    stage.engine.say("<think>hm</think>ok " + CALL % 1 + CALL % 2)
+    first = await agent.create(model="main", input="go", tools=[TOOL])
+    seen = []
+    stage.engine.template = lambda chat: seen.append(chat) or "x"
+    for item, wanted in zip(first.output, ["hm", "ok ", 1, 2], strict=True):
+        stage.engine.say("x")
+        await agent.create(model="main", input=[{"type": "item_reference", "id": item.id}], tools=[TOOL])
+        [message] = seen.pop()["messages"]
+        calls = [json.loads(call["function"]["arguments"])["a"] for call in message.get("tool_calls", ())]
+        assert [message[key] for key in ("reasoning", "content") if message.get(key)] + calls == [wanted]
+
+
+def test_a_text_around_a_call_is_one_message_again():
+    told = Items(SimpleNamespace(call=SimpleNamespace(request_id="r", chat={})))
+    conversations = Conversations()
+    call = {"index": 0, "id": "c", "function": {"name": "add", "arguments": "{}"}}
+    message: dict = {"role": "assistant", "content": ""}
+    for delta in ({"content": "a"}, {"tool_calls": [call]}, {"content": "b"}):
+        told.add(delta)
+        extend(message, delta)
+    conversations.keep("r.0", [message])
+    before = conversations.size_bytes
+    conversations.keep_parts("r.0", told.parts())
+    assert conversations.size_bytes > before
+    assert _said([{"type": "item_reference", "id": item["id"]} for item in told.items], conversations) == [message]
+
+
+@pytest.mark.parametrize("other", ["another episode's", "never given", "not stored"])
+async def test_an_item_that_is_not_the_episode_s_is_not_found(openai, stage, agent, other):
+    name = "msg_1"
+    if other != "never given":
+        stage.engine.say("secret")
+        theirs = agent._client.with_options(api_key=stage.key("theirs" if other.startswith("another") else "e1"))
+        name = (await theirs.responses.create(model="main", input="hi", store=other != "not stored")).output[0].id
+    with pytest.raises(openai.NotFoundError, match=f"Item with id '{name}' not found") as caught:
+        await agent.create(model="main", input=[{"type": "item_reference", "id": name}])
+    assert caught.value.param == "input"
 
 
 async def test_items_that_come_back_are_the_message_that_was_sampled(stage, agent):

@@ -1,9 +1,9 @@
-"""The messages of an episode, each kept once, for agents that name a conversation instead of sending it again."""
+"""The messages of an episode, each kept once, for agents that name a conversation, or parts of it, instead of sending it again."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,8 @@ class Conversations:
         self._steps: dict[bytes, tuple[bytes, bytes]] = {}
         """Key of a conversation -> key of all but its last message, and that message."""
         self._ends: dict[str, bytes] = {}
+        self._parts: dict[str, tuple[bytes, str, int]] = {}
+        """Name of a part -> key of the conversation whose last message has it, the field it is, and where in that."""
         self.size_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -45,3 +47,19 @@ class Conversations:
             key, raw = self._steps[key]
             messages.append(msgspec.json.decode(raw))
         return messages[::-1]
+
+    def keep_parts(self, name: str, parts: Mapping[str, tuple[str, int]]) -> None:
+        """`parts`: name -> field of the conversation's last message, and which entry; all of a text is its first."""
+        for part, where in parts.items():
+            self._parts[part] = (self._ends[name], *where)
+            self.size_bytes += len(part) + 200
+
+    def recall_part(self, name: str) -> Json | None:
+        """The message with that part alone; None when there is none of that name."""
+        if name not in self._parts:
+            return None
+        key, field, at = self._parts[name]
+        message = msgspec.json.decode(self._steps[key][1])
+        whole = message.get(field) or ""
+        part = whole[at : at + 1] if isinstance(whole, list) else whole if at == 0 else ""
+        return {"role": message["role"], "content": ""} | ({field: part} if part else {})

@@ -6,6 +6,7 @@ assistant message ──> output items  reasoning, then message, then one functi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ REPEATED: Json = {
 """What a response repeats of its request, and what it says where the request is silent."""
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+PARTS = {"message": "content", "reasoning": "reasoning", "function_call": "tool_calls"}
+"""Fields of a chat message that become items."""
 
 
 class Responses:
@@ -76,7 +79,7 @@ class Responses:
         not_served(body, "background", why="an answer is waited for or streamed")
         not_served(body, "conversation", "prompt", why="nothing is stored but responses; send the input itself")
         chat = {key: body[key] for key in SAME if body.get(key) is not None}
-        messages = [*_before(body, told), *_said(body.get("input"))]
+        messages = [*_before(body, told), *_said(body.get("input"), told)]
         chat["messages"] = _instructed(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
@@ -143,6 +146,16 @@ class Items:
         if not self.items:
             self._opened("message")
         self._close("incomplete" if cut else "completed")
+
+    def parts(self) -> dict[str, tuple[str, int]]:
+        """What of the assistant's message each item is, by id: a field, and its place among the items of that field."""
+        found: dict[str, tuple[str, int]] = {}
+        fields: Counter[str] = Counter()
+        for item in self.items:
+            field = PARTS[item["type"]]
+            found[item["id"]] = (field, fields[field])
+            fields[field] += 1
+        return found
 
     def _opened(self, kind: str) -> Json:
         """The item that grows, a new one unless it is of this kind."""
@@ -265,6 +278,8 @@ def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress
 def _finished(begun: Begun, items: Items, ended: Ended) -> Json:
     cut = ended.finish_reason == "length"
     items.finish(cut=cut)
+    if begun.call.kept:
+        begun.memory.conversations.keep_parts(answer_id(begun), items.parts())
     usage = {
         "input_tokens": begun.prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -308,7 +323,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     return messages
 
 
-def _said(given: Any) -> list[Json]:
+def _said(given: Any, told: Conversations) -> list[Json]:
     """Items as chat messages. Consecutive ones of the assistant are one message, which ends with its calls."""
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
@@ -316,7 +331,7 @@ def _said(given: Any) -> list[Json]:
     growing = False
     for at, item in enumerate(objects(given if given is not None else [], "input")):
         where = f"input[{at}]"
-        said = _message(item, where)
+        said = _named(item, told) if _is_reference(item) else _message(item, where)
         if said["role"] == "assistant":
             last = messages[-1] if growing else {}
             begins = said["content"] or "reasoning" in said
@@ -329,6 +344,23 @@ def _said(given: Any) -> list[Json]:
             messages.append(said)
             growing = False
     return messages
+
+
+def _is_reference(item: Json) -> bool:
+    kind = item.get("type")
+    return kind == "item_reference" or (kind is None and "id" in item and "role" not in item)
+
+
+def _named(item: Json, told: Conversations) -> Json:
+    """An item of an earlier answer."""
+    name = item.get("id")
+    message = told.recall_part(name) if isinstance(name, str) else None
+    if message is None:
+        raise RefusedError(
+            f"Item with id {name!r:.100} not found: the episode has no answer with it that was stored; send the item itself",
+            status=404, code=None, param="input",
+        )  # fmt: skip
+    return message
 
 
 def _join(message: Json, more: Json) -> None:
@@ -356,7 +388,7 @@ def _message(item: Json, where: str) -> Json:
             parts = objects(item.get("content") or item.get("summary") or [], f"{where}.content")
             return {"role": "assistant", "content": "", "reasoning": "".join(str(p.get("text", "")) for p in parts)}
         case other:
-            served = "message, function_call, function_call_output, reasoning"
+            served = "message, function_call, function_call_output, reasoning, item_reference"
             raise RefusedError(f"items of type {other!r:.100} are not served, only {served}", param=f"{where}.type")
 
 
