@@ -2,11 +2,13 @@
 
 Every node is a run of tokens and stands for the sequence that ends with it. Node numbers stay valid: splitting a node
 gives its upper part a new number, so a number returned by `insert` always means the end of what was inserted.
-Comparisons are vectorised; inserting costs as much as the tokens that are not known to be shared already.
+Comparisons are vectorised; inserting costs as much as the tokens that are not known to be shared already, and finding where
+these begin the square of a logarithm of how many nodes lie above.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
@@ -26,6 +28,9 @@ class Trie:
         self.parents: list[int] = [-1]
         self.children: list[dict[int, int]] = [{}]
         """First token -> child, in order of arrival."""
+        self._trails = [Trail(-1)]
+        """Node -> its trail."""
+        self._trails[ROOT].insert(ROOT, 0)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -63,27 +68,66 @@ class Trie:
 
     def _above(self, node: int, depth: int) -> int:
         """The node on the path to `node` that holds token number `depth` (counting from 1); the root for 0."""
-        while node != ROOT and self.starts[node] >= depth:
-            node = self.parents[node]
-        return node
+        return self._trails[node].holding(depth)
 
     def _add(self, parent: int, label: IntArray, start: int) -> int:
+        trail = self._trails[parent]
+        return self._put(parent, label, start, trail if trail.nodes[-1] == parent else Trail(start, trail))
+
+    def _put(self, parent: int, label: IntArray, start: int, trail: Trail) -> int:
         node = len(self.labels)
         self.labels.append(label)
         self.starts.append(start)
         self.parents.append(parent)
         self.children.append({})
         self.children[parent][int(label[0])] = node
+        self._trails.append(trail)
+        trail.insert(node, self.end(node))
         return node
 
     def _split(self, node: int, at: int) -> int:
         label = self.labels[node]
-        upper = self._add(self.parents[node], label[:at], self.starts[node])
+        upper = self._put(self.parents[node], label[:at], self.starts[node], self._trails[node])
         self.labels[node] = label[at:]
         self.starts[node] += at
         self.parents[node] = upper
         self.children[upper][int(label[at])] = node
         return upper
+
+
+class Trail:
+    """Nodes of which each continues the one before, and the trail that the first of them branched off.
+
+    Splitting a node adds to a trail and changes nothing else, so far ones can be reached from below by jumps (those of a
+    skew-binary number) and a node of a trail by bisection.
+    """
+
+    def __init__(self, start: int, above: Trail | None = None) -> None:
+        self.start = start
+        """How many tokens precede its first."""
+        self.nodes: list[int] = []
+        self.ends: list[int] = []
+        """Ascending: how many tokens there are up to the last of each node."""
+        self.above = above or self
+        self.level = self.above.level + 1 if above else 0
+        self.far = self.above.jump() if above else self
+
+    def insert(self, node: int, end: int) -> None:
+        at = bisect_left(self.ends, end)
+        self.ends.insert(at, end)
+        self.nodes.insert(at, node)
+
+    def holding(self, depth: int) -> int:
+        """The node, here or above, that holds token number `depth`."""
+        trail = self
+        while trail.start >= depth:
+            trail = trail.far if trail.far.start >= depth else trail.above
+        return trail.nodes[bisect_left(trail.ends, depth)]
+
+    def jump(self) -> Trail:
+        """Where one that branches off here jumps to."""
+        near, far = self.far, self.far.far
+        return far if self.level - near.level == near.level - far.level else self
 
 
 def _common_prefix(a: IntArray, b: IntArray) -> int:

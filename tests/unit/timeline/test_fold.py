@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.timeline import fold, resolve, standalone, unfold
+from swarmq.timeline.trie import Trie
 
 ways = pytest.mark.parametrize("way", [fold, unfold])
 
@@ -97,6 +98,24 @@ def test_a_million_tokens_fold_in_well_under_a_second(make_turn):
     rows = fold(resolve(turns))
     assert time.process_time() - began < 1.0
     assert [len(row) for row in rows] == [1_000_000]
+
+
+@pytest.mark.parametrize("stripped", [False, True], ids=["chat", "thoughts stripped"])
+def test_early_forks_of_a_long_chain_are_found_without_walking_up_to_them(make_turn, stripped):
+    """5000 turns, then 5000 that share the beginning alone but name the last turn as the one they continue."""
+    rng = np.random.default_rng(0)
+    size = 5000
+    tokens = rng.integers(0, 1000, (4 * size, 5)).tolist()
+    shared = [5 * i if stripped else 10 * i for i in range(size)] + [10] * size
+    parents = [None, *range(size - 1), *[size - 1] * size]
+    turns = resolve(
+        [make_turn(i, tokens[2 * i], tokens[2 * i + 1], parent=parents[i], shared=shared[i]) for i in range(2 * size)]
+    )
+    began = time.process_time()
+    trie = Trie()
+    ends = trie.plant(turns)
+    assert time.process_time() - began < 1.0
+    assert [trie.end(end) for end in ends] == [len(turn) for turn in turns]
 
 
 def fewest_rows_and_tokens(turns):
