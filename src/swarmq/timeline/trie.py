@@ -108,9 +108,9 @@ class Trail:
         self.nodes: list[int] = []
         self.ends: list[int] = []
         """Ascending: how many tokens there are up to the last of each node."""
-        self.above = above or self
-        self.level = self.above.level + 1 if above else 0
-        self.far = self.above.jump() if above else self
+        self.above: Trail = above or self
+        self.level: int = self.above.level + 1 if above else 0
+        self.far: Trail = self.above.jump() if above else self
 
     def insert(self, node: int, end: int) -> None:
         at = bisect_left(self.ends, end)
