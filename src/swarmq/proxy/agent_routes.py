@@ -7,16 +7,16 @@ agent ──POST──> key ──> body ──> read ──> Completions.begin 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar, cast
 
 from litestar import Request, get, post
-from litestar.background_tasks import BackgroundTask
 from litestar.handlers import HTTPRouteHandler
 from litestar.openapi.spec import OpenAPIMediaType, OpenAPIResponse, Operation, RequestBody
 from litestar.params import FromPath
-from litestar.response import Response, Stream
-from litestar.types import Receive
+from litestar.response import Response
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 from swarmq.keys import Claims
 from swarmq.proxy.calls import Call
@@ -30,8 +30,6 @@ from swarmq.proxy.refusals import RefusedError
 Json = dict[str, Any]
 T = TypeVar("T")
 
-GONE = 499
-"""What the log says of an agent that hung up; nobody receives it."""
 MODELS = "/v1/models"
 AGENT_KEY = "agentKey"
 """The keys of `begin_episode()` in the OpenAPI document."""
@@ -91,39 +89,40 @@ def agent_routes(
             raise _no_model(call.policy, [name for name in claims.policies if name in pools])
         return call
 
-    async def answer(request: Request[Any, Any, Any], dialect: Dialect) -> Response[Any]:
+    async def answer(request: Request[Any, Any, Any], dialect: Dialect) -> ASGIApp:
         call = await read_call(request, dialect)
-        meter.open_calls += 1
-        try:
-            begun = await unless_gone(request.receive, completions.begin(call))
-            if not call.stream:
-                try:
-                    choices = await unless_gone(request.receive, completions.whole(begun))
-                finally:
-                    await begun.close()  # where the agent was gone before it was waited for
-                return Response(dialect.answer(begun, choices), headers=headers(begun))
-        except GoneError:
-            return Response(b"", status_code=GONE)
-        finally:
-            meter.open_calls -= 1
-        said = events(dialect, completions, begun, meter)
 
-        async def finish() -> None:
-            await said.aclose()
-            await begun.close()  # where the agent was gone before the first event
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            begun = await completions.begin(call)
+            try:
+                if call.stream:
+                    await _send_events(send, events(dialect, completions, begun, meter), headers(begun))
+                else:
+                    body = dialect.answer(begun, await completions.whole(begun))
+                    await _whole(request, body, headers(begun))(scope, receive, send)
+            finally:
+                await begun.close()  # where the agent was gone before the first event
 
-        return Stream(
-            said,
-            media_type="text/event-stream",
-            headers={**headers(begun), "cache-control": "no-cache", "x-accel-buffering": "no"},
-            background=BackgroundTask(finish),
-        )
+        return watched(respond)
+
+    def watched(respond: ASGIApp) -> ASGIApp:
+        """Counted as open, and cancelled when the agent hangs up."""
+
+        async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
+            meter.open_calls += 1
+            try:
+                with suppress(GoneError):  # who could be told?
+                    await unless_gone(receive, respond(scope, receive, send))
+            finally:
+                meter.open_calls -= 1
+
+        return respond_unless_gone
 
     def route(dialect: Dialect) -> HTTPRouteHandler:
         @post(
             dialect.path, status_code=200, name=dialect.path, operation_class=_operation(dialect.summary, dialect.body)
         )
-        async def ask(request: Request[Any, Any, Any]) -> Response[Any]:
+        async def ask(request: Request[Any, Any, Any]) -> ASGIApp:
             return await answer(request, dialect)
 
         return ask
@@ -131,12 +130,13 @@ def agent_routes(
     counting = CountTokens()
 
     @post(counting.path, status_code=200, operation_class=_operation(counting.summary, counting.body))
-    async def count_tokens(request: Request[Any, Any, Any]) -> Response[Any]:
-        counted = completions.count(await read_call(request, counting))
-        try:
-            return Response({"input_tokens": await unless_gone(request.receive, counted)})
-        except GoneError:
-            return Response(b"", status_code=GONE)
+    async def count_tokens(request: Request[Any, Any, Any]) -> ASGIApp:
+        call = await read_call(request, counting)
+
+        async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+            await _whole(request, {"input_tokens": await completions.count(call)}, {})(scope, receive, send)
+
+        return watched(respond)
 
     def cards(request: Request[Any, Any, Any]) -> list[Json]:
         card = {"object": "model", "created": 0, "owned_by": "swarmq"}
@@ -176,6 +176,10 @@ def key_of(request: Request[Any, Any, Any]) -> str:
     )  # fmt: skip
 
 
+def _whole(request: Request[Any, Any, Any], body: Json, told: Mapping[str, str]) -> ASGIApp:
+    return Response(body, headers=told).to_asgi_response(app=None, request=request)
+
+
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`, which is cancelled when the agent hangs up before it is there. Raises GoneError then."""
     outcome: list[T] = []
@@ -203,6 +207,22 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     if not outcome:
         raise GoneError
     return outcome[0]
+
+
+async def _send_events(send: Send, said: AsyncGenerator[bytes, None], told: Mapping[str, str]) -> None:
+    """The answer as server-sent events, with what is `told` as headers."""
+    named = {
+        "content-type": "text/event-stream; charset=utf-8",
+        "cache-control": "no-cache",
+        "x-accel-buffering": "no",
+        **told,
+    }
+    encoded = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in named.items()]
+    async with aclosing(said):
+        await send({"type": "http.response.start", "status": 200, "headers": encoded})
+        async for event in said:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _no_model(name: str, served: Iterable[str]) -> RefusedError:

@@ -228,25 +228,26 @@ async def test_a_call_after_the_end_is_refused_and_costs_no_tokens(stages, name)
         assert len(stage.engine.requests) == 1
 
 
-async def test_an_agent_that_hangs_up_between_its_first_token_and_the_rest_leaves_no_place_taken(stages):
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_agent_that_hangs_up_leaves_no_place_taken(stages, streamed):
+    """While its answer is waited for, or between its first token and the rest."""
     async with stages(max_open_calls=1, max_waiting_calls=0) as stage:
-        asked = 0
+        body = msgspec.json.encode({"model": "main", "messages": [HI], "stream": streamed})
+        arriving, begun = [{"type": "http.request", "body": body}], asyncio.Event()
 
         async def receive():
-            nonlocal asked
-            asked += 1
-            if asked == 1:
-                return {"type": "http.request", "body": msgspec.json.encode({"model": "main", "messages": [HI]})}
-            if asked == 2:  # while its first token is waited for
-                await asyncio.Event().wait()
+            if arriving:
+                return arriving.pop()
+            await (begun if streamed else stage.engine.asked).wait()
             return {"type": "http.disconnect"}
 
         async def send(_):
-            pass
+            begun.set()
+            await asyncio.Event().wait()
 
         headers = [(b"authorization", f"Bearer {stage.key()}".encode())]
         scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": headers}
-        stage.engine.say("one")
+        stage.engine.say("one", gate=None if streamed else asyncio.Event())
         await stage.app({**scope, "query_string": b"", "http_version": "1.1", "app": stage.app}, receive, send)
         stage.engine.say("two")
         assert (await stage.ask(HI))["choices"][0]["message"]["content"] == "two"

@@ -136,7 +136,6 @@ def request_headers(request_id: str) -> dict[str, str]:
 async def events(dialect: Dialect, completions: Completions, begun: Begun, meter: Meter) -> AsyncGenerator[bytes, None]:
     """The server-sent events of a streamed answer. What fails in the middle is an error event, the last one."""
     writer = dialect.writer(begun)
-    meter.open_calls += 1
     try:
         if opening := writer.begin():
             yield opening
@@ -151,8 +150,6 @@ async def events(dialect: Dialect, completions: Completions, begun: Begun, meter
         yield writer.fail(refusal)
     else:
         yield writer.close()
-    finally:
-        meter.open_calls -= 1
 
 
 def data(value: Json) -> bytes:
