@@ -79,7 +79,7 @@ _detailed = msgspec.json.Decoder(_Chunk[Logprob])
 class VllmEngine:
     """The real `Engine`. Make one with `VllmEngine.open`."""
 
-    def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline_s: float) -> None:
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline_s: float | None) -> None:
         self.url = url.rstrip("/")
         self._session = session
         self._deadline = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_S)
@@ -90,8 +90,8 @@ class VllmEngine:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, url: str, *, deadline_s: float) -> AsyncIterator[VllmEngine]:
-        """A client of the server at `url`; one answer may take `deadline_s` in all."""
+    async def open(cls, url: str, *, deadline_s: float | None) -> AsyncIterator[VllmEngine]:
+        """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
         async with aiohttp.ClientSession(connector=connector) as session:
             yield cls(url, session, deadline_s=deadline_s)
@@ -162,7 +162,7 @@ class VllmEngine:
                     yield _deltas([await response.read()], detailed=detailed)
                     return
                 rest = b""
-                async for block in response.content.iter_any():
+                while block := await response.content.readany():
                     # All events that are here at once, so a slow reader gets fewer, larger portions.
                     *events, rest = (rest + block).split(b"\n\n")
                     if told := [event[6:] for event in events if event.startswith(b"data: {")]:
@@ -253,7 +253,7 @@ class VllmEngine:
                     raise self._refusal(path, response.status, await response.read())
                 yield response
         except TimeoutError as error:
-            raise EngineError(f"{self.url}{path} did not answer within {limit.total:g} s") from error
+            raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._info = None  # whoever listens there next may serve another model
             raise EngineError(f"the engine at {self.url} cannot be reached ({error!r}): is vLLM running?") from error
@@ -294,10 +294,13 @@ def for_parsers(chat: Json) -> Json:
 
 def _deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
     """What the chunks gained, merged per choice, in order of choice."""
+    decoder = _detailed if detailed else _brief
+    choices = [choice for raw in told for choice in _decode(raw, decoder).choices]
+    if len(choices) == 1:
+        return [_merged(choices, detailed=detailed)]
     pieces: dict[int, list[_Choice[Any]]] = {}
-    for raw in told:
-        for choice in _decode(raw, _detailed if detailed else _brief).choices:
-            pieces.setdefault(choice.index, []).append(choice)
+    for choice in choices:
+        pieces.setdefault(choice.index, []).append(choice)
     return [_merged(pieces[index], detailed=detailed) for index in sorted(pieces)]
 
 
@@ -323,17 +326,18 @@ def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
         raise EngineAnswerError("logprobs", f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
     return Delta(
         index=last.index,
-        text="".join(piece.text for piece in pieces),
+        text="".join([piece.text for piece in pieces]),
         token_ids=token_ids,
         logprobs=[entry.logprob for entry in entries],
         entries=entries if detailed else [],
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
-        versions=tuple(
-            VersionSpan(version=_version(span.version), start=span.start, end=span.end)
-            for span in last.weight_versions or ()
-        ),
+        versions=_spans(last.weight_versions) if last.weight_versions else (),
     )
+
+
+def _spans(told: Sequence[_Span]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=_version(span.version), start=span.start, end=span.end) for span in told)
 
 
 def _version(name: str) -> int:

@@ -109,7 +109,7 @@ class Choice:
         self.entries += delta.entries
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
-        self.versions = delta.versions or (VersionSpan(version=0, start=0, end=len(self.token_ids)),)
+        self.versions = delta.versions
 
 
 def spoken(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str | int | None) -> list[int]:

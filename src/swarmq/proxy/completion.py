@@ -21,7 +21,7 @@ import structlog
 
 from swarmq.engine.protocol import Answer, Delta, Rendered
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
-from swarmq.messages import Timings, pack_ids, unpack_ids
+from swarmq.messages import Timings, VersionSpan, pack_ids, unpack_ids
 from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
 from swarmq.proxy.deadline import Deadline
@@ -141,8 +141,12 @@ class Completions:
         with self._occupied(begun.lane, begun.call.policy):
             async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
                 async for choice, delta in taken:
-                    gain = await _gain(begun, choice, delta)
-                    extend(choice.message, gain)
+                    if begun.rendered.parsed:
+                        gain = await _parsed(begun, choice, delta)
+                        extend(choice.message, gain)
+                    else:
+                        gain = {"content": delta.text} if delta.text else {}
+                        choice.message["content"] += delta.text
                     yield Gained(index=choice.index, delta=gain, logprobs=delta.entries)
                     if delta.finish_reason:
                         yield await self._end(begun, choice)
@@ -276,7 +280,7 @@ class Completions:
             index=choice.index,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,
-            versions=choice.versions,
+            versions=choice.versions or (VersionSpan(version=0, start=0, end=len(choice.token_ids)),),
             finish_reason="tool_calls" if calls_tools else choice.finish_reason,
             message=choice.message,
             cut=isinstance(choice.stop_reason, str),
@@ -327,10 +331,8 @@ async def _closing(begun: Begun) -> AsyncIterator[None]:
         await begun.close()
 
 
-async def _gain(begun: Begun, choice: Choice, delta: Delta) -> Json:
-    """What the agent gets of a delta: its text, or what the engine's parsers make of its tokens."""
-    if not begun.rendered.parsed:
-        return {"content": delta.text} if delta.text else {}
+async def _parsed(begun: Begun, choice: Choice, delta: Delta) -> Json:
+    """What the engine's parsers make of a delta's tokens."""
     with begun.pace.work():
         gain, choice.state = await begun.lane.engine.derender_delta(
             begun.chat,

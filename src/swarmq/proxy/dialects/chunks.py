@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from swarmq.proxy.calls import Ended
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.dialects.base import answer_id, data, options
@@ -37,6 +39,8 @@ class ChunkWriter:
         self.begun = begun
         self.ended: list[Ended] = []
         self._head = head(begun, kind)
+        self._opening = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
+        """What all chunks begin with."""
 
     def begin(self) -> bytes:
         return b""
@@ -53,4 +57,4 @@ class ChunkWriter:
     def chunk(self, index: int, gained: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
         """`gained`: the field that holds what the choice gained."""
         choice = {"index": index, **gained, "logprobs": logprobs, "finish_reason": finish_reason, **more}
-        return data({**self._head, "choices": [choice]})
+        return self._opening + msgspec.json.encode(choice) + b"]}\n\n"
