@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from contextlib import asynccontextmanager
+import time
+from contextlib import asynccontextmanager, closing
 
 import pytest
 from aiohttp import web
@@ -12,6 +13,8 @@ from swarmq.engine.client import EngineFaultError, EngineRouteError, VllmEngine
 from swarmq.engine.protocol import Rendered
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
+from swarmq.proxy.deadline import Deadline
+from swarmq.proxy.refusals import DeadlineError
 
 PROMPT = Rendered(token_ids=[1, 2], sampling={"n": 1})
 
@@ -215,6 +218,15 @@ async def test_an_answer_that_takes_too_long_is_an_engine_error():
 
     async with answering("/inference/v1/generate", handler, deadline_s=0.05) as engine:
         with pytest.raises(EngineError, match="within"):
+            await collected(engine)
+
+
+async def test_without_a_deadline_an_answer_takes_as_long_as_its_caller_lets_it():
+    async def handler(_):
+        await asyncio.Event().wait()
+
+    async with answering("/inference/v1/generate", handler, deadline_s=None) as engine:
+        with closing(Deadline(time.monotonic(), 0.05)) as deadline, pytest.raises(DeadlineError), deadline:
             await collected(engine)
 
 
