@@ -105,7 +105,7 @@ def agent_routes(
 
         return watched(respond)
 
-    def watched(respond: ASGIApp) -> ASGIApp:
+    def watched(respond: Callable[[Scope, Receive, Send], Coroutine[Any, Any, None]]) -> ASGIApp:
         """Counted as open, and cancelled when the agent hangs up."""
 
         async def respond_unless_gone(scope: Scope, receive: Receive, send: Send) -> None:
