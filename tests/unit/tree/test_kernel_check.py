@@ -1,5 +1,7 @@
 """A kernel that does not do what training asks of it is found before training begins. The kernels here are scripted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -63,6 +65,26 @@ def checked(make_model, make_group, monkeypatch):
         return refusal(recorded.calls, layout, CPU, dtype, backward=backward)
 
     return check
+
+
+def flex_by_definition(query, key, value, *, score_mod, block_mask, scale, enable_gqa, return_aux):
+    """FlexAttention without a compiler, which on a CPU knows neither gradients nor the log of the sum."""
+    index = torch.arange(query.shape[2])
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    scores = query @ key.transpose(2, 3) * scale
+    if score_mod is not None:
+        scores = score_mod(scores, None, None, None, None)
+    scores = scores.masked_fill(~block_mask.mask_mod(None, None, index[:, None], index[None, :]), -torch.inf)
+    output = scores.softmax(-1) @ value
+    return output if return_aux is None else (output, SimpleNamespace(lse=scores.logsumexp(-1)))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt-oss"])
+def test_what_is_made_of_the_compilers_attention_is_that_of_every_kind_of_layer(checked, monkeypatch, name):
+    """Windows, capped scores and sinks, and lengths that are padded."""
+    monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda: flex_by_definition)
+    assert checked(tree_attention._attend_compiled, name) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
