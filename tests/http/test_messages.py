@@ -120,6 +120,16 @@ async def test_tokens_are_counted_by_another_engine_where_one_is_down(stages):
             assert (status, json.loads(raw)["input_tokens"] > 0) == (200, True)
 
 
+async def test_the_older_name_of_an_output_s_format_counts_too(stage):
+    stage.engine.say("{}")
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    body = {**ASKED, "output_format": {"type": "json_schema", "schema": schema}}
+    seen = []
+    stage.engine.template = lambda chat: seen.append(chat) or "x"
+    await stage.post(body, "/v1/messages", key=stage.key(mode="eval"))
+    assert seen[0]["response_format"]["json_schema"]["schema"] == schema
+
+
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,14 +12,26 @@ from swarmq.engine.protocol import Delta, Logprob
 from swarmq.keys import Claims
 from swarmq.messages import VersionSpan
 from swarmq.proxy.deltas import StopTrim
+from swarmq.proxy.refusals import RefusedError
 
 Json = dict[str, Any]
 
+UNSERVED = {
+    "use_beam_search": "answers are sampled",
+    "prompt_logprobs": "nobody asks the engine how likely a prompt is",
+    "return_token_ids": "the recorded turn has the tokens",
+    "return_tokens_as_token_ids": "the recorded turn has the tokens",
+    "truncate_prompt_tokens": "a prompt is the whole conversation; send a shorter one",
+    "echo": "the prompt is not sampled; the agent has it",
+}
+"""What would make another answer of it, and why it does not."""
+IGNORED = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "return_token_offsets")
+"""What makes no other answer, and does not count."""
 OURS = frozenset(
     {
         *("model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "user", "metadata", "store"),
-        *("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "use_beam_search"),
-        *("return_token_ids", "prompt_logprobs", "return_token_offsets", "truncate_prompt_tokens", "echo"),
+        *UNSERVED,
+        *IGNORED,
     }
 )
 """Fields of a chat request that the proxy answers for itself or keeps from the engine."""
@@ -39,6 +51,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     chat: Json
     """As in OpenAI's chat completions."""
     kept: Kept | None = None
+    names: Mapping[str, str] = {}
+    """Field of `chat` -> what the agent calls it, where that is another name."""
+    cuts: bool = False
+    """Agents of the dialect have to say `max_tokens` and say more than there is: evaluation cuts it to the model's room."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,6 +68,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     body: Json = {}
     """As it came."""
     kept: Kept | None = None
+    names: Mapping[str, str] = {}
+    cuts: bool = False
     stream: bool
     retry: int
     digest: str
@@ -116,6 +134,20 @@ def spoken(token_ids: Sequence[int], finish_reason: str | None, stop_reason: str
     """Without the token that ended the turn, which vLLM's parsers would take for text."""
     ended_by_token = finish_reason == "stop" and not isinstance(stop_reason, str)
     return list(token_ids[:-1] if ended_by_token else token_ids)
+
+
+def check_served(body: Json) -> None:
+    """Raise RefusedError for what would make another answer than the one that is given."""
+    for name, why in UNSERVED.items():
+        if body.get(name) is not None and body[name] is not False:
+            raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
+
+
+def ignored(body: Json) -> list[str]:
+    """What was asked for and does not count."""
+    streamed = body.get("stream_options")
+    every = ["continuous_usage_stats"] if isinstance(streamed, dict) and streamed.get("continuous_usage_stats") else []
+    return [name for name in IGNORED if body.get(name)] + every
 
 
 def stops_of(chat: Json) -> tuple[str, ...]:

@@ -207,6 +207,8 @@ class Completions:
                 prompt_tokens=len(prompt_ids),
                 max_model_len=(await lane.engine.info()).max_model_len,
                 room_left=memory.budget.room(allowed, choices),
+                names=call.names,
+                cuts=call.cuts,
             )
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
             fresh = pack_ids(rendered.token_ids)

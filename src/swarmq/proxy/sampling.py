@@ -7,6 +7,7 @@ for beyond that is overridden and named; evaluation honours it, and takes the ru
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -79,11 +80,15 @@ def effective(
     prompt_tokens: int,
     max_model_len: int,
     room_left: int | None,
+    names: Mapping[str, str] | None = None,
+    cuts: bool = False,
 ) -> Effective:
-    """`room_left`: tokens that the episode's budget leaves for each choice.
+    """`room_left`: tokens that the episode's budget leaves for each choice. `names`: field of `chat` -> what the agent calls it.
+    `cuts`: a `max_tokens` beyond the model's room counts as far as there is room, in evaluation, too.
 
     Raises RefusedError where prompt and answer do not fit the model, or by the run's policy on conflicts.
     """
+    names = names or {}
     room = max_model_len - prompt_tokens
     if room < 1:
         raise too_long(prompt_tokens, max_model_len)
@@ -98,6 +103,7 @@ def effective(
         limit = min(asked or setting.max_tokens, setting.max_tokens, room)
         if asked and asked > setting.max_tokens:
             overridden.append("max_tokens")
+        overridden = [names.get(name, name) for name in overridden]
         if overridden and setting.conflicts == "refuse":
             raise RefusedError(
                 f"this run samples its training episodes at temperature {setting.temperature:g}, top_p 1, without penalties "
@@ -108,12 +114,13 @@ def effective(
         if chat.get("temperature") is None:
             params["temperature"] = setting.temperature
         limit = asked or min(setting.max_tokens, room)
-        if limit > room:
+        if limit > room and not cuts:
             raise too_long(prompt_tokens, max_model_len, wanted=limit)
-    if room_left is not None and room_left < limit:
-        limit = room_left
-        if "max_tokens" not in overridden:
-            overridden.append("max_tokens")
+        limit = min(limit, room)
+    wanted = asked or limit
+    limit = limit if room_left is None else min(limit, room_left)
+    if limit < wanted and (name := names.get("max_tokens", "max_tokens")) not in overridden:
+        overridden.append(name)
     params["max_tokens"] = limit
     return Effective(params=params, record=record_of(params), overridden=tuple(overridden))
 

@@ -22,7 +22,7 @@ import structlog
 from swarmq.engine.protocol import Logprob
 from swarmq.keys import Claims
 from swarmq.messages import new_id
-from swarmq.proxy.calls import Ask, Call, Ended, Gained
+from swarmq.proxy.calls import Ask, Call, Ended, Gained, check_served, ignored
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects.bodies import check_arguments, object_of
@@ -96,6 +96,7 @@ def read(
     ask = dialect.ask(body, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
     check_arguments(chat["messages"])
+    check_served(body)
     check_limits(chat)
     check_schemas(chat)
     check_media(chat, remote=remote_images)
@@ -114,6 +115,8 @@ def read(
         digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
         agent=agent or claims.agent,
         kept=ask.kept,
+        names=ask.names,
+        cuts=ask.cuts,
         began_at=time.time(),
         began=time.monotonic(),
     )
@@ -125,7 +128,8 @@ def headers(begun: Begun) -> dict[str, str]:
         **request_headers(call.request_id),
         "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
     }
-    return {**told, "x-swarmq-overridden": ", ".join(begun.overridden)} if begun.overridden else told
+    overridden = [*begun.overridden, *ignored(call.body)]
+    return {**told, "x-swarmq-overridden": ", ".join(overridden)} if overridden else told
 
 
 def request_headers(request_id: str) -> dict[str, str]:

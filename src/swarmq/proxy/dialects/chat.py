@@ -33,7 +33,8 @@ class Chat:
         not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
-        return Ask(chat={name: value for name, value in body.items() if name != "prompt"})
+        names = {"max_tokens": "max_completion_tokens"} if body.get("max_completion_tokens") else {}
+        return Ask(chat={name: value for name, value in body.items() if name != "prompt"}, names=names)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         return {

@@ -34,7 +34,6 @@ class TextCompletions:
     def ask(self, body: Json, told: Conversations) -> Ask:
         prompt = _prompt(body)
         options(body, "stream_options")
-        not_served(body, "echo", why="the prompt is not sampled; the agent has it")
         not_served(body, "suffix", why="the model does not fill in")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")

@@ -51,7 +51,7 @@ class Messages:
         chat |= {key: body[key] for key in SAME if body.get(key) is not None}
         if body.get("stop_sequences"):
             chat["stop"] = body["stop_sequences"]
-        return Ask(chat=chat)
+        return Ask(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         [ended] = choices
@@ -181,7 +181,7 @@ def prompt_of(body: Json) -> Json:
         chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
     chat |= _tool_choice(options(body, "tool_choice"))
     output = options(body, "output_config")
-    if wanted := options(output, "format"):
+    if wanted := options(output, "format") or options(body, "output_format"):
         chat["response_format"] = {
             "type": "json_schema", "json_schema": {"name": "answer", "schema": wanted.get("schema")},
         }  # fmt: skip

@@ -97,7 +97,7 @@ class Responses:
         ):
             chat["logprobs"] = True
         kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
-        return Ask(chat=chat, kept=kept)
+        return Ask(chat=chat, kept=kept, names=FIELDS)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         [ended] = choices

@@ -1,0 +1,90 @@
+"""What is asked for and not given is refused by name, or named in the header, in the words of the dialect."""
+
+import json
+
+import pytest
+
+HI = {"role": "user", "content": "hi"}
+BODIES = {
+    "/v1/chat/completions": {"model": "main", "messages": [HI]},
+    "/v1/completions": {"model": "main", "prompt": "hi", "max_tokens": 3},
+    "/v1/responses": {"model": "main", "input": "hi"},
+    "/v1/messages": {"model": "main", "messages": [HI], "max_tokens": 3},
+}
+every_dialect = pytest.mark.parametrize("path", BODIES)
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@every_dialect
+async def test_what_would_make_another_answer_is_refused_by_name(stage, path, mode):
+    for field, value in (
+        ("use_beam_search", True),
+        ("prompt_logprobs", 0),
+        ("return_token_ids", True),
+        ("return_tokens_as_token_ids", True),
+        ("truncate_prompt_tokens", 5),
+        ("echo", True),
+    ):
+        status, _, raw = await stage.post({**BODIES[path], field: value}, path, key=stage.key(mode=mode))
+        assert (status, field in json.loads(raw)["error"]["message"]) == (400, True), raw
+    assert stage.engine.requests == []
+
+
+@every_dialect
+async def test_what_makes_no_other_answer_is_named_in_the_header(stage, path):
+    stage.engine.say("x")
+    asked = {"priority": 1, "cache_salt": "s", "stream": True, "echo": False, "prompt_logprobs": None}
+    usage = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    _, headers, _ = await stage.post({**BODIES[path], **asked, **usage}, path, key=stage.key(mode="eval"))
+    assert headers["x-swarmq-overridden"] == "priority, cache_salt, continuous_usage_stats"
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", "max_tokens"),
+        ("/v1/chat/completions", "max_completion_tokens"),
+        ("/v1/completions", "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)
+async def test_a_field_is_called_what_the_agent_calls_it(stages, path, field):
+    async with stages() as stage:
+        stage.engine.say("x")
+        _, headers, _ = await stage.post({**BODIES[path], field: 999}, path)
+        assert headers["x-swarmq-overridden"] == field
+        stage.engine.say("abc")
+        budget = {"max_tokens": 2, "mode": "eval"}
+        _, headers, _ = await stage.post({**BODIES[path], field: 3}, path, key=stage.key("e2", **budget))
+        assert headers["x-swarmq-overridden"] == field
+    async with stages(sampling={"conflicts": "refuse"}) as stage:
+        status, _, raw = await stage.post({**BODIES[path], field: 999}, path)
+        error = json.loads(raw)["error"]
+        assert (status, error["message"].endswith(f"leave out {field}")) == (400, True)
+        assert path == "/v1/messages" or (error["code"], error["param"]) == ("sampling_conflict", field)
+
+
+async def test_thinking_is_called_what_the_agent_calls_it(stage):
+    stage.engine.say("x")
+    thinking = {"thinking": {"type": "enabled", "budget_tokens": 1024}}
+    _, headers, _ = await stage.post({**BODIES["/v1/messages"], **thinking}, "/v1/messages")
+    assert headers["x-swarmq-overridden"] == "thinking"
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_messages_have_to_say_max_tokens_and_get_what_there_is_room_for(stage, mode):
+    stage.engine.say("x")
+    body = {**BODIES["/v1/messages"], "max_tokens": 64_000}
+    status, headers, _ = await stage.post(body, "/v1/messages", key=stage.key(mode=mode))
+    assert (status, headers["x-swarmq-overridden"]) == (200, "max_tokens")
+    [asked] = stage.engine.requests
+    room = 4096 - len(asked.token_ids)
+    assert asked.sampling["max_tokens"] == (room if mode == "eval" else 200)
+
+
+@pytest.mark.parametrize("path", [path for path in BODIES if path != "/v1/messages"])
+async def test_elsewhere_more_than_there_is_room_for_is_refused_in_evaluation(stage, path):
+    field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    status, error = await stage.refused({**BODIES[path], field: 64_000}, path=path, key=stage.key(mode="eval"))
+    assert (status, error["code"]) == (400, "context_length_exceeded")
