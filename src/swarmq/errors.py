@@ -57,10 +57,11 @@ class EngineAnswerError(EngineError):
 class EngineRefusedError(EngineError):
     """The engine answered with an error of ours or the agent's making; `status` is its HTTP status."""
 
-    def __init__(self, message: str, *, status: int, code: str | None = None) -> None:
+    def __init__(self, message: str, *, status: int, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.code = code
+        self.param = param
 
 
 class EpisodeError(SwarmqError):

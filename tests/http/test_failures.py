@@ -8,6 +8,7 @@ import pytest
 from support.proxy import events
 from swarmq.broker import topology
 from swarmq.engine.protocol import Delta
+from swarmq.errors import EngineRefusedError
 from swarmq.proxy import pool
 
 from .test_metrics import scrape
@@ -207,6 +208,30 @@ async def test_a_body_that_is_too_large_is_413(stages):
     async with stages(max_body_bytes=1000) as stage:
         status, error = await stage.refused({**BODY, "user": "x" * 2000})
         assert (status, error["code"]) == (413, "request_too_large")
+        assert "more than 1000 bytes (proxy.max_body_bytes)" in error["message"]
+
+
+@pytest.mark.parametrize(("path", "takes"), [("/v1/chat/completions", "POST"), ("/v1/models", "GET")])
+async def test_a_method_that_a_path_does_not_take_is_405_and_says_which_it_takes(stage, path, takes):
+    headers = {"authorization": f"Bearer {stage.key()}"}
+    async with stage.http.delete(stage.url + path, headers=headers) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (405, "method_not_allowed")
+        assert takes in response.headers["allow"]
+        assert takes in error["message"]
+
+
+async def test_what_an_engine_refuses_names_its_field_in_the_dialect_s_words(stage):
+    async def refuse(_):
+        raise EngineRefusedError("max_tokens is odd", status=400, param="max_tokens")
+
+    stage.engine.render = refuse
+    for path, body, param in (
+        ("/v1/chat/completions", BODY, "max_tokens"),
+        ("/v1/responses", {"model": "main", "input": "hi"}, "max_output_tokens"),
+    ):
+        status, error = await stage.refused(body, path=path)
+        assert (status, error["param"]) == (400, param)
 
 
 async def test_a_body_that_never_ends_is_408(stages):

@@ -23,7 +23,7 @@ async def test_what_is_beyond_the_limit_waits_its_turn_and_what_is_beyond_that_i
             second = tasks.create_task(stage.ask(HI))
             await _waiting(stage, 1)
             status, headers, raw = await stage.post(BODY)
-            assert (status, b"proxy_overloaded" in raw) == (429, True)
+            assert (status, b"proxy_overloaded" in raw, b'"rate_limit_error"' in raw) == (429, True, True)
             assert int(headers["retry-after"]) >= 1
             assert not second.done()
             gate.set()

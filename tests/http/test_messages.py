@@ -166,6 +166,66 @@ async def test_options_reach_the_engine_in_chat_s_words(stage, agent, choice, wa
     }
 
 
+async def test_models_are_listed_in_anthropic_s_form_for_its_clients(anthropic, stage, agent):
+    key = stage.key(policies=("main", "other"))
+    models = agent._client.with_options(api_key=key).models
+    listed = await models.list()
+    assert [(model.id, model.type, model.display_name) for model in listed.data] == [
+        ("main", "model", "main"),
+        ("other", "model", "other"),
+    ]
+    assert (listed.has_more, listed.first_id, listed.last_id) == (False, "main", "other")
+    one = await models.retrieve("other")
+    assert (one.id, one.lifecycle, one.created_at.year) == ("other", "active", 1970)
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        await models.retrieve("claude")
+    assert caught.value.body["error"]["type"] == "not_found_error"
+
+
+async def test_usage_says_that_nothing_was_read_from_a_cache(stage, agent):
+    stage.engine.say("x")
+    stage.engine.say("x")
+    whole = await agent.create(**ASKED)
+    events = [event async for event in await agent.create(**ASKED, stream=True)]
+    for usage in (whole.usage, events[0].message.usage, events[-2].usage):
+        assert (usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("content", "heard"),
+    [
+        ("it broke", "Error: it broke"),
+        ("Error: it broke", "Error: it broke"),
+        ([{"type": "text", "text": "it broke"}, {"type": "text", "text": "twice"}], "Error: it broke\ntwice"),
+        ([], "Error: "),
+    ],
+)
+async def test_a_tool_s_error_is_heard_as_one(stage, agent, content, heard):
+    seen = []
+    stage.engine.template = lambda chat: seen.append(chat) or "x"
+    stage.engine.say("x")
+    used = {"type": "tool_use", "id": "t", "name": "add", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "content": content, "is_error": True}
+    said = [USER, {"role": "assistant", "content": [used]}, {"role": "user", "content": [result]}]
+    await agent.create(**{**ASKED, "messages": said})
+    assert seen[0]["messages"][-1]["content"] == heard
+
+
+@pytest.mark.parametrize(
+    ("management", "status"),
+    [
+        ({}, 200),
+        ({"edits": []}, 200),
+        ({"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}, 200),
+        ({"edits": [{"type": "clear_tool_uses_20250919"}]}, 400),
+    ],
+)
+async def test_only_edits_that_leave_the_conversation_as_it_is_are_taken(stage, management, status):
+    stage.engine.say("x")
+    got, _, raw = await stage.post({**ASKED, "context_management": management}, "/v1/messages")
+    assert (got, b"context_management" in raw) == (status, status == 400)
+
+
 async def test_words_put_into_its_mouth_are_continued(stage, agent):
     seen = []
     stage.engine.template = lambda chat: seen.append(chat) or "x"

@@ -1,11 +1,14 @@
 """What Prometheus and the log get to see, and what they never do."""
 
 import asyncio
+import sys
 
+import pytest
 import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.proxy import token
+from swarmq import logs
 
 from .test_control import call
 
@@ -58,10 +61,26 @@ async def test_metrics_need_a_token(stage):
         assert response.status == 401
 
 
-async def test_nothing_secret_is_logged(stage, capsys, monkeypatch):
-    """Every way to be refused, and a failure of ours with its traceback."""
+@pytest.fixture
+def as_a_daemon(monkeypatch):
+    """Sets the log up as a daemon does."""
+
+    def configure(*, terminal):
+        for name, module in list(sys.modules.items()):
+            if name.startswith("swarmq.proxy.") and hasattr(module, "log"):
+                monkeypatch.setattr(module, "log", structlog.get_logger())  # an earlier test's may be kept
+        monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+        logs.configure(role="proxy", run="r")
+
+    yield configure
+    structlog.contextvars.clear_contextvars()
     structlog.reset_defaults()
-    monkeypatch.setattr("swarmq.proxy.app.log", structlog.get_logger())  # an earlier test's may be kept
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+async def test_nothing_secret_is_logged(stage, capsys, as_a_daemon, terminal):
+    """Every way to be refused, a failure in the middle, and one of ours with its traceback."""
+    as_a_daemon(terminal=terminal)
     secrets = [
         stage.key(),
         stage.key(expires_in=-100),
@@ -73,6 +92,9 @@ async def test_nothing_secret_is_logged(stage, capsys, monkeypatch):
         await stage.post({"model": "main", "messages": []}, key=secret)
         await call(stage, "POST", "/episodes", {"task_id": "t"}, as_=secret)
 
+    stage.engine.say("abcd", error="it broke")
+    await stage.stream(HI, key=secrets[0])
+
     async def broken(*_):
         raise RuntimeError("a bug")
 
@@ -80,7 +102,8 @@ async def test_nothing_secret_is_logged(stage, capsys, monkeypatch):
     status, _ = await stage.refused({"model": "main", "messages": [HI]}, key=secrets[0])
     assert status == 500
     told = "".join(capsys.readouterr())
-    assert "a bug" in told, "nothing was logged, so nothing is shown"
+    for event in ("stream_failed", "call_failed", "Traceback", "a bug"):
+        assert event in told, "nothing was logged, so nothing is shown"
     for secret in secrets:
         assert secret not in told
         assert secret.rpartition(".")[2] not in told

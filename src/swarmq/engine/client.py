@@ -279,7 +279,7 @@ class VllmEngine:
             kind = EngineFaultError if status == 500 else EngineError
             return kind(f"the engine at {self.url} failed ({status}): {message}")
         code = "context_length_exceeded" if TOO_LONG.search(message) else None
-        return EngineRefusedError(message, status=status, code=code)
+        return EngineRefusedError(message, status=status, code=code, param=param)
 
 
 def for_parsers(chat: Json) -> Json:

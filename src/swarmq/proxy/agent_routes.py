@@ -21,7 +21,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 from swarmq.keys import Claims
 from swarmq.proxy.calls import Call
 from swarmq.proxy.completion import Completions
-from swarmq.proxy.dialects import DIALECTS, CountTokens, Dialect, events, headers, read, schemas
+from swarmq.proxy.dialects import DIALECTS, CountTokens, Dialect, chat, events, headers, messages, read, schemas
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
@@ -138,20 +138,22 @@ def agent_routes(
 
         return watched(respond)
 
-    def cards(request: Request[Any, Any, Any]) -> list[Json]:
-        card = {"object": "model", "created": 0, "owned_by": "swarmq"}
-        return [{"id": name, **card} for name in claims_of(request).policies if name in pools]
+    def served(request: Request[Any, Any, Any]) -> list[str]:
+        return [name for name in claims_of(request).policies if name in pools]
 
     @get(MODELS, operation_class=_operation("The policies that the key may call"))
     async def models(request: Request[Any, Any, Any]) -> Json:
-        return {"object": "list", "data": cards(request)}
+        names = served(request)
+        if messages.ANTHROPIC in request.headers:
+            return messages.model_cards(names)
+        return {"object": "list", "data": [chat.model_card(name) for name in names]}
 
     @get(MODELS + "/{model:str}", operation_class=_operation("One of them"))
     async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
-        served = {card["id"]: card for card in cards(request)}
-        if model not in served:
-            raise _no_model(model, served)
-        return served[model]
+        if model not in (names := served(request)):
+            raise _no_model(model, names)
+        dialect = messages if messages.ANTHROPIC in request.headers else chat
+        return dialect.model_card(model)
 
     return [*map(route, DIALECTS), count_tokens, models, model]
 

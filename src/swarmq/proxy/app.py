@@ -10,7 +10,7 @@ from typing import Any
 
 import structlog
 from litestar import Litestar, Request, get
-from litestar.exceptions import HTTPException, NotFoundException
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
 from litestar.openapi import OpenAPIConfig
 from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
@@ -34,7 +34,7 @@ from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.recorder import Publisher, Recorder
-from swarmq.proxy.refusals import refusal_of
+from swarmq.proxy.refusals import RefusedError, refusal_of
 from swarmq.proxy.tuning import Tuning
 
 STATE_EVERY_S = 2.0
@@ -131,11 +131,19 @@ def create_app(
 
     def refuse(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
         path = request.url.path
-        if isinstance(error, NotFoundException):
-            error = not_served(request.method, path)
+        match error:
+            case NotFoundException():
+                error = not_served(request.method, path)
+            case HTTPException(status_code=413):
+                error = RefusedError(
+                    f"the body has more than {job.proxy.max_body_bytes} bytes (proxy.max_body_bytes)",
+                    status=413, code="request_too_large",
+                )  # fmt: skip
         refusal = refusal_of(error)
         meter.errors += 1
         told = {**refusal.headers, **request_headers(new_id())}
+        if isinstance(error, MethodNotAllowedException):
+            told |= error.headers or {}
         if refusal.status >= 500:
             log.warning(
                 "call_failed",
@@ -144,7 +152,7 @@ def create_app(
                 request_id=told["x-request-id"],
                 exc_info=refusal.status == 500,
             )
-        return Response(dialect_of(path).refusal(refusal), status_code=refusal.status, headers=told)
+        return Response(dialect_of(path, request.headers).refusal(refusal), status_code=refusal.status, headers=told)
 
     asked = agent_routes(
         completions,

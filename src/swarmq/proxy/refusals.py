@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from litestar.exceptions import HTTPException
+from litestar.exceptions import HTTPException, MethodNotAllowedException
 
 from swarmq.errors import (
     BrokerError,
@@ -91,7 +91,7 @@ def refusal_of(error: Exception) -> Refusal:
         case KeyRefusedError():
             return _client_fault(401, str(error), "invalid_api_key")
         case EngineRefusedError():
-            return _client_fault(error.status, str(error), error.code)
+            return _client_fault(error.status, str(error), error.code, error.param)
         case DeadlineError():
             return _server_fault(504, str(error), "deadline_exceeded")
         case EngineAnswerError():
@@ -106,15 +106,18 @@ def refusal_of(error: Exception) -> Refusal:
             return _client_fault(400, str(error), "invalid_outcome")
         case MessageError():
             return _client_fault(400, str(error), "turn_too_large")
+        case MethodNotAllowedException():
+            takes = (error.headers or {}).get("allow", "other methods")
+            return _client_fault(405, f"this path takes {takes} alone", "method_not_allowed")
         case HTTPException():
-            code = "request_too_large" if error.status_code == 413 else None
-            return _client_fault(error.status_code, error.detail, code)
+            return _client_fault(error.status_code, error.detail, None)
         case _:
             return _server_fault(500, "the proxy failed; its log says why", "internal_error")
 
 
 def _client_fault(status: int, message: str, code: str | None, param: str | None = None) -> Refusal:
-    return Refusal(status=status, message=message, type="invalid_request_error", code=code, param=param)
+    kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+    return Refusal(status=status, message=message, type=kind, code=code, param=param)
 
 
 def _server_fault(status: int, message: str, code: str) -> Refusal:

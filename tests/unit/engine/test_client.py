@@ -167,6 +167,8 @@ async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
             await engine.render({})
     assert type(caught.value) is kind
     assert getattr(caught.value, "code", None) == code
+    if kind is EngineRefusedError:
+        assert caught.value.param == error.get("param")
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.40.0", "1.2"])

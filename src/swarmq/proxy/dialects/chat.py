@@ -85,6 +85,10 @@ class ChatWriter(ChunkWriter):
         return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
 
+def model_card(name: str) -> Json:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "swarmq"}
+
+
 def _message(message: Json) -> Json:
     return {**message, "content": message["content"] or (None if message.get("tool_calls") else ""), "refusal": None}
 

@@ -21,6 +21,9 @@ from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
 
+ANTHROPIC = "anthropic-version"
+"""The header that its client libraries send with everything."""
+ERROR = "Error: "
 SAME = (
     *("temperature", "top_p", "top_k", "stream"),
     *("seed", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
@@ -34,8 +37,13 @@ ERRORS = {
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
+    504: "timeout_error",
     503: "overloaded_error",
 }
+KEEPING = ({"type": "clear_thinking_20251015", "keep": "all"},)
+"""Edits of a conversation that leave it as it is."""
+MODEL: Json = {"type": "model", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+"""What is the same of all models; when a policy was released, nobody knows."""
 SERVED = "text, image, tool_use, tool_result, thinking"
 
 
@@ -121,7 +129,7 @@ class MessageWriter:
             self._ensure("text", {"type": "text", "text": "", "citations": None})
             self._delta({"type": "text_delta", "text": blank})
         self._close()
-        usage = {"output_tokens": ended.num_tokens, "input_tokens": self._begun.prompt_tokens}
+        usage = _usage(self._begun, ended.num_tokens)
         self._tell({"type": "message_delta", "delta": _ending(ended), "usage": usage})
         self._tell({"type": "message_stop"})
         return self._flush()
@@ -175,7 +183,13 @@ class MessageWriter:
 
 def prompt_of(body: Json) -> Json:
     """What of a request makes its prompt: messages, tools, and how they are to be used."""
-    not_served(body, "container", "mcp_servers", "context_management", why="the agent runs its tools itself")
+    not_served(body, "container", "mcp_servers", why="the agent runs its tools itself")
+    edits = objects(options(body, "context_management").get("edits") or [], "context_management")
+    if any(edit not in KEEPING for edit in edits):
+        raise RefusedError(
+            "context_management is not served: what is sent is the conversation",
+            code="unsupported_parameter", param="context_management",
+        )  # fmt: skip
     chat: Json = {"messages": [*_system(body.get("system")), *_conversation(body.get("messages"))]}
     if body.get("tools"):
         chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
@@ -264,9 +278,12 @@ def _heard(role: str, blocks: Sequence[Json], where: str) -> list[Json]:
 
 def _result(block: Json, where: str) -> str | list[Json]:
     content = block.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return flat([_part(part, where) for part in objects(content, where)])
+    given = [{"type": "text", "text": content}] if isinstance(content, str) else objects(content, where)
+    parts = [_part(part, where) for part in given]
+    if block.get("is_error"):
+        head = parts.pop(0)["text"] if parts and parts[0]["type"] == "text" else ""
+        parts.insert(0, {"type": "text", "text": ERROR + head.removeprefix(ERROR)})
+    return flat(parts)
 
 
 def _part(block: Json, where: str) -> Json:
@@ -279,6 +296,15 @@ def _part(block: Json, where: str) -> Json:
             return {"type": "image_url", "image_url": {"url": url}}
         case other:
             raise _not_a_block(other, where)
+
+
+def model_card(name: str) -> Json:
+    return {**MODEL, "id": name, "display_name": name}
+
+
+def model_cards(names: Sequence[str]) -> Json:
+    ends = {"first_id": names[0], "last_id": names[-1]} if names else {"first_id": None, "last_id": None}
+    return {"data": [model_card(name) for name in names], "has_more": False, **ends}
 
 
 def _tool(tool: Json) -> Json:
@@ -318,7 +344,8 @@ def _message(begun: Begun, content: list[Json]) -> Json:
 
 
 def _usage(begun: Begun, sampled: int) -> Json:
-    return {"input_tokens": begun.prompt_tokens, "output_tokens": sampled}
+    cached = {"cache_creation_input_tokens": 0, "cache_read_input_tokens": 0}
+    return {"input_tokens": begun.prompt_tokens, **cached, "output_tokens": sampled}
 
 
 def _ending(ended: Ended) -> Json:
