@@ -152,8 +152,7 @@ def agent_routes(
     async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
         if model not in (names := served(request)):
             raise _no_model(model, names)
-        dialect = messages if messages.ANTHROPIC in request.headers else chat
-        return dialect.model_card(model)
+        return messages.model_card(model) if messages.ANTHROPIC in request.headers else chat.model_card(model)
 
     return [*map(route, DIALECTS), count_tokens, models, model]
 
