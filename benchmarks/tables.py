@@ -38,6 +38,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "demo": demo_block,
         "faults": faults_block,
         "matrix": matrix_block,
+        "derender": derender_block,
         "all": all_block,
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
@@ -153,6 +154,30 @@ def headlines_block(known: dict[str, Any]) -> Iterator[str]:
     for words, name, form in HEADLINES:
         if name in known:
             yield _row((words, form.format(**known[name]["figures"]), known[name]["hardware"]))
+    yield "\n"
+
+
+def derender_block(known: dict[str, Any]) -> Iterator[str]:
+    """What parsing a streamed answer costs, a row for each kind of answer and way."""
+    if "derender" not in known:
+        return
+    record = known["derender"]
+    tokens, rate = record["detail"]["tokens"], record["detail"]["rate"]
+    yield f"\nAn answer of {tokens} tokens, {rate:.0f} a second, on {record['hardware']} (`{record['command']}`):\n\n"
+    yield "| answer | parsed | portions | processor | longest pause | others wait for the thread (99 of 100) |\n"
+    yield "|---|---|---|---|---|---|\n"
+    ways = {"eager": "whenever the thread is free", "paced": "as the proxy does"}
+    for name in record["detail"]["answers"]:
+        for way, words in ways.items():
+            told = {key: record["figures"][f"{key}_{name}_{way}"] for key in ("portions", "parsing_s", "longest_gap_s")}
+            cells = (
+                name,
+                words,
+                f"{told['portions']:.0f}",
+                f"{told['parsing_s']:.2f} s",
+                f"{told['longest_gap_s']:.2f} s",
+            )
+            yield f"| {' | '.join(cells)} | {record['figures'][f'wait_p99_ms_{name}_{way}']:.1f} ms |\n"
     yield "\n"
 
 

@@ -131,6 +131,29 @@ async def test_tool_calls_and_text_before_them_are_parsed(stage, streamed):
     assert unpack_ids(turn.sampled_ids).tolist() == [*encode("ok " + CALL), END]
 
 
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(
+    ("said", "content"),
+    [
+        ("\n\n" + CALL, ""),
+        ("\n\n" + CALL + "\n" + CALL, ""),
+        ("\n ok" + CALL, "\n ok"),
+        ("\n\n", "\n\n"),
+        ("\nok", "\nok"),
+    ],
+)
+async def test_white_space_before_tool_calls_is_no_text_streamed_or_whole(stage, said, content, streamed):
+    stage.engine.say(said)
+    if streamed:
+        deltas = [event["choices"][0]["delta"] for event in (await stage.stream(HI, tools=[TOOL]))[:-1]]
+        heard = "".join(delta.get("content") or "" for delta in deltas)
+    else:
+        heard = (await stage.ask(HI, tools=[TOOL]))["choices"][0]["message"]["content"] or ""
+    assert heard == content
+    [turn] = stage.turns()
+    assert json.loads(turn.messages)[-1]["content"] == content
+
+
 async def test_logprobs_only_for_who_asks(stage):
     stage.engine.say("ab")
     stage.engine.say("ab")

@@ -11,7 +11,7 @@ import msgspec
 from swarmq.engine.protocol import Delta, Logprob
 from swarmq.keys import Claims
 from swarmq.messages import VersionSpan
-from swarmq.proxy.deltas import StopTrim
+from swarmq.proxy.deltas import LeadingBlanks, StopTrim
 from swarmq.proxy.refusals import RefusedError
 
 Json = dict[str, Any]
@@ -117,6 +117,7 @@ class Choice:
         self.state: Any = None
         """Of the engine's derender."""
         self.trim = StopTrim(stops)
+        self.hold_blanks = LeadingBlanks()
         self.first_token_s = 0.0
 
     def take(self, delta: Delta, elapsed_s: float) -> None:

@@ -186,6 +186,7 @@ class Completions:
         allowed = self._tuning.episode_tokens(call.claims)
         with self._occupied(lane, call.policy):
             rendered = await lane.engine.render(chat)
+            rests = call.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
             stitched = await stitch(
                 memory.graph(call.policy),
@@ -215,7 +216,7 @@ class Completions:
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
             pace = Pace()
-            if call.stream and rendered.parsed:
+            if rests:
                 deltas = paced(deltas, pace)
             try:
                 first: list[Delta] = await anext(deltas, [])
@@ -344,7 +345,8 @@ async def _parsed(begun: Begun, choice: Choice, delta: Delta) -> Json:
             state=choice.state,
         )
     met = delta.stop_reason if isinstance(delta.stop_reason, str) else None
-    return choice.trim(gain, met=met, ended=delta.finish_reason is not None)
+    ended = delta.finish_reason is not None
+    return choice.hold_blanks(choice.trim(gain, met=met, ended=ended), ended=ended)
 
 
 async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
@@ -359,9 +361,7 @@ async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
         met = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         choice.message = {"role": "assistant", "content": ""}
         message.pop("role", None)
-        extend(choice.message, choice.trim(message, met=met, ended=True))
-        if choice.message.get("tool_calls") and not choice.message["content"].strip():
-            choice.message["content"] = ""  # some templates write a line break more for it than was sampled
+        extend(choice.message, choice.hold_blanks(choice.trim(message, met=met, ended=True), ended=True))
 
 
 def _for_engine(chat: Json) -> Json:

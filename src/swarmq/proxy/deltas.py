@@ -66,3 +66,23 @@ class StopTrim:
             content, self._held = content[:at], content[at:]
         rest = {key: value for key, value in delta.items() if key != "content"}
         return {**rest, "content": content} if content else rest
+
+
+class LeadingBlanks:
+    """Keeps white space at the beginning of parsed content back until words follow; with tool calls alone it means nothing."""
+
+    def __init__(self) -> None:
+        self._held: str | None = ""
+        """None once there were words."""
+        self._calls = False
+
+    def __call__(self, delta: Json, *, ended: bool) -> Json:
+        if self._held is None:
+            return delta
+        self._calls = self._calls or bool(delta.get("tool_calls"))
+        self._held += delta.get("content") or ""
+        rest = {key: value for key, value in delta.items() if key != "content"}
+        if self._held.strip() or (ended and self._held and not self._calls):
+            content, self._held = self._held, None
+            return {**rest, "content": content}
+        return rest

@@ -17,6 +17,7 @@ import msgspec
 
 from swarmq.engine.protocol import Engine
 from swarmq.errors import EngineError
+from swarmq.proxy.rehearsal import finds_calls
 
 SHUN_S = 5.0
 """An engine that failed is asked last for this long."""
@@ -49,6 +50,8 @@ class Lane:
         self.idle = asyncio.Event()
         """Nothing is open."""
         self.idle.set()
+        self._finds_calls: bool | None = None
+        self._rehearsing = asyncio.Lock()
 
     @contextlib.contextmanager
     def occupied(self) -> Iterator[None]:
@@ -61,8 +64,16 @@ class Lane:
             if not self.open_calls:
                 self.idle.set()
 
+    async def finds_calls(self) -> bool:
+        """Whether its parsers may be given streams in large portions; found out on first use."""
+        async with self._rehearsing:
+            if self._finds_calls is None:
+                self._finds_calls = await finds_calls(self.engine)
+            return self._finds_calls
+
     def fail(self) -> None:
         self.failed_at = time.monotonic()
+        self._finds_calls = None  # what comes up again may have other parsers
 
     async def probe(self) -> None:
         self.healthy = await self.engine.healthy()

@@ -38,3 +38,14 @@ def test_the_matrix_has_a_row_for_every_version(tmp_path):
     }
     (tmp_path / "faults_matrix.json").write_text(json.dumps(record))
     assert "| 4.0.5 | 3 | 40 | 0 | 0 | 0 | 2.2 s | 9 | 1 |" in render(text, tmp_path)
+
+
+def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
+    text = "<!-- figures: derender -->\n<!-- end of figures -->\n"
+    assert render(text, tmp_path) == text
+    told = {"portions": 9, "parsing_s": 0.5, "longest_gap_s": 0.25, "wait_p99_ms": 3.0}
+    figures = {f"{key}_both_{way}": value for key, value in told.items() for way in ("eager", "paced")}
+    detail = {"tokens": 10, "rate": 5.0, "answers": ["both"]}
+    record = {"hardware": "h", "command": "c", "figures": figures, "detail": detail}
+    (tmp_path / "derender.json").write_text(json.dumps(record))
+    assert "| both | as the proxy does | 9 | 0.50 s | 0.25 s | 3.0 ms |" in render(text, tmp_path)
