@@ -134,7 +134,7 @@ def main() -> None:
         "longest gap s",
         "last token late s",
         "others wait ms",
-        "at most",
+        "p99",
     ]
     print(report.table(heads, rows))
     detail = {"tokens": arguments.tokens, "rate": arguments.rate, "answers": list(ANSWERS)}

@@ -43,7 +43,7 @@ def test_the_matrix_has_a_row_for_every_version(tmp_path):
 def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
     text = "<!-- figures: derender -->\n<!-- end of figures -->\n"
     assert render(text, tmp_path) == text
-    told = {"portions": 9, "parsing_s": 0.5, "longest_gap_s": 0.25, "wait_p99_ms": 3.0}
+    told = {"portions": 9, "parsing_s": 0.5, "longest_gap_s": 0.25, "wait_p50_ms": 3.0}
     figures = {f"{key}_both_{way}": value for key, value in told.items() for way in ("eager", "paced")}
     detail = {"tokens": 10, "rate": 5.0, "answers": ["both"]}
     record = {"hardware": "h", "command": "c", "figures": figures, "detail": detail}
