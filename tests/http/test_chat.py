@@ -7,8 +7,9 @@ import msgspec
 import pytest
 
 from support.proxy import events
+from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
-from swarmq.testing.scripted_engine import END, decode, encode
+from swarmq.testing.scripted_engine import END, ScriptedEngine, decode, encode
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -152,6 +153,36 @@ async def test_white_space_before_tool_calls_is_no_text_streamed_or_whole(stage,
     assert heard == content
     [turn] = stage.turns()
     assert json.loads(turn.messages)[-1]["content"] == content
+
+
+class Counting(ScriptedEngine):
+    """How many portions it is asked to parse, each of which takes it a while."""
+
+    portions = 0
+
+    async def derender_delta(self, *given, **more):
+        self.portions += 1
+        await asyncio.sleep(0.005)
+        return await super().derender_delta(*given, **more)
+
+
+class OneCallAtMost(Counting):
+    async def render(self, chat):
+        if any(len(message.get("tool_calls") or ()) > 1 for message in chat["messages"]):
+            raise EngineRefusedError("one call at a time", status=400)
+        return await super().render(chat)
+
+
+@pytest.mark.parametrize("kind", [Counting, OneCallAtMost])
+async def test_few_portions_are_parsed_where_parsers_have_shown_that_they_find_calls_in_large_ones(stages, kind):
+    async with stages(engine=kind) as stage:
+        for text in ("a", "a" * 200):  # before the second there was a rehearsal
+            stage.engine.portions = 0
+            stage.engine.say(text)
+            chunks = (await stage.stream(HI, tools=[TOOL]))[:-1]
+            assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
+        sampled = len(encode(text)) + 1
+        assert stage.engine.portions == sampled if kind is OneCallAtMost else stage.engine.portions < sampled / 3
 
 
 async def test_logprobs_only_for_who_asks(stage):

@@ -41,6 +41,7 @@ class Stage(Agent):
 async def staged(
     *,
     engines: int = 1,
+    engine: type[ScriptedEngine] = ScriptedEngine,
     folder: str = "runs",
     sampling: Any = None,
     kinds: Any = None,
@@ -66,11 +67,11 @@ async def staged(
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
     broker = MemoryBroker()
     await broker.declare(RUN, policies=job.policies, kinds=job.mix)
-    scripted = [ScriptedEngine(url=url) for url in urls]
+    scripted = [engine(url=url) for url in urls]
 
     @asynccontextmanager
     async def opener(url: str) -> AsyncIterator[ScriptedEngine]:
-        scripted.append(ScriptedEngine(url=url))
+        scripted.append(engine(url=url))
         yield scripted[-1]
 
     episodes = Episodes.of_job(job, number=number)
