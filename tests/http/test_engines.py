@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.pool import CROWDED, Pool
+from swarmq.proxy.pool import CROWDED, MOST_TOGETHER, Pool
 from swarmq.testing.scripted_engine import ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
@@ -53,6 +53,27 @@ async def test_probes_find_who_is_ill_who_is_well_again_and_which_weights_each_h
     ill.down = False
     await pool.probe()
     assert urls(pool, pool.lanes[0])[0] == "0"
+
+
+@pytest.mark.parametrize(("token_s", "together"), [(0.2, 1), (0.02, 1), (0.01, 3), (0.0001, MOST_TOGETHER)])
+def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together):
+    lane = pool_of(1).lanes[0]
+    assert lane.together == 1
+    lane.streamed(0, 1.0)
+    lane.streamed(100, 100 * token_s)
+    assert lane.together == together
+
+
+async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(stage):
+    asked = []
+    for fields in ({}, {}, {"stream_interval": 2}):
+        stage.engine.say("several tokens")
+        await stage.stream(HI, **fields)
+        asked.append(stage.engine.requests[-1].sampling.get("stream_interval"))
+    stage.engine.say("whole")
+    await stage.ask(HI)
+    assert asked == [None, MOST_TOGETHER, 2]
+    assert "stream_interval" not in stage.engine.requests[-1].sampling
 
 
 async def change(stage, what, url, policy="main"):

@@ -42,10 +42,10 @@ POLL_S = 0.2
 WATCH_S = 15.0
 STOP_GRACE_S = 10.0
 
-MOST_API_SERVERS = 4
+MOST_API_SERVERS = 8
 """Processes between one engine core and its callers. One handles some 5,000 tokens a second, a fraction of what a GPU samples
 with a small model; all state is in the core, so any of them pauses it or updates its weights."""
-CORES_EACH = 4
+CORES_EACH = 3
 
 ONE_THREAD_BELOW = 1024
 """Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""

@@ -212,6 +212,8 @@ class Completions:
                 cuts=call.cuts,
             )
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
+            if call.stream and lane.together > 1:
+                tuned.params.setdefault("stream_interval", lane.together)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
             deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
@@ -293,6 +295,8 @@ class Completions:
                 total_s=time.monotonic() - begun.call.began,
             ),
         )
+        if begun.call.stream:
+            begun.lane.streamed(len(choice.token_ids) - 1, sampled.timings.total_s - sampled.timings.first_token_s)
         thoughts = choice.message.get("reasoning")
         num_thoughts = len(await begun.lane.engine.tokenize(thoughts)) if thoughts else 0
         await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))

@@ -21,6 +21,13 @@ from swarmq.proxy.rehearsal import finds_calls
 
 SHUN_S = 5.0
 """An engine that failed is asked last for this long."""
+PORTION_S = 0.03
+"""Streams of an engine that is quicker bring as many tokens at a time as it samples meanwhile: nobody sees the difference,
+and every portion costs the engine's server and this one as much as a token."""
+MOST_TOGETHER = 8
+"""Tokens."""
+LATELY = 0.2
+"""Weight of the newest answer in an engine's pace."""
 CROWDED = 16
 """An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
 
@@ -47,6 +54,8 @@ class Lane:
         self.draining = False
         self.version: int | None = None
         self.failed_at = float("-inf")
+        self.token_s: float | None = None
+        """Of a stream here, lately."""
         self.idle = asyncio.Event()
         """Nothing is open."""
         self.idle.set()
@@ -63,6 +72,17 @@ class Lane:
             self.open_calls -= 1
             if not self.open_calls:
                 self.idle.set()
+
+    def streamed(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens came after the first one of a stream, in that time."""
+        if num_tokens > 0:
+            newest = seconds / num_tokens
+            self.token_s = newest if self.token_s is None else self.token_s + LATELY * (newest - self.token_s)
+
+    @property
+    def together(self) -> int:
+        """Tokens that a stream may bring at a time after its first one."""
+        return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
 
     async def finds_calls(self) -> bool:
         """Whether its parsers may be given streams in large portions; found out on first use."""

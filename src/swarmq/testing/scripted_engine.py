@@ -24,7 +24,18 @@ SPECIAL = ("<|start|>", "<|end|>", "<tool_call>", "</tool_call>", "<think>", "</
 END = 1
 """Id of `<|end|>`, the end-of-turn token."""
 PARAMETERS = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "logit_bias", "seed", "stop", "n"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "logit_bias",
+        "seed",
+        "stop",
+        "n",
+        "stream_interval",
+    ),
     *("structured_outputs", "watermarking", "invented_later"),
 )
 _CHARACTERS = 1000
