@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from swarmq.engine.protocol import Answer
 from swarmq.messages import unpack_floats, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
@@ -144,6 +145,12 @@ async def test_a_tool_call_is_parsed_and_continued_exactly(stage, agent, streame
     await agent.chat.completions.create(messages=[USER, asked, result], **fields)
     first, second = await stage.turns(2)
     assert first.finish_reason == "tool_calls"
+    sampled = unpack_ids(first.sampled_ids).tolist()
+    whole = Answer(token_ids=sampled[:-1], finish_reason="stop")  # the last one ends the turn
+    [meant] = await stage.engine.derender(
+        {"messages": [USER], "tools": [TOOL]}, unpack_ids(first.prompt_ids).tolist(), [whole]
+    )
+    assert [call["function"] for call in meant["tool_calls"]] == [function], "deltas add up to what the tokens say"
     assert second.parent == first.call_id
     assert second.branch is None
     assert second.shared == len(unpack_ids(first.prompt_ids)) + len(unpack_ids(first.sampled_ids))
