@@ -64,7 +64,10 @@ def test_a_stream_brings_no_more_at_a_time_than_nobody_notices(token_s, together
     assert lane.together == together
 
 
-async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(stage):
+async def test_streams_of_a_quick_engine_bring_several_tokens_at_a_time_unless_their_agent_wants_otherwise(
+    stage, monkeypatch
+):
+    monkeypatch.setattr("swarmq.proxy.pool.PORTION_S", 1e6)  # quick is what this machine is
     asked = []
     for fields in ({}, {}, {"stream_interval": 2}):
         stage.engine.say("several tokens")
