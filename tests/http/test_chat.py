@@ -182,6 +182,7 @@ async def test_few_portions_are_parsed_where_parsers_have_shown_that_they_find_c
             chunks = (await stage.stream(HI, tools=[TOOL]))[:-1]
             assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
         sampled = len(encode(text)) + 1
+        assert kind is Counting or "stream_interval" not in stage.engine.requests[-1].sampling
         assert stage.engine.portions == sampled if kind is OneCallAtMost else stage.engine.portions < sampled / 3
 
 

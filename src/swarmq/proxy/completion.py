@@ -212,7 +212,7 @@ class Completions:
                 cuts=call.cuts,
             )
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
-            if call.stream and lane.together > 1:
+            if call.stream and (rests or not rendered.parsed) and lane.together > 1:
                 tuned.params.setdefault("stream_interval", lane.together)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
