@@ -88,3 +88,28 @@ async def test_elsewhere_more_than_there_is_room_for_is_refused_in_evaluation(st
     field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
     status, error = await stage.refused({**BODIES[path], field: 64_000}, path=path, key=stage.key(mode="eval"))
     assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [{"content": "x"}]}, "messages[0]"),
+        ("/v1/chat/completions", {"tools": [1]}, "tools"),
+        ("/v1/chat/completions", {"response_format": "json"}, "response_format"),
+        ("/v1/chat/completions", {"parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ("/v1/completions", {"frequency_penalty": True}, "frequency_penalty"),
+        ("/v1/responses", {"temperature": "hot"}, "temperature"),
+        ("/v1/responses", {"tools": {}}, "tools"),
+        ("/v1/responses", {"include": 1}, "include"),
+        ("/v1/responses", {"store": "no"}, "store"),
+        ("/v1/responses", {"instructions": False}, "instructions"),
+        ("/v1/messages", {"tools": 0}, "tools"),
+        ("/v1/messages", {"system": {}}, "system"),
+        ("/v1/messages", {"stop_sequences": "x"}, "stop_sequences"),
+    ],
+)
+async def test_what_is_of_the_wrong_kind_is_refused_before_an_engine_sees_it(stage, path, change, param):
+    status, _, raw = await stage.post({**BODIES[path], **change}, path)
+    error = json.loads(raw)["error"]
+    assert (status, param in error["message"] or error["param"] == param) == (400, True), error
+    assert stage.engine.requests == []

@@ -56,6 +56,7 @@ AS_ASKED = {"extra_args": "vllm_xargs"}
 """What a request calls them, where that is another name."""
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
 """Entries that are looked at for every token that is sampled."""
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_WORD = 1024
 """Characters of a text among them."""
 OWN = frozenset({"temperature", "max_tokens"})
@@ -139,8 +140,10 @@ def record_of(params: Json) -> Sampling:
         AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name))
     )
     try:
-        return msgspec.convert(known, Sampling)
-    except msgspec.ValidationError as error:
+        record = msgspec.convert(known, Sampling)
+        msgspec.msgpack.encode(record)  # whole numbers beyond 64 bits could not be recorded
+        return record
+    except (msgspec.ValidationError, OverflowError) as error:
         raise RefusedError(f"sampling parameters: {error}", code="invalid_value") from error
 
 
@@ -162,6 +165,9 @@ def check_limits(chat: Json) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
             bounds = f"from {low} to {high}" if high else f"of at least {low}"
             raise RefusedError(f"{name} must be a whole number {bounds}, not {value!r:.100}", param=name)
+    for name in NUMBERS:
+        if (value := chat.get(name)) is not None and type(value) not in (int, float):
+            raise RefusedError(f"{name} must be a number, not {value!r:.100}", param=name)
     for name, most in MOST.items():
         value = chat.get(name)
         if isinstance(value, (list, dict)) and len(value) > most:

@@ -13,7 +13,14 @@ def test_what_was_asked_in_several_forms_is_recorded_in_one():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"logit_bias": {"7": {"a": 1}}}, {"logit_bias": [7]}, {"top_k": "few"}, {"stop": 3}, {"min_p": []}],
+    [
+        {"logit_bias": {"7": {"a": 1}}},
+        {"logit_bias": [7]},
+        {"top_k": "few"},
+        {"stop": 3},
+        {"min_p": []},
+        {"seed": -(2**70)},
+    ],
     ids=lambda wrong: next(iter(wrong)),
 )
 def test_what_no_engine_samples_by_is_refused(wrong):

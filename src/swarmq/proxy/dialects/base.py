@@ -219,6 +219,12 @@ def objects(value: Any, param: str) -> list[Json]:
     return value
 
 
+def listed(body: Json, name: str) -> list[Json]:
+    """A field that is a list of objects or absent. Raises RefusedError."""
+    value = body.get(name)
+    return [] if value is None else objects(value, name)
+
+
 def string(value: Json, name: str, where: str) -> str:
     """A field that must be text. Raises RefusedError."""
     text = value.get(name)

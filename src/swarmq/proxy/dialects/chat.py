@@ -10,7 +10,7 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options, top_logprobs
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, listed, not_served, options, string, top_logprobs
 from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
@@ -26,8 +26,15 @@ class Chat:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RefusedError("messages must be a list of at least one message", param="messages")
-        options(body, "stream_options")
-        flag(body, "logprobs")
+        for at, message in enumerate(messages):
+            string(message, "role", f"messages[{at}]")
+        listed(body, "tools")
+        for name in ("stream_options", "response_format"):
+            options(body, name)
+        if not isinstance(body.get("tool_choice"), str):
+            options(body, "tool_choice")
+        for name in ("logprobs", "parallel_tool_calls"):
+            flag(body, name)
         count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
         not_served(body, "functions", "function_call", why="use tools and tool_choice")
         not_served(body, "audio", "web_search_options", why="the engine answers with text alone")

@@ -16,7 +16,7 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import answer_id, flat, named, not_served, objects, options, string
+from swarmq.proxy.dialects.base import answer_id, flat, listed, named, not_served, objects, options, string
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -57,8 +57,11 @@ class Messages:
             raise RefusedError("max_tokens is required", param="max_tokens")
         chat = prompt_of(body) | {"max_tokens": body["max_tokens"]}
         chat |= {key: body[key] for key in SAME if body.get(key) is not None}
-        if body.get("stop_sequences"):
-            chat["stop"] = body["stop_sequences"]
+        stops = body.get("stop_sequences")
+        if stops is not None and not isinstance(stops, list):
+            raise RefusedError("stop_sequences must be a list", param="stop_sequences")
+        if stops:
+            chat["stop"] = stops
         return Ask(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
@@ -191,8 +194,8 @@ def prompt_of(body: Json) -> Json:
             code="unsupported_parameter", param="context_management",
         )  # fmt: skip
     chat: Json = {"messages": [*_system(body.get("system")), *_conversation(body.get("messages"))]}
-    if body.get("tools"):
-        chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
+    if tools := listed(body, "tools"):
+        chat["tools"] = [_tool(tool) for tool in tools]
     chat |= _tool_choice(options(body, "tool_choice"))
     output = options(body, "output_config")
     if wanted := options(output, "format") or options(body, "output_format"):
@@ -214,14 +217,9 @@ def prompt_of(body: Json) -> Json:
 
 
 def _system(system: Any) -> list[Json]:
-    if not system:
-        return []
-    text = (
-        system
-        if isinstance(system, str)
-        else "".join(string(block, "text", "system") for block in objects(system, "system"))
-    )
-    return [{"role": "system", "content": text}]
+    blocks = [{"text": system}] if isinstance(system, str) else [] if system is None else objects(system, "system")
+    text = "".join(string(block, "text", "system") for block in blocks)
+    return [{"role": "system", "content": text}] if text else []
 
 
 def _conversation(messages: Any) -> list[Json]:

@@ -21,7 +21,9 @@ from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
     answer_id,
     count,
+    flag,
     flat,
+    listed,
     named,
     not_served,
     objects,
@@ -83,19 +85,21 @@ class Responses:
         chat["messages"] = _instructed(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
-        if body.get("tools"):
-            chat["tools"] = [_tool(tool) for tool in objects(body["tools"], "tools")]
+        if tools := listed(body, "tools"):
+            chat["tools"] = [_tool(tool) for tool in tools]
         if body.get("tool_choice") is not None:
             chat["tool_choice"] = _tool_choice(body["tool_choice"])
         if wanted := _format(options(options(body, "text"), "format")):
             chat["response_format"] = wanted
         if effort := options(body, "reasoning").get("effort"):
             chat["reasoning_effort"] = effort
-        included = body.get("include") or []
-        if (isinstance(included, list) and LOGPROBS in included) or count(
-            body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS
-        ):
+        included = [] if body.get("include") is None else body["include"]
+        if not isinstance(included, list):
+            raise RefusedError("include must be a list", param="include")
+        if LOGPROBS in included or count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS):
             chat["logprobs"] = True
+        flag(body, "parallel_tool_calls")
+        flag(body, "store")
         kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
         return Ask(chat=chat, kept=kept, names=FIELDS)
 
@@ -296,9 +300,10 @@ def _text(text: str) -> Json:
 
 def _instructed(body: Json, messages: list[Json]) -> list[Json]:
     """Under the instructions, which later responses do not inherit."""
-    if instructions := body.get("instructions"):
-        if not isinstance(instructions, str):
-            raise RefusedError("instructions must be text", param="instructions")
+    instructions = body.get("instructions")
+    if instructions is not None and not isinstance(instructions, str):
+        raise RefusedError("instructions must be text", param="instructions")
+    if instructions:
         first = messages[0] if messages else {}
         if first.get("role") == "system" and isinstance(first["content"], str):
             # Many templates know one system message, the first.

@@ -31,7 +31,7 @@ CHOICE = {"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}
 SAMPLING = {
     "temperature": NUMBER,
     "top_p": NUMBER,
-    "seed": nullable("integer"),
+    "seed": nullable("integer", minimum=-(2**63), maximum=2**63 - 1),
     "stop": TEXTS,
     "presence_penalty": NUMBER,
     "frequency_penalty": NUMBER,
