@@ -162,7 +162,11 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
     raise_file_limit()
-    models = {name: check_model(policy.model) for name, policy in job.policies.items() if not policy.engine.urls}
+    models = {
+        name: check_model(policy.model, trained=policy.trained)
+        for name, policy in job.policies.items()
+        if not policy.engine.urls
+    }
     placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")

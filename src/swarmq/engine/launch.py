@@ -112,7 +112,7 @@ class EngineProcess:
 
     async def _start(self) -> None:
         cuda = is_cuda_build()
-        model = check_model(self._policy.model)
+        model = check_model(self._policy.model, trained=self._policy.trained)
         if not port_is_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import msgspec
 from swarmq.errors import EngineError, MissingExtraError
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
+CONDITIONAL = "ForConditionalGeneration"
+"""Of models that take images and have a `vision_config`; encoder-decoders end so too."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """What a chat template writes around a tool call -> vLLM's parser of it."""
@@ -50,17 +52,14 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     """The same of the model's thoughts; None as well where its template does not ask for any."""
 
 
-def check_model(name: str) -> Model:
-    """Facts of a model folder or hub name. Raises EngineError when no agent can be served or trained with it."""
+def check_model(name: str, *, trained: bool) -> Model:
+    """Facts of a model folder or hub name; of the language model in it where it takes images as well. Raises EngineError
+    when no agent can be served with it, or none be trained where it is to be `trained`."""
     is_folder = Path(name).is_dir()
     folder = Path(name) if is_folder else _fetch(name)
     config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
     architectures = config.get("architectures") or ["none named"]
-    if config.get("is_encoder_decoder") or not str(architectures[0]).endswith(CAUSAL):
-        raise EngineError(
-            f"{name} is no causal language model (config.json: architectures {architectures}): "
-            "choose one whose architecture ends in ForCausalLM"
-        )
+    _check_architecture(name, config, architectures, trained=trained)
     if is_folder and not any(folder.glob("*.safetensors")):
         raise EngineError(f"{folder} has no weights (*.safetensors): save the model with save_pretrained()")
     template = _chat_template(folder, name)
@@ -72,10 +71,26 @@ def check_model(name: str) -> Model:
         parameters=count_parameters(config),
         cached_values=2 * _number(config, "num_hidden_layers") * _key_heads(config) * _head_size(config),
         is_folder=is_folder,
-        max_length=config.get("max_position_embeddings"),
+        max_length=_number(config, "max_position_embeddings") or None,
         tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
         reasoning_parser=_reasoning_parser(template),
     )
+
+
+def _check_architecture(name: str, config: Mapping[str, Any], architectures: Sequence[Any], *, trained: bool) -> None:
+    written = f"config.json: architectures {architectures}"
+    takes_images = isinstance(config.get("vision_config"), dict)
+    known = (*CAUSAL, CONDITIONAL) if takes_images else CAUSAL
+    if config.get("is_encoder_decoder") or not str(architectures[0]).endswith(known):
+        raise EngineError(
+            f"{name} is no causal language model ({written}): choose one whose architecture ends in ForCausalLM, or, for a "
+            "policy with trained = false, one that takes images (ForConditionalGeneration with a vision_config)"
+        )
+    if takes_images and trained:
+        raise EngineError(
+            f"{name} is a model that takes images ({written}), and a learner reads tokens alone: serve it untrained "
+            "(policies.*.trained = false), or train a text model, whose architecture ends in ForCausalLM"
+        )
 
 
 def size_of(name: str) -> int:

@@ -53,8 +53,15 @@ def load_config(source: str) -> Any:
         config = AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise LearnerError(f"model {source}: cannot be read: {error}") from error
+    if hasattr(config, "vision_config"):
+        raise LearnerError(
+            f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "
+            "(policies.*.trained = false), or train a text model"
+        )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise LearnerError(f"model {source}: {config.model_type!r} is not a causal language model")
+        raise LearnerError(
+            f"model {source}: {config.model_type!r} is not a causal language model: train one whose architecture ends in ForCausalLM"
+        )
     return config
 
 

@@ -22,7 +22,7 @@ def folder(tmp_path):
 
 
 def test_a_whole_folder_is_described(folder):
-    model = check_model(str(folder))
+    model = check_model(str(folder), trained=True)
     assert (model.architecture, model.hidden_size, model.is_folder) == ("Qwen3ForCausalLM", 256, True)
     assert model.tool_call_parser == "hermes"
 
@@ -30,7 +30,7 @@ def test_a_whole_folder_is_described(folder):
 def test_the_template_may_lie_in_a_file_of_its_own(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert check_model(str(folder)).tool_call_parser is None
+    assert check_model(str(folder), trained=True).tool_call_parser is None
 
 
 QWEN3 = "{{ messages }}<tool_call><think></think>{% if not enable_thinking %}{{ '<think></think>' }}{% endif %}"
@@ -44,13 +44,13 @@ INSTRUCT = "{{ messages }}{% if '</think>' in content %}{{ content.split('</thin
 )
 def test_thoughts_are_told_apart_where_the_template_asks_for_them(folder, template, parser):
     (folder / "chat_template.jinja").write_text(template)
-    assert check_model(str(folder)).reasoning_parser == parser
+    assert check_model(str(folder), trained=True).reasoning_parser == parser
 
 
 def test_a_tokenizer_without_chat_template_is_refused(folder):
     (folder / "tokenizer_config.json").write_text("{}")
     with pytest.raises(EngineError, match="no chat template.*instruction-tuned"):
-        check_model(str(folder))
+        check_model(str(folder), trained=True)
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,39 @@ def test_a_tokenizer_without_chat_template_is_refused(folder):
 def test_what_is_no_causal_language_model_is_refused(folder, config):
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(EngineError, match="no causal language model"):
-        check_model(str(folder))
+        check_model(str(folder), trained=True)
+
+
+SEEING = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "vision_config": {"hidden_size": 1152},
+    "text_config": {"hidden_size": 128, "num_hidden_layers": 3, "max_position_embeddings": 4096},
+}
+
+
+def test_a_model_that_takes_images_can_be_served_untrained_as_the_language_model_in_it(folder):
+    (folder / "config.json").write_text(json.dumps(SEEING))
+    model = check_model(str(folder), trained=False)
+    assert model.architecture == "Gemma3ForConditionalGeneration"
+    assert (model.hidden_size, model.layers, model.max_length) == (128, 3, 4096)
+
+
+def test_a_model_that_takes_images_cannot_be_trained(folder):
+    (folder / "config.json").write_text(json.dumps(SEEING))
+    with pytest.raises(EngineError, match=r"learner reads tokens alone: .*trained = false.*text model"):
+        check_model(str(folder), trained=True)
+
+
+@pytest.mark.parametrize("change", [{"is_encoder_decoder": True}, {"vision_config": None}])
+def test_what_only_ends_as_a_model_that_takes_images_is_refused(folder, change):
+    (folder / "config.json").write_text(json.dumps(SEEING | change))
+    with pytest.raises(EngineError, match="no causal language model"):
+        check_model(str(folder), trained=False)
 
 
 def test_a_folder_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(EngineError, match="nowhere does not exist"):
-        check_model(str(tmp_path / "nowhere"))
+        check_model(str(tmp_path / "nowhere"), trained=True)
 
 
 @pytest.mark.parametrize(
@@ -79,11 +106,11 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
 def test_a_missing_file_is_named(folder, name, problem):
     (folder / name).unlink()
     with pytest.raises(EngineError, match=problem):
-        check_model(str(folder))
+        check_model(str(folder), trained=True)
 
 
 @pytest.mark.parametrize("content", ["{", "[]"])
 def test_a_damaged_config_is_named(folder, content):
     (folder / "config.json").write_text(content)
     with pytest.raises(EngineError, match=r"config\.json"):
-        check_model(str(folder))
+        check_model(str(folder), trained=True)
