@@ -131,7 +131,8 @@ async def test_a_body_that_is_broken_or_bottomless_is_400(stage, path):
     for raw in (b"", b"{", b"nul", b"[]", b'{"a":' * 50_000, b"[" * 200_000, b'{"model": "\xff"}', b"\x00" * 100):
         async with stage.http.post(stage.url + path, data=raw, headers=key) as response:
             assert response.status == 400, raw[:20]
-            assert "JSON" in (await response.json())["error"]["message"]
+            message = (await response.json())["error"]["message"]
+            assert "JSON" in message or "objects and lists" in message
 
 
 @pytest.mark.parametrize("path", PATHS)
