@@ -138,6 +138,7 @@ class VllmEngine:
             return Rendered(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
         reply = await self._json("POST", "/v1/chat/completions/render", request)
         carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
+        _check_places(carried.get("features"), reply["token_ids"])
         calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
         return Rendered(
             token_ids=reply["token_ids"],
@@ -334,6 +335,20 @@ def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
         stop_reason=last.stop_reason,
         versions=_spans(last.weight_versions) if last.weight_versions else (),
     )
+
+
+def _check_places(features: Json | None, token_ids: Sequence[int]) -> None:
+    """Raises EngineRefusedError where other tokens stand between those of an image: vLLM's `generate` takes all of them for
+    the image's, and its engine dies of the difference."""
+    for places in (features or {}).get("mm_placeholders", {}).values():
+        for place in places:
+            if len(set(token_ids[place["offset"] : place["offset"] + place["length"]])) > 1:
+                raise EngineRefusedError(
+                    "vLLM cannot sample from tokens and images of this model, whose images are of several kinds of tokens: send "
+                    "it text, or take a model whose images are of one kind (LLaVA 1.5, Qwen2.5-VL)",
+                    status=400,
+                    param="messages",
+                )
 
 
 def _spans(told: Sequence[_Span]) -> tuple[VersionSpan, ...]:

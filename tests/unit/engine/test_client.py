@@ -82,6 +82,23 @@ async def test_render_fills_in_the_model_and_keeps_what_generate_wants_back():
     )
 
 
+@pytest.mark.parametrize(("image", "carried"), [([9, 9, 9], True), ([8, 9, 9], False)])
+async def test_an_image_that_vllm_would_die_of_is_refused(image, carried):
+    """With other tokens around those of its parts, as in Idefics3 and Gemma 3."""
+    features = {"mm_placeholders": {"image": [{"offset": 1, "length": 3}]}}
+
+    async def handler(_request):
+        return web.json_response({"token_ids": [7, *image, 7], "sampling_params": {}, "features": features})
+
+    async with answering("/v1/chat/completions/render", handler) as engine:
+        if carried:
+            assert (await engine.render({"messages": []})).carried == {"features": features}
+        else:
+            with pytest.raises(EngineRefusedError, match="several kinds of tokens") as refused:
+                await engine.render({"messages": []})
+            assert (refused.value.status, refused.value.param) == (400, "messages")
+
+
 @pytest.mark.parametrize(
     ("chat", "parsed"), [({}, False), ({"tools": [1]}, True), ({"tools": [1], "tool_choice": "none"}, False)]
 )
