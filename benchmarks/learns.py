@@ -27,6 +27,7 @@ from typing import Any
 import msgspec
 
 from benchmarks import report
+from benchmarks.tables_common import ends
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train
@@ -113,7 +114,7 @@ def main() -> None:
                 figures, out = figures_of(runs), arguments.out
                 report.save(name, figures, detail={"runs": runs}, out=out, finished=finished)
                 draw(runs, (out or report.RESULTS) / f"{name}.png")
-    rows = [[one["loss"], one["seed"], *ends(one), one["seconds"]] for one in runs]
+    rows = [[one["loss"], one["seed"], *ends(one["held_out"]), one["seconds"]] for one in runs]
     print(report.table(("loss", "seed", "held-out before", "after", "seconds"), rows))
 
 
@@ -220,16 +221,10 @@ def figures_of(runs: list[dict[str, Any]]) -> dict[str, float]:
     """The best before and the worst after, of each loss over its seeds."""
     figures: dict[str, float] = {"runs": len(runs)}
     for loss in dict.fromkeys(one["loss"] for one in runs):
-        pairs = [ends(one) for one in runs if one["loss"] == loss]
+        pairs = [ends(one["held_out"]) for one in runs if one["loss"] == loss]
         figures[f"reward_before_max_{loss}"] = max(before for before, _ in pairs)
         figures[f"reward_after_min_{loss}"] = min(after for _, after in pairs)
     return figures
-
-
-def ends(one: dict[str, Any]) -> tuple[float, float]:
-    """Held-out reward before and after."""
-    measured = {int(version): reward for version, reward in one["held_out"].items()}
-    return measured[min(measured)], measured[max(measured)]
 
 
 def draw(runs: list[dict[str, Any]], path: Path) -> None:

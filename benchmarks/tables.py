@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import tables_learning as learning
 from benchmarks.report import RESULTS
+from benchmarks.tables_common import ends, table
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("faults", "figures", "learning", "proxy")))
@@ -61,15 +62,13 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
         return
     record = known["demo"]
     yield f"\nThree seeds on {record['hardware']} (`{record['command']}`):\n\n"
-    yield "| seed | held-out reward before | after | steps | training | episodes begun | trained | lost | trained twice |\n"
-    yield "|---|---|---|---|---|---|---|---|---|\n"
-    for run in record["detail"]["runs"]:
-        held_out = {int(version): reward for version, reward in run["held_out"].items()}
+    heads = ("seed", "held-out reward before", "after", "steps", "training", "episodes begun", "trained", "lost")
+
+    def cells(run: dict[str, Any]) -> Iterable[Any]:
         account = run["account"]
-        cells = (
+        return (
             run["seed"],
-            f"{held_out[min(held_out)]:.3f}",
-            f"{held_out[max(held_out)]:.3f}",
+            *(f"{reward:.3f}" for reward in ends(run["held_out"])),
             run["steps"],
             f"{run['train_s']:.0f} s",
             account["begun"],
@@ -77,7 +76,8 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
             len(account["lost"]),
             len(account["twice"]),
         )
-        yield _row(cells)
+
+    yield from table((*heads, "trained twice"), map(cells, record["detail"]["runs"]))
     yield "\n"
 
 
@@ -89,17 +89,18 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
     account, weights = detail["verdict"]["account"], detail["weights"]
     yield f"\n{_origin(record)}, "
     yield f"{detail['seconds'] / 60:.0f} minutes, {sum(detail['starts'].values())} processes started:\n\n"
-    yield "| fault | injections | episodes ended | trained once | twice | lost | dropped | longest stall |\n"
-    yield "|---|---|---|---|---|---|---|---|\n"
+    heads = ("fault", "injections", "episodes ended", "trained once", "twice", "lost", "dropped", "longest stall")
     rows = sorted(detail["verdict"]["rows"], key=lambda row: row["fault"])
-    for row in rows:
+
+    def cells(row: dict[str, Any]) -> Iterable[Any]:
         dropped = sorted(row["dropped"].items(), key=lambda item: -item[1])
-        cells = (
+        return (
             *(row[name] for name in ("fault", "injections", "ended", "once", "twice", "lost")),
             ", ".join(f"{reason} {count}" for reason, count in dropped) or "-",
             f"{row['longest_stall_s']:.1f} s" if row["longest_stall_s"] else "-",
         )
-        yield _row(cells)
+
+    yield from table(heads, map(cells, rows))
     figures = record["figures"]
     total = (
         figures["injections"],
@@ -127,19 +128,20 @@ def matrix_block(known: dict[str, Any]) -> Iterator[str]:
         return
     record = known["faults_matrix"]
     yield f"\n{_origin(record)}:\n\n"
-    yield "| RabbitMQ | faults | episodes ended | lost | twice | hangs | longest stall | tests passed | failed |\n"
-    yield "|---|---|---|---|---|---|---|---|---|\n"
-    for run in record["detail"]["runs"]:
+    heads = ("RabbitMQ", "faults", "episodes ended", "lost", "twice", "hangs", "longest stall", "tests passed")
+
+    def cells(run: dict[str, Any]) -> Iterable[Any]:
         figures = run["figures"]
         names = ("injections", "episodes_ended", "lost", "twice", "hangs")
-        cells = (
+        return (
             run["rabbitmq"],
             *(figures[name] for name in names),
             f"{figures['longest_stall_s']:.1f} s",
             run["passed"],
             run["failed"],
         )
-        yield _row(cells)
+
+    yield from table((*heads, "failed"), map(cells, record["detail"]["runs"]))
     yield "\n"
 
 
@@ -148,16 +150,12 @@ def _origin(record: dict[str, Any]) -> str:
     return f"`{record['command']}` of commit {record['commit']} ({record['date'][:10]}) on {record['hardware']}"
 
 
-def _row(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |\n"
-
-
 def headlines_block(known: dict[str, Any]) -> Iterator[str]:
     """The few figures to read first."""
-    yield "\n| what | figure | on |\n|---|---|---|\n"
-    for words, name, form in HEADLINES:
-        if name in known:
-            yield _row((words, form.format(**known[name]["figures"]), known[name]["hardware"]))
+    found = ((words, known[name], form) for words, name, form in HEADLINES if name in known)
+    rows = ((words, form.format(**record["figures"]), record["hardware"]) for words, record, form in found)
+    yield "\n"
+    yield from table(("what", "figure", "on"), rows)
     yield "\n"
 
 
@@ -168,8 +166,8 @@ def derender_block(known: dict[str, Any]) -> Iterator[str]:
     record = known["derender"]
     tokens, rate = record["detail"]["tokens"], record["detail"]["rate"]
     yield f"\nAn answer of {tokens} tokens, {rate:.0f} a second, on {record['hardware']} (`{record['command']}`):\n\n"
-    yield "| answer | parsed | portions | processor | longest pause | another call waits for the thread, median |\n"
-    yield "|---|---|---|---|---|---|\n"
+    waits = "another call waits for the thread, median"
+    rows = []
     ways = {"eager": "whenever the thread is free", "paced": "as the proxy does"}
     for name in record["detail"]["answers"]:
         for way, words in ways.items():
@@ -180,17 +178,19 @@ def derender_block(known: dict[str, Any]) -> Iterator[str]:
                 f"{told['portions']:.0f}",
                 f"{told['parsing_s']:.2f} s",
                 f"{told['longest_gap_s']:.2f} s",
+                f"{record['figures'][f'wait_p50_ms_{name}_{way}']:.1f} ms",
             )
-            yield f"| {' | '.join(cells)} | {record['figures'][f'wait_p50_ms_{name}_{way}']:.1f} ms |\n"
+            rows.append(cells)
+    yield from table(("answer", "parsed", "portions", "processor", "longest pause", waits), rows)
     yield "\n"
 
 
 def all_block(known: dict[str, Any]) -> Iterator[str]:
     """Every figure of every result, with its hardware and command."""
     for name, record in known.items():
-        yield f"\n**{name}** on {record['hardware']}: `{record['command']}`\n\n| figure | value |\n|---|---|\n"
-        for figure, value in record["figures"].items():
-            yield f"| `{figure}` | {value:.4g} |\n"
+        yield f"\n**{name}** on {record['hardware']}: `{record['command']}`\n\n"
+        figures = ((f"`{figure}`", f"{value:.4g}") for figure, value in record["figures"].items())
+        yield from table(("figure", "value"), figures)
     if known:
         yield "\n"
 

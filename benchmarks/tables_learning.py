@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from benchmarks.tables_common import ends, table
+
 MODELS = (("1.7 B", "1p7b"), ("4 B", "4b"))
 TIMELINES = {"1.7 B": "timelines_h200", "4 B": "timelines_h200_4b"}
 WORKLOADS = (
@@ -90,8 +92,8 @@ def learns_block(known: dict[str, Any]) -> Iterator[str]:
         found = [run for run in runs if (run["loss"], run["seed"]) == (loss, seed)]
         if not found:
             return "-"
-        held_out = {int(version): reward for version, reward in found[0]["held_out"].items()}
-        return f"{held_out[min(held_out)]:.2f} → {held_out[max(held_out)]:.2f} ({found[0]['seconds']:.0f} s)"
+        before, after = ends(found[0]["held_out"])
+        return f"{before:.2f} → {after:.2f} ({found[0]['seconds']:.0f} s)"
 
     yield from _table(
         ("loss", *(f"seed {seed}" for seed in seeds)),
@@ -140,8 +142,7 @@ def _speedups(run: dict[str, Any], way: str, names: Iterable[str]) -> str:
 
 
 def _table(heads: Iterable[Any], rows: Iterable[Iterable[Any]]) -> Iterator[str]:
-    heads = list(heads)
-    yield f"\n| {' | '.join(map(str, heads))} |\n|{'---|' * len(heads)}\n"
-    for row in rows:
-        yield f"| {' | '.join(map(str, row))} |\n"
+    """Between empty lines."""
+    yield "\n"
+    yield from table(heads, rows)
     yield "\n"

@@ -41,6 +41,9 @@ MAX_LOGPROB = 1e-3
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 """Runs, policies and kinds name queues: lower case, digits and dashes, at most 40."""
 
+RESPONSE = "resp_"
+"""What a call id is told with as the id of a response, by which clients know such ids."""
+
 Mode = Literal["train", "eval"]
 Status = Literal["finished", "aborted", "failed"]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import msgspec
 
 from swarmq.errors import OutcomeError
-from swarmq.messages import EpisodeBegin, EpisodeEnd
+from swarmq.messages import RESPONSE, EpisodeBegin, EpisodeEnd
 
 MAX_REASON = 4000
 """Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
@@ -63,7 +63,7 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
             for policy, by_agent in outcome.agent_rewards.items()
         },
         call_rewards=_numbers(
-            "call_rewards", {name.removeprefix("resp_"): reward for name, reward in outcome.call_rewards.items()}
+            "call_rewards", {name.removeprefix(RESPONSE): reward for name, reward in outcome.call_rewards.items()}
         ),
         success=None if outcome.success is None else bool(outcome.success),
         metrics=_numbers("metrics", outcome.metrics),

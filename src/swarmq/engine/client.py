@@ -124,9 +124,8 @@ class VllmEngine:
         try:
             return await self._render(chat)
         except EngineFaultError as error:
-            if (
-                await self.healthy()
-            ):  # a template or parser did not survive the messages; the next engine's would not, too
+            if await self.healthy():
+                # A template or parser did not survive the messages; the next engine's would not either.
                 raise EngineRefusedError(f"no prompt can be made of this request: {error}", status=400) from error
             raise
 

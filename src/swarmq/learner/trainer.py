@@ -164,8 +164,12 @@ class Trainer:
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
-            half = torch.bfloat16 if self.accelerator.mixed_precision == "bf16" else None
-            self._whole = gathered(self.lm, keep=self.accelerator.is_main_process, dtype=half, into=self._whole)
+            self._whole = gathered(
+                self.lm,
+                keep=self.accelerator.is_main_process,
+                dtype=compute_dtype(self.accelerator),
+                into=self._whole,
+            )
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.

@@ -42,9 +42,8 @@ class TextCompletions:
         rest = text[sum(len(message["content"]) for message in said) :]
         messages = [*said, {"role": "user", "content": rest}] if rest or not said else said
         chat = {key: value for key, value in body.items() if key not in ("logprobs", "best_of", "prompt")}
-        chat |= {"prompt": prompt, "messages": messages, "max_tokens": body.get("max_tokens")}
-        if chat["max_tokens"] is None:
-            chat["max_tokens"] = DEFAULT_MAX_TOKENS
+        limit = body.get("max_tokens")
+        chat |= {"prompt": prompt, "messages": messages, "max_tokens": DEFAULT_MAX_TOKENS if limit is None else limit}
         if (top := count(body, "logprobs", low=0, high=MAX_TOP_LOGPROBS)) is not None:
             chat |= {"logprobs": True, "top_logprobs": top}
         kept = Kept(messages=messages, name=lambda _, message: _name(text + message["content"]))

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from swarmq.engine.protocol import Logprob
+from swarmq.messages import RESPONSE
 from swarmq.proxy.calls import Ask, Ended, Gained, Kept
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
@@ -44,8 +45,6 @@ SAME = (
 """Fields with one meaning in both dialects; those that only vLLM knows among them."""
 FIELDS = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Of a chat request, as Responses call them."""
-PREFIX = "resp_"
-"""Of a response's id, which is the call id otherwise; clients tell ids of responses by it."""
 REPEATED: Json = {
     "instructions": None,
     "max_output_tokens": None,
@@ -263,7 +262,7 @@ class ResponseWriter:
 def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None) -> Json:
     body, sampling = begun.call.body, begun.asked.sampling
     return {
-        "id": PREFIX + answer_id(begun),
+        "id": RESPONSE + answer_id(begun),
         "object": "response",
         "created_at": int(begun.call.began_at),
         "status": status,
@@ -319,7 +318,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     name = body.get("previous_response_id")
     if name is None:
         return []
-    messages = told.recall(name.removeprefix(PREFIX)) if isinstance(name, str) else None
+    messages = told.recall(name.removeprefix(RESPONSE)) if isinstance(name, str) else None
     if messages is None:
         raise RefusedError(
             f"response {name!r:.100} is not known here: send the whole input instead",
