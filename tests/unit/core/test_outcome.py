@@ -22,6 +22,11 @@ def begin(*policies):
     )
 
 
+@pytest.mark.parametrize("name", ["r.0", "resp_r.0"], ids=["of a call", "of a response"])
+def test_a_call_is_credited_by_the_id_of_its_answer(name):
+    assert finished(begin(), Outcome(1.0, call_rewards={name: 0.5})).call_rewards == {"r.0": 0.5}
+
+
 @pytest.mark.parametrize(
     "reward", [1, 0.5, True, np.float32(0.5), np.int64(3), np.array(0.25), Decimal("0.1"), Fraction(1, 2)]
 )
