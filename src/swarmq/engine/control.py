@@ -18,7 +18,13 @@ so there is nothing half done for it to make permanent. An engine that stays in 
 in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out meanwhile.
 
 An engine that shares its GPU with a learner may sleep while that one computes: its memory is given back, its requests
-are kept, and its label is `asleep-` and what it was. An update would crash it then, so it is woken first.
+are kept, and its label is `asleep-` and what it was. An update would crash it then, so it is woken first. vLLM does not
+tell a sleeping engine from a paused one, and samples as soon as all of it is awake; but to put to sleep what sleeps and to
+wake what is awake does no harm. So a learner finds its engine as the last one was killed and leads it on:
+
+    paused, whatever the label         it can be put to sleep, which the label says, too
+    paused, whole weights              `wake_up` and not `resume`: it may be asleep
+    asleep, label says `updating-...`  only its weights are woken, the update is done, then all of it is
 """
 
 from __future__ import annotations
@@ -72,11 +78,16 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def in_doubt(self) -> bool:
-        return self.label.startswith(UPDATING)
+        return self.awake_label.startswith(UPDATING)
 
     @property
     def asleep(self) -> bool:
+        """Or about to be: the label is set before."""
         return self.label.startswith(ASLEEP)
+
+    @property
+    def awake_label(self) -> str:
+        return self.label.removeprefix(ASLEEP)
 
     @property
     def condemned(self) -> bool:
@@ -122,7 +133,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def total_s(self) -> float:
         """Longer than any update in progress can take: a pause beyond this has no owner any more."""
-        return 4 * self.ask_s + self.pause_s + self.update_s + 3 * self.finish_s + self.resume_s
+        return 4 * self.ask_s + self.pause_s + self.update_s + 3 * self.finish_s + 3 * self.sleep_s
 
 
 class EngineControl:
@@ -188,27 +199,34 @@ class EngineControl:
         await self._call("POST", "/init_weight_transfer_engine", self.timeouts.pause_s, init_info=where)
 
     async def sleep(self) -> None:
-        """Give the GPU's memory back, keep the requests. The weights go to host memory."""
+        """Give the GPU's memory back, keep the requests, in whatever state another learner left the engine. The weights go to
+        host memory. Raises EngineError; EngineRefusedError from an engine that goes on as it was."""
         status = await self.status()
-        if status.asleep:
-            return
-        if status.paused:
-            raise EngineError(f"engine {self.url} is paused ({status.label}), it cannot be put to sleep")
-        await self._pause()
-        await self._label(f"{ASLEEP}{status.label}")  # now that no token gets it
+        if status.condemned:
+            raise EngineError(f"engine {self.url} is to be started again ({status.label}), it cannot be put to sleep")
+        if not status.paused:
+            await self._pause()
+        if not status.asleep:
+            await self._label(f"{ASLEEP}{status.label}")  # now that no token gets it
         try:
-            await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
-        except EngineRefusedError:
-            await self._label(status.label)
-            await self._resume()
+            await self._fall_asleep()
+        except EngineRefusedError as error:
+            if status.in_doubt:
+                await self._label(f"{status.awake_label}{CONDEMNED}")
+                raise EngineError(f"engine {self.url} was left in an update, only a restart helps: {error}") from error
+            await self._label(status.awake_label)
+            await self._wake_up()
             raise
 
     async def wake(self) -> None:
-        """Go on where `sleep` came; nothing for an engine that is awake."""
+        """Go on where `sleep` came, or where another learner was killed. Nothing for an engine that serves, or whose weights are
+        in doubt: those are for `update`."""
         status = await self.status()
+        if status.in_doubt or not status.paused:
+            return
         if status.asleep:
-            await self._label(status.label.removeprefix(ASLEEP))  # before a token gets the other one
-            await self._call("POST", "/wake_up", self.timeouts.sleep_s)
+            await self._label(status.awake_label)  # before a token gets the other one
+        await self._wake_up()
 
     async def condemn(self, version: int) -> None:
         """Mark an engine in doubt as one that only a restart helps."""
@@ -217,17 +235,22 @@ class EngineControl:
     async def update(self, parcel: Parcel, version: int) -> float:
         """Load these weights and serve them as `version`; returns the pause in seconds.
 
-        Also repairs an engine that another pusher left paused or half done. Raises EngineError; the engine then
+        Also repairs an engine that another pusher left paused, asleep or half done. Raises EngineError; the engine then
         serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
         """
+        await self.wake()
         before = await self.status()
         began = time.perf_counter()
+        self.phase = Phase.UPDATING if before.in_doubt else Phase.SERVING
         try:
+            if before.asleep:
+                await self._fall_asleep()  # if it does not: it would sample as soon as its weights were awake
+                await self._wake_up("weights")
             await self._pause()
             await self._load(parcel, version, before)
         finally:
             if self.phase is not Phase.UPDATING:
-                await self._resume()
+                await (self._wake_up() if before.paused else self._resume())
         pause_s = time.perf_counter() - began
         after = await self.status()
         if after.version != version or after.paused:
@@ -240,7 +263,7 @@ class EngineControl:
         status = await self.status()
         if status.in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
-        await self._resume()
+        await self.wake()
 
     async def _check_version(self) -> None:
         """Once: who looks again makes another EngineControl. Who does not say passes."""
@@ -254,7 +277,8 @@ class EngineControl:
         self._version_known = True
 
     async def _pause(self) -> None:
-        self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
+        if self.phase is Phase.SERVING:
+            self.phase = Phase.PAUSED  # even if the answer gets lost: resuming an engine that runs does no harm
         await self._call("POST", "/pause?mode=keep&clear_cache=true", self.timeouts.pause_s)
 
     async def _load(self, parcel: Parcel, version: int, before: Status) -> None:
@@ -296,6 +320,15 @@ class EngineControl:
     async def _resume(self) -> None:
         await self._call("POST", "/resume", self.timeouts.resume_s)
         self.phase = Phase.SERVING
+
+    async def _fall_asleep(self) -> None:
+        await self._call("POST", "/sleep?level=1&mode=keep", self.timeouts.sleep_s)
+
+    async def _wake_up(self, tag: str = "") -> None:
+        """All of it, which resumes it too; or only the memory with this tag."""
+        await self._call("POST", f"/wake_up?tags={tag}" if tag else "/wake_up", self.timeouts.sleep_s)
+        if not tag:
+            self.phase = Phase.SERVING
 
     async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> dict[str, Any]:
         content_type, raw = await self._exchange(method, path, timeout_s, **body)

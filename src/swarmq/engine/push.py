@@ -97,6 +97,8 @@ class WeightPusher:
         self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
         self._doubts: Counter[str] = Counter()
+        self._given_up: set[str] = set()
+        """Engines that did not come back while we waited for them to go to sleep."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
@@ -111,23 +113,50 @@ class WeightPusher:
         patience_s = self._patience_s if len(behind) == len(urls) else 0.0
         return asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
 
+    def repair(self, named_tensors: NamedTensors, version: int) -> None:
+        """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
+        these weights. Others are left alone, `ensure` is for them. Raises EngineError when none in doubt took them."""
+        urls = self._current()
+        doubtful = asyncio.run(_each(urls, self._in_doubt))
+        if behind := tuple(url for url in urls if doubtful[url]):
+            asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s=0.0))
+
     def sleep(self) -> None:
-        """Have all engines give their GPUs' memory back until `wake`; who cannot goes on as it is."""
-        asyncio.run(self._tell_all(EngineControl.sleep))
+        """Have all engines give their GPUs' memory back until `wake`. One that is being started again is waited for while
+        patience lasts: it takes its memory as soon as it is back. Who refuses goes on as it is."""
+        asyncio.run(_each(self._current(), self._fall_asleep))
 
     def wake(self) -> None:
         """The learner needs the memory no longer."""
-        asyncio.run(self._tell_all(EngineControl.wake))
+        asyncio.run(_each(self._current(), self._in_doubt))
 
-    async def _tell_all(self, what: Callable[[EngineControl], Awaitable[None]]) -> None:
-        async def tell(url: str) -> None:
+    async def _in_doubt(self, url: str) -> bool:
+        """Whether the engine, awake if that can be, waits for whole weights."""
+        try:
+            async with EngineControl(url, timeouts=self._timeouts) as engine:
+                await engine.wake()
+                status = await engine.status()
+        except EngineError as error:
+            log.warning("engine does not wake", engine=url, reason=str(error))
+            return False
+        return status.in_doubt and not status.condemned
+
+    async def _fall_asleep(self, url: str) -> None:
+        deadline = time.monotonic() + self._patience_s
+        while True:
             try:
                 async with EngineControl(url, timeouts=self._timeouts) as engine:
-                    await what(engine)
+                    await engine.sleep()
             except EngineError as error:
-                log.warning("engine neither sleeps nor wakes", engine=url, reason=str(error))
-
-        await _each(self._current(), tell)
+                refused = isinstance(error, EngineRefusedError)
+                if refused or url in self._given_up or time.monotonic() > deadline:
+                    log.warning("engine does not sleep", engine=url, reason=str(error))
+                    self._given_up.add(url)
+                    return
+            else:
+                self._given_up.discard(url)
+                return
+            await asyncio.sleep(RETRY_S)
 
     async def _push(self, tensors: Tensors, version: int, urls: Sequence[str], patience_s: float) -> PushReport:
         began = time.perf_counter()
@@ -172,7 +201,6 @@ class WeightPusher:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 if (await engine.status()).condemned:
                     return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
-                await engine.wake()  # one that a learner put to sleep which is no more
                 route = route_to(url, await engine.facts(), gpu_uuid())
                 route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
         except EngineError as error:

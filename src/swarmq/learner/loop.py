@@ -50,10 +50,11 @@ class PushReport(Protocol):
 
 
 class Pusher(Protocol):
-    """Brings weights to the engines of a policy. `push` and `ensure` raise EngineError when none took them."""
+    """Brings weights to the engines of a policy. All but `sleep` and `wake` raise EngineError when none took them."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
     def ensure(self, named_tensors: NamedTensors, version: int) -> Any: ...
+    def repair(self, named_tensors: NamedTensors, version: int) -> None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
 
@@ -122,6 +123,8 @@ class Learner:
 
     def run(self, link: Link | None) -> None:
         """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
+        if link:
+            self._repair()
         while True:
             began = time.monotonic()
             command = self._broadcast(self._next(link) if link else None)
@@ -220,6 +223,16 @@ class Learner:
             return {"push_s": time.monotonic() - began, "pause_s": 0.0, "pauses": {}}
         self._pushed = True
         return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
+
+    def _repair(self) -> None:
+        """Engines that a learner left in a push when it was killed serve the checkpoint's weights while this one replays."""
+        if self.pusher is None:
+            return
+        self.fence.check()
+        try:
+            self.pusher.repair(self.trainer.weights_to_push(), self.trainer.version)
+        except EngineError as error:
+            log.warning("engines_not_repaired", version=self.trainer.version, error=str(error))
 
     def _ensure(self, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""

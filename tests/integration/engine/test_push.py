@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
+import copy
 import os
 from pathlib import Path
 
@@ -158,6 +158,13 @@ STEPS = [
 ]
 
 
+async def _walk(vllm, steps, path: Path) -> None:
+    for step, body in steps:
+        real = {"update_info": {"path": str(path)}} if "update_info" in body else body
+        async with vllm.session.post(vllm.url + step, json=real) as response:
+            assert response.status == 200
+
+
 @pytest.mark.parametrize("died_after", range(1, len(STEPS) + 1))
 async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine(
     vllm, network, push, pusher, died_after, tmp_path
@@ -166,10 +173,7 @@ async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine
     disturb(network, 5)
     path = _damaged("not at all", network, tmp_path)
     request = asyncio.create_task(vllm.generate(PROMPT, 3))
-    for step, body in itertools.islice(STEPS, died_after):
-        real = {"update_info": {"path": str(path)}} if "update_info" in body else body
-        async with vllm.session.post(vllm.url + step, json=real) as response:
-            assert response.status == 200
+    await _walk(vllm, STEPS[:died_after], path)
     async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
         assert (await engine.status()).paused, "vLLM does not end a pause by itself"
     report = await asyncio.to_thread(pusher.ensure, network.named_parameters(), 3)
@@ -178,6 +182,39 @@ async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine
     choice = await vllm.generate(PROMPT, 8)
     assert choice["weight_versions"] == [{"version": "3", "start": 0, "end": 8}]
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+NAP = [
+    STEPS[0],
+    ("/update_weight_version", {"new_version": "asleep-1"}),
+    ("/sleep?level=1&mode=keep", {}),
+    ("/update_weight_version", {"new_version": "1"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("steps", "serves"),
+    [*((STEPS[:n], version) for n, version in enumerate("13332", start=1)), *((NAP[:n], "1") for n in range(1, 5))],
+)
+async def test_whatever_step_a_learner_died_after_that_takes_turns_the_next_one_gets_its_engine_going(
+    vllm, network, push, pusher, steps, serves, tmp_path
+):
+    await push(network, 1)
+    old = copy.deepcopy(network)
+    disturb(network, 5)
+    path = _damaged("not at all", network, tmp_path)
+    request = asyncio.create_task(vllm.generate(PROMPT, 3))
+    await _walk(vllm, steps, path)
+    await asyncio.to_thread(pusher.sleep)
+    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
+        assert (await engine.status()).asleep
+    await asyncio.to_thread(pusher.wake)
+    await asyncio.to_thread(pusher.repair, network.named_parameters(), 3)
+    assert len((await request)["token_ids"]) == 3
+    choice = await vllm.generate(PROMPT, 8)
+    assert choice["weight_versions"] == [{"version": serves, "start": 0, "end": 8}]
+    theirs = logprobs_of(old if serves == "1" else network, PROMPT, choice["token_ids"])
+    assert logprobs_in(choice) == pytest.approx(theirs, abs=TOLERANCE)
 
 
 async def test_the_engine_says_where_its_workers_are(engine_url):

@@ -21,7 +21,12 @@ class ScriptedVllm:
     version: str = "0.32.0"
     label: str = "default"
     paused: bool = False
-    asleep: bool = False
+    sleeping: set[str] = field(default_factory=set)
+    """Of its memory."""
+    killed_in: int | None = None
+    """The learner is killed in its call of this number that changes something: the call has its effect, later ones never come."""
+    changes: int = 0
+    """Such calls so far."""
     active: bool = False
     weights: str = "on disk"
     workers: list[dict[str, object]] | None = None
@@ -40,16 +45,25 @@ class ScriptedVllm:
     met: list[dict[str, object]] = field(default_factory=list)
     seen_while_serving: set[tuple[str, str]] = field(default_factory=set)
 
+    @property
+    def asleep(self) -> bool:
+        return bool(self.sleeping)
+
     def look(self) -> None:
         """What an agent would get now."""
         if not self.paused:
-            self.seen_while_serving.add((self.label, self.weights))
+            self.seen_while_serving.add((self.label, "gone" if self.asleep else self.weights))
+
+    def is_of_the_dead(self, request: web.Request) -> bool:
+        if self.killed_in is not None and request.method == "POST":
+            self.changes += 1
+        return self.killed_in is not None and self.changes > self.killed_in
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
         self.calls.append(path)
         body = await request.json() if request.can_read_body else {}
-        if path in self.drop:
+        if path in self.drop or self.is_of_the_dead(request):
             assert request.transport
             request.transport.close()
             return web.Response()
@@ -78,9 +92,10 @@ class ScriptedVllm:
                 self.paused = False
             case "/sleep":
                 assert request.query == {"level": "1", "mode": "keep"}
-                self.paused = self.asleep = True
+                self.paused, self.sleeping = True, {"weights", "kv_cache"}
             case "/wake_up":
-                self.paused = self.asleep = False
+                self.sleeping -= set(request.query.getall("tags", self.sleeping))
+                self.paused = self.asleep
             case "/update_weight_version":
                 self.label = body["new_version"]
             case "/start_weight_update":
@@ -91,7 +106,7 @@ class ScriptedVllm:
                 if not self.active:
                     return self.refuse("start_weight_update must be called before update_weights.")
                 assert self.paused
-                assert not self.asleep, "vLLM crashes then"
+                assert "weights" not in self.sleeping, "vLLM crashes then"
                 if refusal := next(
                     (text for key, text in self.fail_updates_with.items() if key in body["update_info"]), ""
                 ):
@@ -99,6 +114,8 @@ class ScriptedVllm:
                     return self.refuse(refusal)
                 self.updates.append(body["update_info"])
                 self.weights = body["update_info"].get("path", "packed")
+                if self.changes == self.killed_in:
+                    self.weights = "torn"
             case "/collective_rpc":
                 if self.workers is None:
                     return self.refuse(f"Method {body['method']} is not implemented.")

@@ -76,6 +76,19 @@ async def test_the_next_push_repairs_whatever_the_last_one_left(vllm, step):
     assert (vllm.label, vllm.paused, vllm.weights, vllm.active) == ("4", False, "newer", False)
 
 
+@pytest.mark.parametrize("step", ["/pause", "/update_weight_version", "/sleep", "/wake_up"])
+async def test_weights_in_doubt_serve_nobody_when_their_repair_fails(vllm, step):
+    async with EngineControl(vllm.url) as engine:
+        vllm.paused, vllm.label = True, "updating-3"
+        await engine.sleep()
+        vllm.drop.add(step)
+        with pytest.raises(EngineError):
+            await engine.update(NEWER, 4)
+        assert (await engine.status()).in_doubt
+        assert engine.phase is Phase.UPDATING
+    assert vllm.paused
+
+
 async def test_an_update_that_was_left_open_is_closed_first(vllm):
     vllm.active, vllm.paused, vllm.label = True, True, "updating-3"
     async with EngineControl(vllm.url) as engine:
@@ -156,12 +169,22 @@ async def test_an_engine_sleeps_and_wakes_with_the_version_it_had(vllm):
     assert not vllm.asleep
 
 
-async def test_an_engine_that_is_paused_is_not_put_to_sleep(vllm):
-    vllm.paused, vllm.label = True, "updating-3"
+async def test_an_engine_to_be_started_again_is_not_put_to_sleep(vllm):
+    vllm.paused, vllm.label = True, "updating-3-restart"
     async with EngineControl(vllm.url) as engine:
-        with pytest.raises(EngineError, match="cannot be put to sleep"):
+        with pytest.raises(EngineError, match="started again"):
             await engine.sleep()
     assert not vllm.asleep
+
+
+async def test_an_engine_in_doubt_that_cannot_sleep_is_left_to_its_owner(vllm):
+    vllm.paused, vllm.label, vllm.fail["/sleep"] = True, "updating-3", "no host memory"
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="only a restart helps.*no host memory") as caught:
+            await engine.sleep()
+        assert (await engine.status()).condemned
+    assert not isinstance(caught.value, EngineRefusedError)
+    assert vllm.paused
 
 
 async def test_an_engine_without_sleep_mode_goes_on_as_it_was(vllm):

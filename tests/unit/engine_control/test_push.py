@@ -223,7 +223,7 @@ def test_an_update_may_take_as_long_as_its_size_needs_and_no_longer():
 
 
 async def test_an_engine_that_a_learner_left_asleep_is_woken_before_it_is_updated(vllm, weights, tmp_path):
-    pusher = WeightPusher([vllm.url, GONE], tmp_path)
+    pusher = WeightPusher([vllm.url, GONE], tmp_path, patience_s=0)
     await asyncio.to_thread(pusher.sleep)
     assert vllm.asleep
     await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
