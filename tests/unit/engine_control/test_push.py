@@ -236,3 +236,23 @@ async def test_engines_wake_when_the_learner_says_so(vllm, weights, tmp_path):
     await asyncio.to_thread(pusher.sleep)
     await asyncio.to_thread(pusher.wake)
     assert (vllm.label, vllm.paused, vllm.asleep) == ("5", False, False)
+
+
+async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sleep(vllm, tmp_path, monkeypatch):
+    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    vllm.label, vllm.paused = "updating-5-restart", True
+    learner = asyncio.create_task(asyncio.to_thread(WeightPusher([vllm.url], tmp_path).sleep))
+    async with asyncio.timeout(60):
+        while vllm.calls.count("/weight_info") < 2:  # noqa: ASYNC110 - a server announces no caller
+            await asyncio.sleep(0)
+    vllm.label, vllm.paused = "default", False
+    await learner
+    assert vllm.asleep
+
+
+async def test_one_that_does_not_come_back_is_not_waited_for_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    pusher = WeightPusher([GONE], tmp_path, patience_s=0.02)
+    await asyncio.to_thread(pusher.sleep)
+    monkeypatch.setattr(pusher, "_patience_s", 600)
+    await asyncio.to_thread(pusher.sleep)

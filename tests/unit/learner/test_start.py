@@ -31,6 +31,16 @@ class SharedGpu:
     def wake(self) -> None:
         self.seen.append("awake")
 
+    def repair(self, _: object, version: int) -> None:
+        self.seen.append(f"repaired with {version}")
+
+    def next(self, **_: object) -> None:
+        self.seen.append("asked for a batch")
+
+    def tell(self, _: object) -> None: ...
+
+    def finish(self) -> None: ...
+
     def check(self) -> None:
         self.seen.append("checked")
         if self.too_small:
@@ -67,3 +77,13 @@ def test_a_learner_that_does_not_fit_leaves_its_engines_awake(
     with pytest.raises(LearnerError, match="does not fit"):
         gpu.start(tiny_qwen, tmp_path, sleep=True)
     assert gpu.seen[-1] == "awake"
+
+
+def test_engines_that_were_left_in_doubt_get_weights_before_anything_is_replayed(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch)
+    learner = gpu.start(tiny_qwen, tmp_path, sleep=True)
+    monkeypatch.setattr(learner, "_control", None)
+    learner.run(gpu)
+    assert gpu.seen[-3:] == ["awake", "repaired with 0", "asked for a batch"]
