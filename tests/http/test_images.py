@@ -43,6 +43,24 @@ async def test_an_engine_fetches_nothing_for_an_agent(seeing, url):
     assert seeing.engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"image_url": {"url": "data:image/png;base64,%%%"}}, "not base64"),
+        ({"image_url": {"url": "data:image/png;base64,AAA"}}, "not base64"),
+        ({"uuid": "of another episode's"}, "without it"),
+        ({"uuid": "of another episode's", "image_url": None}, "without it"),
+    ],
+)
+async def test_an_image_is_what_the_request_holds(seeing, changed, told):
+    look = {"role": "user", "content": [{**IMAGE, **changed}]}
+    status, error = await seeing.refused({"model": "main", "messages": [HI, look]}, key=seeing.key(mode="eval"))
+    assert (status, error["param"]) == (400, "messages")
+    assert error["message"].startswith("messages[1]")
+    assert told in error["message"]
+    assert seeing.engine.requests == []
+
+
 async def test_an_engine_fetches_from_https_where_the_run_says_so(stages):
     async with stages(remote_images=True) as stage:
         stage.engine.sees = True

@@ -13,19 +13,19 @@ from swarmq.engine.launch import EngineProcess
 from swarmq.process import held_port
 
 
-def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048) -> Policy:
+def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained: bool = True) -> Policy:
     """`arguments`: of vLLM's server."""
     engine = Engine(max_model_len=max_model_len, start_timeout_s=600.0, arguments=arguments)
-    return Policy(model=str(model), engine=engine)
+    return Policy(model=str(model), engine=engine, trained=trained)
 
 
 @contextlib.contextmanager
-def running_engine(model: Path, log_path: Path, *arguments: str) -> Iterator[EngineProcess]:
+def running_engine(model: Path, log_path: Path, *arguments: str, trained: bool = True) -> Iterator[EngineProcess]:
     """The server, kept by a loop in a thread of its own: tests have loops of their own."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
-    engine = EngineProcess(tiny_policy(model, *arguments), port=held_port(), log_path=log_path)
+    engine = EngineProcess(tiny_policy(model, *arguments, trained=trained), port=held_port(), log_path=log_path)
     try:
         asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
         yield engine

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
@@ -42,21 +42,35 @@ class RealStage(Agent):
 
 @asynccontextmanager
 async def real_stage(
-    run: str, model: Path, *, engine_url: str, amqp_url: str, max_tokens: int, engine: type[VllmEngine] = VllmEngine
+    run: str,
+    model: Path,
+    *,
+    engine_url: str,
+    amqp_url: str,
+    max_tokens: int,
+    engine: type[VllmEngine] = VllmEngine,
+    frozen: Mapping[str, tuple[Path, str]] | None = None,
 ) -> AsyncIterator[RealStage]:
+    """`frozen`: policy -> model and engine url of those beside `main` that are not trained."""
     policy = {"model": str(model), "sampling": {"max_tokens": max_tokens}}
+    frozen = frozen or {}
+    untrained = {name: {**policy, "model": str(path), "trained": False} for name, (path, _) in frozen.items()}
+    policies = {"main": policy, **untrained}
     groups = {"group_size": 1, "min_group": 1}
     proxy = {"confirm_timeout_s": PATIENCE_S}
-    job = SwarmJob.build({"run": run, "policies": {"main": policy}, "groups": groups, "proxy": proxy})
+    job = SwarmJob.build({"run": run, "policies": policies, "groups": groups, "proxy": proxy})
     async with (
         AmqpBroker.open(amqp_url, name="test proxy", deadline_s=PATIENCE_S) as broker,
-        engine.open(engine_url, deadline_s=PATIENCE_S) as opened,
+        AsyncExitStack() as stack,
     ):
-        opened._lookup = opened._brief = ClientTimeout(total=PATIENCE_S)
+        engines = {}
+        for name, url in {"main": engine_url, **{name: url for name, (_, url) in frozen.items()}}.items():
+            engines[name] = opened = await stack.enter_async_context(engine.open(url, deadline_s=PATIENCE_S))
+            opened._lookup = opened._brief = ClientTimeout(total=PATIENCE_S)
         await broker.declare(run, policies=job.policies, kinds=job.mix)
-        app = create_app(job, root=ROOT, engines={"main": [opened]}, broker=broker)
+        app = create_app(job, root=ROOT, engines={name: [opened] for name, opened in engines.items()}, broker=broker)
         # vLLM closes connections that are idle for a few seconds: none is used again.
         async with served(app) as url, ClientSession(connector=TCPConnector(keepalive_timeout=0)) as http:
             stage = RealStage(url, run, http)
-            stage.engine, stage.broker, stage.job = opened, broker, job
+            stage.engine, stage.broker, stage.job = engines["main"], broker, job
             yield stage

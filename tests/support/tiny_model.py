@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 CORPUS = """
@@ -57,14 +58,19 @@ MARKERS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
 
 def tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
     """The folder of the model, about 3 million parameters; made on first use, then found again."""
-    cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarmq" / "tests"
     digest = hashlib.sha256(Path(__file__).read_bytes() + str(seed).encode()).hexdigest()[:12]
-    folder = cache / f"tiny-qwen3-{digest}"
+    return made_once(f"tiny-qwen3-{digest}", lambda folder: _make(folder, seed), cache=cache)
+
+
+def made_once(name: str, make: Callable[[Path], None], *, cache: Path | None = None) -> Path:
+    """The folder of this name in the cache, filled by `make` where it is not there yet."""
+    cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarmq" / "tests"
+    folder = cache / name
     if not folder.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=cache, prefix="making-"))
         try:
-            _make(scratch, seed)
+            make(scratch)
             scratch.rename(folder)  # two makers at once: the second finds the first's, and both are the same
         except OSError:
             if not folder.is_dir():
@@ -78,7 +84,7 @@ def _make(folder: Path, seed: int) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokenizer = _tokenizer()
+    tokenizer = tiny_tokenizer()
     tokenizer.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -101,7 +107,7 @@ def _make(folder: Path, seed: int) -> None:
     model.save_pretrained(folder)
 
 
-def _tokenizer():
+def tiny_tokenizer():
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -275,6 +275,8 @@ class VllmEngine:
             message, param = raw[:200].decode(errors="replace"), None
         if status == 404 and param != "model":
             return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
+        if status == 501:  # what vLLM does not implement; it answers other requests
+            return EngineRefusedError(message, status=400, param=param)
         if status >= 500 or status == 404:
             kind = EngineFaultError if status == 500 else EngineError
             return kind(f"the engine at {self.url} failed ({status}): {message}")

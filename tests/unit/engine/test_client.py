@@ -173,6 +173,7 @@ async def test_what_cannot_be_trusted_is_the_engine_s_fault(block, reason):
         (404, {"message": "The model does not exist", "param": "model"}, EngineError, None),
         (404, None, EngineRouteError, None),
         (500, {"message": "EngineCore encountered an issue"}, EngineFaultError, None),
+        (501, {"message": "Only base64 data URLs are supported for now."}, EngineRefusedError, None),
     ],
 )
 async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
@@ -185,7 +186,7 @@ async def test_a_status_says_whose_fault_it_is(status, error, kind, code):
     assert type(caught.value) is kind
     assert getattr(caught.value, "code", None) == code
     if kind is EngineRefusedError:
-        assert caught.value.param == error.get("param")
+        assert (caught.value.status, caught.value.param) == (400, error.get("param"))
 
 
 @pytest.mark.parametrize("version", ["0.29.1", "0.40.0", "1.2"])

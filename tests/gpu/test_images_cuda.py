@@ -1,0 +1,196 @@
+"""A real model that takes images, as a policy that is not trained beside one that takes text alone: every dialect's answer
+is vLLM's own, and what is recorded are the tokens that it sampled from and sampled."""
+
+import base64
+import importlib.util
+import io
+
+import anthropic
+import msgspec
+import openai
+import pytest
+import torch
+from PIL import Image
+
+from support.engine import running_engine
+from support.real_proxy import real_stage
+from support.tiny_model import tiny_model
+from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
+from swarmq.timeline import resolve
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.vllm,
+    pytest.mark.broker,
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision"),
+    pytest.mark.timeout(900),
+    pytest.mark.filterwarnings("ignore"),  # compilers warn about many things
+]
+
+SMALL = ("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.2")
+WIDE, HIGH = 3, 2
+"""Places of an image in a prompt."""
+QUESTION = "What is this?"
+HI = {"role": "user", "content": "hi"}
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+def png(colour):
+    """Two halves of the picture differ, or a vision tower's normalisation might leave nothing of its colour."""
+    image = Image.new("RGB", (WIDE * PLACE, HIGH * PLACE), colour)
+    image.paste("white", (0, 0, PLACE, PLACE))
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def looking_at(*images):
+    """A message that asks about these PNGs."""
+    urls = [{"url": f"data:image/png;base64,{image}"} for image in images]
+    shown = [{"type": "image_url", "image_url": url} for url in urls]
+    return {"role": "user", "content": [{"type": "text", "text": QUESTION}, *shown]}
+
+
+@pytest.fixture(scope="module")
+def eyes_url(tmp_path_factory):
+    log_path = tmp_path_factory.mktemp("eyes") / "engine.log"
+    arguments = (*SMALL, "--mm-encoder-attn-backend", "TORCH_SDPA")
+    with running_engine(tiny_vision_model(), log_path, *arguments, trained=False) as engine:
+        yield engine.url
+
+
+@pytest.fixture(scope="module")
+def text_url(eyes_url, tmp_path_factory):
+    """After the other: both measure what memory of the GPU is free."""
+    with running_engine(tiny_model(), tmp_path_factory.mktemp("text") / "engine.log", *SMALL) as engine:
+        yield engine.url
+
+
+@pytest.fixture
+async def stage(eyes_url, text_url, amqp_url, run_name):
+    frozen = {"eyes": (tiny_vision_model(), eyes_url)}
+    urls = {"engine_url": text_url, "amqp_url": amqp_url}
+    async with real_stage(run_name, tiny_model(), **urls, max_tokens=8, frozen=frozen) as made:
+        yield made
+
+
+def key(stage, episode="e1", **claims):
+    return stage.key(episode, policies=("main", "eyes"), **{"mode": "eval", **claims})
+
+
+async def direct(stage, url, *messages):
+    """vLLM's own answer, with its token ids."""
+    body = {"model": str(tiny_vision_model()), "messages": messages, "return_token_ids": True, **GREEDY}
+    async with stage.http.post(f"{url}/v1/chat/completions", json=body) as response:
+        assert response.status == 200, await response.text()
+        return await response.json()
+
+
+def place():
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_vision_model()).convert_tokens_to_ids(IMAGE_TOKEN)
+
+
+async def chat(client, image):
+    answer = await client.chat.completions.create(model="eyes", messages=[looking_at(image)], **GREEDY)
+    return answer.choices[0].message.content, answer.usage.prompt_tokens, answer.usage.completion_tokens
+
+
+async def chat_streamed(client, image):
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    stream = await client.chat.completions.create(model="eyes", messages=[looking_at(image)], **options, **GREEDY)
+    chunks = [chunk async for chunk in stream]
+    text = "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
+    return text, chunks[-1].usage.prompt_tokens, chunks[-1].usage.completion_tokens
+
+
+async def response(client, image):
+    shown = {"type": "input_image", "image_url": f"data:image/png;base64,{image}", "detail": "auto"}
+    said = [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}, shown]}]
+    answer = await client.responses.create(model="eyes", input=said, temperature=0.0, max_output_tokens=8)
+    return answer.output_text, answer.usage.input_tokens, answer.usage.output_tokens
+
+
+async def message(client, image):
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": image}}
+    said = [{"role": "user", "content": [{"type": "text", "text": QUESTION}, shown]}]
+    asked = {"model": "eyes", "messages": said, "max_tokens": 8, "extra_body": {"temperature": 0.0}}
+    answer = await client.messages.create(**asked)
+    text = "".join(block.text for block in answer.content)
+    return text, answer.usage.input_tokens, answer.usage.output_tokens
+
+
+async def test_every_dialect_s_answer_is_vllm_s_own_and_recorded_with_the_image_s_places(stage, eyes_url):
+    image = png("red")
+    wanted = await direct(stage, eyes_url, looking_at(image))
+    [choice] = wanted["choices"]
+    essence = (choice["message"]["content"], wanted["usage"]["prompt_tokens"], wanted["usage"]["completion_tokens"])
+    assert essence[1] == len(wanted["prompt_token_ids"])
+    client_of = {"api_key": key(stage), "max_retries": 0}
+    async with (
+        openai.AsyncOpenAI(base_url=f"{stage.url}/v1", **client_of) as openai_client,
+        anthropic.AsyncAnthropic(base_url=stage.url, **client_of) as anthropic_client,
+    ):
+        told = [await ask(openai_client, image) for ask in (chat, chat_streamed, response)]
+        told.append(await message(anthropic_client, image))
+    assert told == [essence] * 4
+    turns = await stage.turns(4)
+    assert {turn.policy for turn in turns} == {"eyes"}
+    for turn in resolve(turns):
+        assert turn.prompt_ids.tolist() == wanted["prompt_token_ids"]
+        assert turn.sampled_ids.tolist() == choice["token_ids"]
+    assert wanted["prompt_token_ids"].count(place()) == WIDE * HIGH
+
+
+async def test_what_is_in_an_image_reaches_the_model(stage):
+    """The same words and places, another picture: other probabilities."""
+    fields = {"model": "eyes", "temperature": 0.0, "max_tokens": 1}
+    for colour in ("red", "blue", "red"):
+        await stage.ask(looking_at(png(colour)), key=key(stage), **fields)
+    turns = resolve(await stage.turns(3))
+    assert len({tuple(turn.prompt_ids) for turn in turns}) == 1
+    red, blue, again = ((turn.sampled_ids.item(), turn.logprobs.item()) for turn in turns)
+    assert again == (red[0], pytest.approx(red[1], abs=1e-4))
+    assert blue != (red[0], pytest.approx(red[1], abs=1e-3))
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+async def test_a_conversation_about_images_goes_on(stage, mode):
+    said = [looking_at(png("red"), png("green"))]
+    for number, following in enumerate((HI, looking_at(png("blue")), HI), start=1):
+        answer = await stage.ask(*said, model="eyes", key=key(stage, mode=mode), seed=number)
+        [choice] = answer["choices"]
+        assert 0 < answer["usage"]["completion_tokens"] <= 8
+        said += [choice["message"], following]
+    prompts = [turn.prompt_ids.tolist() for turn in resolve(await stage.turns(3))]
+    assert [prompt.count(place()) for prompt in prompts] == [images * WIDE * HIGH for images in (2, 2, 3)]
+
+
+async def test_a_model_that_takes_text_alone_answers_an_image_with_400(stage):
+    status, error = await stage.refused({"model": "main", "messages": [looking_at(png("red"))]}, key=key(stage))
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "multimodal" in error["message"]
+    await stage.ask(HI, model="main", key=key(stage))
+
+
+@pytest.mark.parametrize("broken", ["bm8gcGljdHVyZQ==", "%%%", ""], ids=["no picture", "no base64", "nothing"])
+async def test_a_broken_image_is_a_400_that_says_so(stage, broken):
+    status, error = await stage.refused({"model": "eyes", "messages": [looking_at(broken)]}, key=key(stage))
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    assert "image" in error["message"]
+    unencoded = {"type": "image_url", "image_url": {"url": "data:image/png,abc"}}  # vLLM's 501
+    body = {"model": "eyes", "messages": [{"role": "user", "content": [unencoded]}]}
+    assert (await stage.refused(body, key=key(stage)))[0] == 400
+    await stage.ask(looking_at(png("red")), model="eyes", key=key(stage))
+
+
+async def test_a_truncated_png_is_a_400_in_anthropic_s_form(stage):
+    cut = base64.b64encode(base64.b64decode(png("red"))[:60]).decode()
+    shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": cut}}
+    body = {"model": "eyes", "max_tokens": 8, "messages": [{"role": "user", "content": [shown]}]}
+    status, _, raw = await stage.post(body, "/v1/messages", key=key(stage))
+    assert (status, msgspec.json.decode(raw)["error"]["type"]) == (400, "invalid_request_error")
+    assert "image" in msgspec.json.decode(raw)["error"]["message"]
