@@ -4,7 +4,8 @@
     python -m benchmarks.proxy_h200 --shape tiny --streams 8 --tokens 32 --prompt 64 --out /tmp/out     # anywhere
 
 Weights are random, every answer has the same length (`ignore_eos`), every call is an episode of its own and its turn is
-confirmed by a real RabbitMQ. So many streams are always open; both ways take turns in one run.
+confirmed by a real RabbitMQ. So many streams are always open; the ways take turns in one run. vLLM is asked directly for text
+alone, and once more for text with the log-probabilities without which nothing can be trained.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 import uvloop
 
 from benchmarks import report
@@ -35,7 +37,14 @@ from swarmq.engine.launch import EngineProcess
 from swarmq.messages import new_id
 from swarmq.process import free_port
 
-REPEATS = 5
+PARTS = {
+    "engine core": "VLLM::EngineCore",
+    "API servers": "VLLM::ApiServer",
+    "API server": "vllm.entrypoints",
+    "proxies": "swarmq proxy",
+    "broker": "beam.smp",
+}
+"""Their processes, by what is in their command lines."""
 
 
 def make_model(folder: Path, shape: str, device: str) -> None:
@@ -101,26 +110,63 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         for own in ports:
             await until_serving(http, f"http://127.0.0.1:{own}/health")
         proxies = [f"http://127.0.0.1:{own}/v1" for own in ports]
-        ways = {"direct": ([f"{engine.url}/v1"], str(folder / "model")), "swarmq": (proxies, "main")}
+        plain = ([f"{engine.url}/v1"], str(folder / "model"))
+        ways = {
+            "direct": (*plain, False),
+            "direct_logprobs": (*plain, True),
+            "proxy": (proxies, "main", False),
+        }
         rates: dict[str, list[float]] = {name: [] for name in ways}
-        for measured in (False, *[True] * REPEATS):
-            for name, (urls, model) in ways.items():
-                tokens_per_s = await rate(http, urls, model, secret, arguments)
-                print(name, round(tokens_per_s), "" if measured else "(warm-up)", flush=True)
+        busy: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
+        for measured in (False, *[True] * arguments.repeats):
+            for name, (urls, model, logprobs) in ways.items():
+                before = processor_seconds()
+                tokens_per_s, tokens = await rate(http, urls, model, secret, logprobs, arguments)
+                spent = {
+                    part: 1e6 * (now - before.get(part, 0.0)) / tokens for part, now in processor_seconds().items()
+                }
+                each = ", ".join(f"{part} {micros:.0f}" for part, micros in spent.items())
+                print(f"{name}: {tokens_per_s:.0f} tokens/s; us of processor a token: {each}", flush=True)
                 if measured:
                     rates[name].append(tokens_per_s)
-    ratio = report.Spread.of(one / other for one, other in zip(rates["swarmq"], rates["direct"], strict=True))
+                    busy[name].append(spent)
+    over = {
+        name: report.Spread.of(one / other for one, other in zip(rates["proxy"], rates[name], strict=True))
+        for name in ("direct", "direct_logprobs")
+    }
     figures = {
-        f"throughput_over_direct_{arguments.streams}": ratio.median,
-        "tokens_per_s_direct": statistics.median(rates["direct"]),
-        "tokens_per_s_proxy": statistics.median(rates["swarmq"]),
+        f"throughput_over_direct_{arguments.streams}": over["direct"].median,
+        f"throughput_over_direct_logprobs_{arguments.streams}": over["direct_logprobs"].median,
+        **{f"tokens_per_s_{name}": statistics.median(samples) for name, samples in rates.items()},
     }
     settings = {key: value for key, value in vars(arguments).items() if key != "out"}
-    return figures, {**settings, "ratio": ratio.samples, "tokens_per_s": rates, "load": os.getloadavg()}
+    ratios = {name: spread.samples for name, spread in over.items()}
+    return figures, {
+        **settings,
+        "ratio": ratios,
+        "tokens_per_s": rates,
+        "micros_a_token": busy,
+        "load": os.getloadavg(),
+    }
 
 
-async def rate(http: aiohttp.ClientSession, urls: list[str], model: str, secret: bytes, arguments: Any) -> float:
-    """Sampled tokens a second with so many streams open, each caller making its calls one after another."""
+def processor_seconds() -> dict[str, float]:
+    """What the parts have spent until now, by part, over all their processes."""
+    seconds: dict[str, float] = {}
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            line = " ".join(process.cmdline())
+            part = next((name for name, mark in PARTS.items() if mark in line), None)
+            if part is not None:
+                times = process.cpu_times()
+                seconds[part] = seconds.get(part, 0.0) + times.user + times.system
+    return seconds
+
+
+async def rate(
+    http: aiohttp.ClientSession, urls: list[str], model: str, secret: bytes, logprobs: bool, arguments: Any
+) -> tuple[float, int]:
+    """Sampled tokens a second with so many streams open, each caller making its calls one after another; and how many."""
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
@@ -128,7 +174,7 @@ async def rate(http: aiohttp.ClientSession, urls: list[str], model: str, secret:
         "ignore_eos": True,
         "temperature": 1.0,
         "stream": True,
-        "logprobs": False,
+        "logprobs": logprobs,
         "stream_options": {"include_usage": True},
     }
 
@@ -151,7 +197,7 @@ async def rate(http: aiohttp.ClientSession, urls: list[str], model: str, secret:
 
     began = time.perf_counter()
     tokens = sum(await asyncio.gather(*map(caller, range(arguments.streams))))
-    return tokens / (time.perf_counter() - began)
+    return tokens / (time.perf_counter() - began), tokens
 
 
 def main() -> None:
@@ -161,6 +207,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=256, help="sampled in each call")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, about")
     parser.add_argument("--rounds", type=int, default=2, help="calls of each caller in a measurement")
+    parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--proxies", type=int, default=4)
     parser.add_argument("--device", default="cpu", help="where the weights are made: cuda is quicker")
     arguments = parser.parse_args()

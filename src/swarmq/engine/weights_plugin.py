@@ -1,4 +1,4 @@
-"""Runs inside vLLM: brings it the weight-transfer backend `swarmq`, and ends it with its parent.
+"""Runs inside vLLM: brings it the weight-transfer backend `swarmq` and a quicker way for log-probabilities, ends it with its parent.
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes.
 """
@@ -23,7 +23,10 @@ _PR_SET_PDEATHSIG = 1
 
 
 def register() -> None:
-    """Make the backend known to this process of vLLM; a process that vLLM started is also tied to its life."""
+    """Make the backend and the columns known to this process of vLLM; one that vLLM started is also tied to its life."""
+    from swarmq.engine import columns  # noqa: PLC0415 - imports vLLM, as the line below does
+
+    columns.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up

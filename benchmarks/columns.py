@@ -1,0 +1,70 @@
+"""What the log-probabilities of a step cost vLLM's engine core and its API servers, in vLLM's own messages and in columns.
+
+A message holds one sampled token of each of `--requests` requests; it is written as the core writes it, and read as a server
+reads it. One thread, no sockets. Needs vLLM; example:
+
+    python -m benchmarks.columns --requests 256
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from benchmarks import report
+
+
+def main() -> None:
+    parser = report.parser(__doc__)
+    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=200)
+    arguments = parser.parse_args()
+    ways = {"no log-probabilities": False, "vLLM's messages": True}
+    rows = {name: measure(arguments, logprobs=logprobs) for name, logprobs in ways.items()}
+
+    from swarmq.engine import columns  # noqa: PLC0415 - from here on vLLM has them
+
+    columns.register()
+    rows["in columns"] = measure(arguments, logprobs=True)
+    print(report.table(["a step's answers", "write, ms", "read, ms"], [[name, *each] for name, each in rows.items()]))
+    stock, ours = rows["vLLM's messages"], rows["in columns"]
+    figures = {
+        "write_ms_stock": stock[0],
+        "write_ms_columns": ours[0],
+        "read_ms_stock": stock[1],
+        "read_ms_columns": ours[1],
+        "write_ratio": stock[0] / ours[0],
+        "read_ratio": stock[1] / ours[1],
+    }
+    report.save("columns", figures, detail={"requests": arguments.requests, "rows": rows}, out=arguments.out)
+
+
+def measure(arguments: Any, *, logprobs: bool) -> tuple[float, float]:
+    """Milliseconds to write a message, and to read it; medians."""
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only where it is needed
+    from vllm.v1.outputs import LogprobsLists  # noqa: PLC0415
+    from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: PLC0415
+
+    count = arguments.requests
+    step = LogprobsLists(
+        *(np.ones(shape, kind) for shape, kind in (((count, 1), "i4"), ((count, 1), "f4"), (count, "i4")))
+    )
+    encoder, decoder, spent = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs), []
+    for _ in range(arguments.repeats):
+        own = [step.slice_request(row, 1) if logprobs else None for row in range(count)]
+        message = EngineCoreOutputs(
+            outputs=[EngineCoreOutput(f"generate-{row:032x}", [row], new_logprobs=own[row]) for row in range(count)]
+        )
+        begun = time.perf_counter()
+        buffers = encoder.encode_into(message, bytearray())
+        written = time.perf_counter()
+        decoder.decode(list(buffers))
+        spent.append((written - begun, time.perf_counter() - written))
+    write, read = np.median(np.array(spent), axis=0) * 1e3
+    return float(write), float(read)
+
+
+if __name__ == "__main__":
+    main()
