@@ -37,12 +37,12 @@ class Column(msgspec.Struct, array_like=True):
     data: bytes
 
     @classmethod
-    def of(cls, parts: Sequence[npt.NDArray[Any]]) -> Column:
+    def of(cls, parts: Sequence[Any]) -> Column:
         """Arrays of one type that differ in their first dimension at most, one behind the other."""
         try:
             data = b"".join(parts)  # four times as fast as np.concatenate
         except TypeError:  # not contiguous
-            data = b"".join(map(np.ascontiguousarray, parts))
+            data = b"".join(np.ascontiguousarray(part).data for part in parts)
         dtype, (_, *rest) = parts[0].dtype, parts[0].shape
         return cls(dtype.str, (len(data) // (dtype.itemsize * math.prod(rest)), *rest), data)
 
