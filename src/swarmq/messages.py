@@ -171,6 +171,14 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     """JSON list of the chat messages this turn added, its answer last. For people; nothing computes with it."""
 
 
+class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
+    """What a reader of `in` gets in place of a turn that cannot be used: its episode is not whole."""
+
+    episode_id: str
+    call_id: str
+    reason: str
+
+
 class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """client -> in: how an attempt ended, for all of its policies at once."""
 
@@ -311,8 +319,10 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
     fields: dict[str, Any] = {}
 
 
-Message = EpisodeBegin | Turn | EpisodeEnd | Episode | Consumed | Ticket | Task | Command | Control | Event
-Piece = EpisodeBegin | Turn | EpisodeEnd | Consumed
+Message = (
+    EpisodeBegin | Turn | RefusedTurn | EpisodeEnd | Episode | Consumed | Ticket | Task | Command | Control | Event
+)
+Piece = EpisodeBegin | Turn | RefusedTurn | EpisodeEnd | Consumed
 """What the collector reads from `in`."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -410,7 +420,7 @@ def key_of(message: Message) -> str:
     match message:
         case EpisodeBegin():
             return f"{message.episode_id}:begin"
-        case Turn():
+        case Turn() | RefusedTurn():
             return f"{message.episode_id}:{message.call_id}"
         case EpisodeEnd():
             return f"{message.episode_id}:end"

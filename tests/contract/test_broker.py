@@ -13,7 +13,7 @@ from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.dead import letters
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
-from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, Slot, Task, encode, key_of
+from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, key_of
 from swarmq.testing import MemoryBroker
 
 SOON_S = 30.0
@@ -278,6 +278,29 @@ async def test_poison_is_parked_with_its_reason_and_its_neighbours_arrive(bench:
     [(dead_body, _, queue, reason)] = await bench.dead()
     assert (dead_body, queue) == (body, bench.inbox)
     assert "not a swarmq record" in reason
+
+
+async def test_a_turn_that_is_poison_is_told_to_its_reader_who_parks_it(bench: Bench) -> None:
+    turn = Turn(
+        run=bench.run,
+        episode_id="e:1",
+        policy="main",
+        call_id="r.0",
+        request_id="r",
+        prompt_ids=b"\1",
+        sampled_ids=b"",
+        logprobs=b"",
+    )
+    await bench.broker.publish(bench.inbox, turn)
+    async with bench.broker.consume(bench.inbox, prefetch=10) as deliveries:
+        delivery = await anext(deliveries)
+        told = delivery.message
+        assert isinstance(told, RefusedTurn)
+        assert (told.run, told.episode_id, told.call_id) == (bench.run, "e:1", "r.0")
+        assert await bench.dead() == []
+        await bench.broker.dead_letter(delivery, told.reason)
+    assert await bench.dead() == [(encode(turn), "e:1:r.0", bench.inbox, told.reason)]
+    assert "not whole int32 values" in told.reason
 
 
 async def test_a_record_of_absurd_size_is_poison(bench: Bench) -> None:

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, Self
 
+from swarmq.broker import topology
 from swarmq.broker.senders import objection
 from swarmq.errors import BrokerError, MessageError
-from swarmq.messages import Message, decode, key_of
+from swarmq.messages import Message, RefusedTurn, Turn, decode, key_of
 
 KEY_HEADER = "x-sq-id"
 """Idempotency key: equal for two sendings of the same fact."""
@@ -120,10 +121,13 @@ class Deliveries:
         await last.arrival.settler.ack(last.arrival.tag, through=True)
 
     async def _admit(self, arrival: Arrival) -> Delivery | None:
-        """The delivery, or None for poison, which is parked with its reason."""
+        """The delivery, or None for poison, which is parked with its reason. A turn that is poison its reader parks, who must
+        know that it is missing."""
         try:
             delivery = Delivery(arrival, decode(arrival.body))
         except MessageError as error:
+            if refused := _refused_turn(arrival, str(error)):
+                return Delivery(arrival, refused)
             await self._bury(arrival, str(error))
             return None
         if arrival.sender and (why := objection(arrival.sender, arrival.queue, delivery.message)):
@@ -146,3 +150,12 @@ class Deliveries:
         self._closed = True
         self._arrivals.clear()
         self._wake.set()
+
+
+def _refused_turn(arrival: Arrival, reason: str) -> RefusedTurn | None:
+    """Of a proxy, which names it beside the body; None for anything else, and for what an invited client calls a turn."""
+    episode_id, _, call_id = str(arrival.headers.get(KEY_HEADER, "")).rpartition(":")
+    run = topology.run_of_inbox(arrival.queue)
+    if arrival.kind != Turn.__struct_config__.tag or arrival.sender or not episode_id or not run:
+        return None
+    return RefusedTurn(run=run, episode_id=episode_id, call_id=call_id, reason=reason)

@@ -49,6 +49,12 @@ def inbox(run: str) -> str:
     return f"swarmq.{run}.in"
 
 
+def run_of_inbox(queue: str) -> str:
+    """Empty for another queue."""
+    run = queue.removeprefix("swarmq.").removesuffix(".in")
+    return run if queue == inbox(run) else ""
+
+
 def ready(run: str, policy: str) -> str:
     return f"swarmq.{run}.{policy}.ready"
 

@@ -15,6 +15,8 @@ What each oddity of a faulty world does, and the name it is counted under:
                        (`two_clients`), because nobody can tell whose turns are whose
     conflicting_turn   another turn with this call id: ignored
     conflicting_end    another end: ignored, the first one counts
+    refused turn       set aside by whoever reads it: unless the end names its calls the episode is dropped (`refused_turn`),
+                       because it would be trained without what its agent was answered
     late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
@@ -37,12 +39,12 @@ from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw, misnamed
 from swarmq.collector.evals import Evals, EvalTask
 from swarmq.collector.groups import Groups
-from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
+from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, TAINTS, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
 from swarmq.collector.steering import Steering, refusal
 from swarmq.collector.tickets import Credit
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, Task, Turn
+from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, RefusedTurn, Task, Turn
 
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUNDS = "eval_rounds"
@@ -94,6 +96,8 @@ class Core:
                 return self._begin(message, body, now)
             case Turn():
                 return self._turn(message, body, now)
+            case RefusedTurn():
+                return [*self._refused_turn(message, now), do.DeadLetter(message.reason)]
             case EpisodeEnd():
                 return self._end(message, body, now)
             case Consumed():
@@ -220,8 +224,7 @@ class Core:
             if self._foreign(begin, episode):
                 return self._use_ticket(begin)
             self.counts["conflicting_begin"] += 1
-            episode.tainted = True
-            return [do.Taint(begin.episode_id), *self._use_ticket(begin)]
+            return [*_tainted(episode, "two_clients"), *self._use_ticket(begin)]
         effects: list[do.Effect] = []
         if episode is None:
             episode, effects = self._open(begin.episode_id, now)
@@ -257,6 +260,20 @@ class Core:
         episode.heard_at = now
         self.counts["turns"] += 1
         return [*effects, do.SaveTurn(turn.episode_id, body), *self._resume(episode, now)]
+
+    def _refused_turn(self, turn: RefusedTurn, now: float) -> list[do.Effect]:
+        episode = self.open.get(turn.episode_id)
+        effects: list[do.Effect] = []
+        if episode is None:
+            if self.past.ended(turn.episode_id):
+                self.counts["late_turn"] += 1
+                return []
+            episode, effects = self._open(turn.episode_id, now)
+        if turn.call_id in episode.calls:
+            self.counts["duplicates"] += 1
+            return []
+        episode.heard_at = now
+        return [*effects, *_tainted(episode, "refused_turn"), *self._resume(episode, now)]
 
     def _end(self, end: EpisodeEnd, body: bytes, now: float) -> list[do.Effect]:
         episode = self.open.get(end.episode_id)
@@ -387,7 +404,8 @@ class Core:
         if end.calls is not None and not episode.calls.keys() >= set(end.calls):
             return []
         kept = answered(episode.calls, end.calls)
-        defect = flaw(episode.calls, kept)
+        lacking = episode.taint == "refused_turn" and end.calls is None
+        defect = None if lacking else flaw(episode.calls, kept)
         if defect == "incomplete":
             return []
         reason = defect or self._objection(episode, begin, end, kept)
@@ -402,10 +420,11 @@ class Core:
             return "superseded"
         if begin.slot.group_id not in self.groups.open and self.past.group_closed(begin.slot.group_id):
             return "late_sibling"
-        if not set(begin.policies) <= set(self.rules.known):
+        called = {episode.calls[call_id].policy for call_id in kept}
+        if not set(begin.policies) <= set(self.rules.known) or not called <= set(begin.policies):
             return "unknown_policy"
-        if episode.tainted and end.calls is None:
-            return "two_clients"
+        if episode.taint and end.calls is None:
+            return episode.taint
         if not policies:
             return "no_turns"
         if not set(policies) <= end.rewards.keys() or not end.rewards.keys() <= set(begin.policies):
@@ -586,6 +605,14 @@ class Core:
             episode.heard_at = episode.held_since = now
             if episode.begin and episode.begin.mode == "train":
                 self._join(episode.begin)
+
+
+def _tainted(episode: OpenEpisode, taint: str) -> list[do.Effect]:
+    """The first reason stays."""
+    if episode.taint:
+        return []
+    episode.taint = taint
+    return [do.Taint(TAINTS.index(taint), episode.episode_id)]
 
 
 def _same(one: EpisodeBegin | None, other: EpisodeBegin) -> bool:

@@ -30,6 +30,8 @@ class SaveBegin(Effect, frozen=True):
 
 
 class Taint(Effect, frozen=True):
+    number: int
+    """Of `records.TAINTS`."""
     episode_id: str
 
 

@@ -118,6 +118,11 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
+TAINTS = ("", "two_clients", "refused_turn")
+"""Why the turns of an episode are not what its agent was answered, by the number that the store keeps: nobody can tell whose
+are whose, or one is missing. Where the end names its calls, those that are here decide."""
+
+
 class OpenEpisode(msgspec.Struct, kw_only=True):
     """An episode whose fate is not decided yet. Its turns' tokens lie in the store."""
 
@@ -129,8 +134,8 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     end_body: bytes = b""
     held_since: float = 0.0
     calls: dict[str, Call] = {}
-    tainted: bool = False
-    """Two clients began it, so turns of both may be mixed."""
+    taint: str = ""
+    """Of `TAINTS`."""
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):

@@ -34,7 +34,7 @@ from swarmq.collector.report import NoTurns, Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
-from swarmq.messages import Command, Episode, Event, EventName, Message, Slot, Task, Ticket
+from swarmq.messages import Command, Episode, Event, EventName, Message, RefusedTurn, Slot, Task, Ticket, Turn
 from swarmq.proxies import Proxies
 
 PREFETCH = 1000
@@ -136,8 +136,15 @@ class Collector:
         except Exception as error:
             if len(batch) == 1:
                 log.exception("piece_broke_the_collector", key=batch[0].key)
-                return [(batch[0], f"the collector failed on it: {error!r}")]
+                return await self._give_up(batch[0], f"the collector failed on it: {error!r}")
         return [refusal for delivery in batch for refusal in await self._take([delivery])]
+
+    async def _give_up(self, delivery: Delivery, reason: str) -> list[tuple[Delivery, str]]:
+        turn = delivery.message
+        if isinstance(turn, Turn):
+            refused = RefusedTurn(run=turn.run, episode_id=turn.episode_id, call_id=turn.call_id, reason=reason)
+            await self._decide(lambda core: core.take(refused, delivery.body, self._clock()))
+        return [(delivery, reason)]
 
     async def _take_together(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
         refused: list[tuple[Delivery, str]] = []

@@ -23,7 +23,16 @@ import msgspec
 
 from swarmq.collector import effects as do
 from swarmq.collector.evals import Evals, EvalSlot, EvalTask
-from swarmq.collector.records import Call, EndedEpisode, KindCredit, OpenEpisode, PublishedGroup, Snapshot, Waiting
+from swarmq.collector.records import (
+    TAINTS,
+    Call,
+    EndedEpisode,
+    KindCredit,
+    OpenEpisode,
+    PublishedGroup,
+    Snapshot,
+    Waiting,
+)
 from swarmq.errors import CollectorError
 from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
 
@@ -36,7 +45,7 @@ CREATE TABLE episodes (
     state TEXT NOT NULL,               -- open, waiting, published, trained, dropped, eval
     reason TEXT NOT NULL DEFAULT '',
     began_at REAL NOT NULL,            -- Unix time, the collector's clock
-    tainted INTEGER NOT NULL DEFAULT 0,
+    tainted INTEGER NOT NULL DEFAULT 0, -- records.TAINTS
     slot TEXT NOT NULL DEFAULT '',
     kind TEXT NOT NULL DEFAULT '',
     client TEXT NOT NULL DEFAULT '',
@@ -85,7 +94,7 @@ CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWI
 SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in their order
     do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (?, 'open', ?)",
     do.SaveBegin: "UPDATE episodes SET begin = ? WHERE id = ?",
-    do.Taint: "UPDATE episodes SET tainted = 1 WHERE id = ?",
+    do.Taint: "UPDATE episodes SET tainted = ? WHERE id = ?",
     do.SaveTurn: "INSERT INTO turns (episode, body) VALUES (?, ?)",
     do.SaveEnd: "UPDATE episodes SET end = ? WHERE id = ?",
     do.Seal: "UPDATE episodes SET slot = ?, kind = ?, client = ?, digest = ?, calls = ? WHERE id = ?",
@@ -272,7 +281,7 @@ class Store:
         for episode_id, began_at, tainted, begin, end in self._all(
             "SELECT id, began_at, tainted, begin, end FROM episodes WHERE state = 'open' ORDER BY began_at, id"
         ):
-            episode = OpenEpisode(episode_id=episode_id, began_at=began_at, heard_at=began_at, tainted=bool(tainted))
+            episode = OpenEpisode(episode_id=episode_id, began_at=began_at, heard_at=began_at, taint=TAINTS[tainted])
             if begin and isinstance(piece := _pieces.decode(begin), EpisodeBegin):
                 episode.begin = piece
             if end and isinstance(piece := _pieces.decode(end), EpisodeEnd):

@@ -26,6 +26,7 @@ class Stored(msgspec.Struct, kw_only=True):
 
     body: bytes
     headers: dict[str, Any]
+    kind: str = ""
     delivered: int = 0
 
 
@@ -53,11 +54,11 @@ class MemoryBroker:
         except TimeoutError:
             raise UnconfirmedError(f"not confirmed within {deadline_s} s: broker or queue are away") from None
         await asyncio.sleep(0)
-        self.put(queue, body, {KEY_HEADER: key_of(message)})
+        self.put(queue, body, {KEY_HEADER: key_of(message)}, kind=str(message.__struct_config__.tag))
 
-    def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None) -> None:
+    def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None, *, kind: str = "") -> None:
         """Put raw bytes into a queue, poison included."""
-        self._queue(queue).put(Stored(body=body, headers=headers or {}))
+        self._queue(queue).put(Stored(body=body, headers=headers or {}, kind=kind))
 
     @asynccontextmanager
     async def receipts(self, book: str) -> AsyncIterator[_Receipts]:
@@ -162,7 +163,8 @@ class MemoryBroker:
         await arrival.settler.ack(arrival.tag, through=False)
 
     def _park(self, arrival: Arrival, reason: str) -> None:
-        self.put(topology.DEAD, arrival.body, {**arrival.headers, REASON_HEADER: reason, QUEUE_HEADER: arrival.queue})
+        headers = {**arrival.headers, REASON_HEADER: reason, QUEUE_HEADER: arrival.queue}
+        self.put(topology.DEAD, arrival.body, headers, kind=arrival.kind)
 
 
 class _Receipts:
@@ -273,7 +275,9 @@ class _Consumer:
     def take(self, stored: Stored) -> None:
         tag = self._session.hold(stored)
         self.deliveries.arrive(
-            Arrival(self._session, tag, stored.body, stored.headers, bool(stored.delivered), self._queue.name)
+            Arrival(
+                self._session, tag, stored.body, stored.headers, bool(stored.delivered), self._queue.name, stored.kind
+            )
         )
 
     def forget(self) -> list[Stored]:

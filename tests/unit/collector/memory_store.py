@@ -13,7 +13,16 @@ import msgspec
 
 from swarmq.collector import effects as do
 from swarmq.collector.evals import Evals, EvalSlot, EvalTask
-from swarmq.collector.records import Call, EndedEpisode, KindCredit, OpenEpisode, PublishedGroup, Snapshot, Waiting
+from swarmq.collector.records import (
+    TAINTS,
+    Call,
+    EndedEpisode,
+    KindCredit,
+    OpenEpisode,
+    PublishedGroup,
+    Snapshot,
+    Waiting,
+)
 from swarmq.errors import CollectorError
 from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode
 
@@ -32,7 +41,7 @@ class MemoryStore:
         self.states: dict[str, tuple[str, str]] = {}
         """Episode -> state and reason."""
         self._began: dict[str, float] = {}
-        self._tainted: dict[str, bool] = {}
+        self._taints: dict[str, str] = {}
         self._begins: dict[str, bytes] = {}
         self._ends: dict[str, bytes] = {}
         self._seals: dict[str, do.Seal] = {}
@@ -147,9 +156,7 @@ class MemoryStore:
 
     def _open_episode(self, name: str) -> OpenEpisode:
         began_at, calls = self._began[name], {}
-        episode = OpenEpisode(
-            episode_id=name, began_at=began_at, heard_at=began_at, tainted=self._tainted.get(name, False)
-        )
+        episode = OpenEpisode(episode_id=name, began_at=began_at, heard_at=began_at, taint=self._taints.get(name, ""))
         if (body := self._begins.get(name)) and isinstance(begin := self._decoded(body), EpisodeBegin):
             episode.begin = begin
         if (body := self._ends.get(name)) and isinstance(end := self._decoded(body), EpisodeEnd):
@@ -254,7 +261,7 @@ class MemoryStore:
 WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.Open: MemoryStore._open,
     do.SaveBegin: lambda s, e: s._set(s._begins, e.episode_id, e.body),
-    do.Taint: lambda s, e: s._set(s._tainted, e.episode_id, value=True),
+    do.Taint: lambda s, e: s._set(s._taints, e.episode_id, TAINTS[e.number]),
     do.SaveTurn: lambda s, e: s._set(s._turns, e.episode_id, (*s._turns.get(e.episode_id, ()), e.body)),
     do.SaveEnd: lambda s, e: s._set(s._ends, e.episode_id, e.body),
     do.Seal: lambda s, e: s._set(s._seals, e.episode_id, e),

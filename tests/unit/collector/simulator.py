@@ -29,7 +29,19 @@ from swarmq.collector.records import Rules, Usage
 from swarmq.collector.report import figures
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store
-from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode, encode, unpack_ids
+from swarmq.messages import (
+    Consumed,
+    Episode,
+    EpisodeBegin,
+    EpisodeEnd,
+    Message,
+    RefusedTurn,
+    Slot,
+    Turn,
+    decode,
+    encode,
+    unpack_ids,
+)
 from unit.collector.memory_store import MemoryStore
 
 RUN = "sim"
@@ -39,7 +51,8 @@ PATIENCE_S = 5000.0
 """How long nothing may move before the world is called stuck."""
 EXPECTED_DROPS = {"superseded", "late_sibling", "group_too_small", "failed", "aborted", "silent", "no_turns", "equal"}
 """What may become of an episode when the pieces of each client arrive in the order they were sent."""
-
+SPOILT_DROPS = {"refused_turn", "incomplete"}
+"""And of one with a turn that nobody could read."""
 
 OUTGOING = (do.Forward, do.IssueTicket)
 STRIDE = 5
@@ -57,6 +70,8 @@ class Chaos(msgspec.Struct, frozen=True, kw_only=True):
     lost_answer: float = 0.15
     mute: float = 0.2
     """Attempts that never call some policy."""
+    spoilt: float = 0.0
+    """Turns that cannot be read."""
     fails: float = 0.1
     vanishes: float = 0.1
     undead: float = 0.3
@@ -129,7 +144,7 @@ class Shell:
         credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.credit.kinds.items()}
         groups = {gid: (g.kind, g.size, sorted(g.running), sorted(g.winners)) for gid, g in core.groups.open.items()}
         published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
-        opened = {e.episode_id: (e.begin, e.end, e.calls, e.tainted) for e in core.open.values()}
+        opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint) for e in core.open.values()}
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
         return figures(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
 
@@ -214,6 +229,8 @@ class Truth(msgspec.Struct, kw_only=True):
     kind: str
     answered: dict[str, tuple[str, tuple[int, ...]]] = {}
     """Call -> policy and full prompt, of the calls whose answers the agent received."""
+    spoilt: bool = False
+    """One of its turns was."""
     ended: bool = False
 
 
@@ -298,22 +315,24 @@ class Client:
                 for retry in range(2 if lost else 1):
                     call_id, serial = f"c{serial}", serial + 1
                     sampled = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 3)))
-                    self.world.send(
-                        Turn(
-                            run=RUN,
-                            episode_id=episode_id,
-                            policy=policy,
-                            call_id=call_id,
-                            request_id=call_id,
-                            request_digest=f"{policy}{number}",
-                            retry=retry if headed else 0,
-                            parent=parent,
-                            shared=len(known),
-                            prompt_ids=array("i", prompt).tobytes(),
-                            sampled_ids=array("i", sampled).tobytes(),
-                            logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
-                        )
+                    turn = Turn(
+                        run=RUN,
+                        episode_id=episode_id,
+                        policy=policy,
+                        call_id=call_id,
+                        request_id=call_id,
+                        request_digest=f"{policy}{number}",
+                        retry=retry if headed else 0,
+                        parent=parent,
+                        shared=len(known),
+                        prompt_ids=array("i", prompt).tobytes(),
+                        sampled_ids=array("i", sampled).tobytes(),
+                        logprobs=array("f", [-1.0] * len(sampled)).tobytes(),
                     )
+                    spoilt = bool(chaos.spoilt) and rng.random() < chaos.spoilt
+                    truth.spoilt |= spoilt
+                    refused = RefusedTurn(run=RUN, episode_id=episode_id, call_id=call_id, reason="spoilt")
+                    self.world.send(refused if spoilt else turn)
                     yield
                 truth.answered[call_id] = (policy, known + prompt)
                 last = (call_id, known + prompt + sampled)
@@ -602,9 +621,8 @@ class World:
     def _each_episode_has_one_fate(self, ledger: dict[str, tuple[str, str]]) -> None:
         for episode_id in self.truths:
             state, reason = ledger.get(episode_id, ("missing", ""))
-            if state not in {"trained", "dropped", "published"} or (
-                state == "dropped" and reason not in EXPECTED_DROPS
-            ):
+            expected = EXPECTED_DROPS | SPOILT_DROPS if self.truths[episode_id].spoilt else EXPECTED_DROPS
+            if state not in {"trained", "dropped", "published"} or (state == "dropped" and reason not in expected):
                 raise BrokenError(f"{episode_id} ended as {state} {reason}")
             arrived = sum(episode_id in learner.seen for learner in self.learners)
             if (state in {"trained", "published"}) > arrived:

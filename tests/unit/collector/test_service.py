@@ -12,11 +12,12 @@ from swarmq.broker import topology
 from swarmq.broker.delivery import REASON_HEADER
 from swarmq.collector import core, service
 from swarmq.collector.effects import Forward
+from swarmq.collector.records import Call
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import CollectorError
-from swarmq.messages import Episode, Ticket
+from swarmq.messages import Episode, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 IN, READY = topology.inbox("r"), topology.ready("r", "main")
@@ -144,6 +145,44 @@ async def test_a_piece_that_breaks_the_core_is_parked_and_its_neighbours_are_not
         assert episode.episode_id == "e"
     (parked,) = broker.stored(topology.DEAD)
     assert "the collector failed on it: OverflowError" in parked.headers[REASON_HEADER]
+
+
+async def episodes_beside_a_spoilt_one(job, broker, say, spoilt):
+    """Those that are forwarded when `spoilt` is a turn of `e`; and what is set aside."""
+    for piece in (say.begin(), say.turn(), spoilt, say.end()):
+        await broker.publish(IN, piece)
+    for piece in (say.begin("f", "u"), say.turn(episode="f"), say.end("f")):
+        await broker.publish(IN, piece)
+    async with collecting(job, broker, Store(None, run="r")):
+        await arrivals(broker, READY, 1)
+    forwarded = [decode(stored.body).episode_id for stored in broker.stored(READY)]
+    ended = [event.fields for event in broker.emitted if event.name == "episode"]
+    assert [(one["episode_id"], one["reason"]) for one in ended] == [("e", "refused_turn"), ("f", "")]
+    assert broker.stored(IN) == []
+    (parked,) = broker.stored(topology.DEAD)
+    return forwarded, parked.headers[REASON_HEADER]
+
+
+async def test_an_episode_with_a_turn_that_cannot_be_used_is_dropped_and_the_turn_parked(job, broker, say):
+    spoilt = msgspec.structs.replace(say.turn("b"), logprobs=b"\0" * 8)
+    forwarded, reason = await episodes_beside_a_spoilt_one(job, broker, say, spoilt)
+    assert forwarded == ["f"]
+    assert reason == "turn b of e: 1 sampled tokens but 2.0 log-probabilities"
+
+
+async def test_so_is_one_with_a_turn_that_breaks_the_core(job, broker, say, monkeypatch):
+    monkeypatch.setattr(core, "Call", _Breaks)
+    forwarded, reason = await episodes_beside_a_spoilt_one(job, broker, say, say.turn("b"))
+    assert forwarded == ["f"]
+    assert reason == "the collector failed on it: KeyError('b')"
+
+
+class _Breaks(Call):
+    @classmethod
+    def of(cls, turn, size_bytes):
+        if turn.call_id == "b":
+            raise KeyError(turn.call_id)
+        return Call.of(turn, size_bytes)
 
 
 async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):

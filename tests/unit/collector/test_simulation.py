@@ -12,7 +12,7 @@ from swarmq.collector.core import Core
 from swarmq.collector.records import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
-from swarmq.messages import EpisodeEnd, Turn, decode, encode
+from swarmq.messages import EpisodeEnd, RefusedTurn, Turn, decode, encode
 from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
@@ -40,6 +40,7 @@ SCENES = {
     "half-open groups everywhere": scene(order="breadth", group_size=4, groups_per_batch=1, num_tasks=8),
     "many clients": scene(num_clients=12, num_tasks=8, max_staleness=1),
     "dying all the time": scene(chaos=Chaos(crash=0.4)),
+    "turns that nobody can read": scene(chaos=Chaos(spoilt=0.1, meddling=0.0)),
     "agents that rarely succeed": scene(chaos=Chaos(fails=0.4, vanishes=0.3)),
 }
 
@@ -58,6 +59,7 @@ SMALL = {
     "two groups": small(num_tasks=2),
     "two policies": small(trained=("a", "b"), known=("a", "b")),
     "two kinds": small(mix={"x": 0.5, "y": 0.5}, groups_per_batch=2),
+    "turns that nobody can read": small(chaos=Chaos(crash=0.08, spoilt=0.3, meddling=0.0)),
 }
 
 
@@ -177,6 +179,11 @@ def _anonymous(body: bytes) -> bytes:
     return body
 
 
+class TrainsWithoutWhatWasRefused(Shell):
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return super().decisions([body for body in batch if not isinstance(decode(body), RefusedTurn)])
+
+
 class ForgetsEnds(Shell):
     def make_core(self) -> Core:
         core = super().make_core()
@@ -193,11 +200,20 @@ class _WithoutEnds(_WithoutSlots):
 
 
 @pytest.mark.parametrize(
-    "rule", [AcknowledgesFirst, MarksBeforePublishing, KnowsNoSlots, TakesTurnsTwice, KeepsOrphans, ForgetsEnds]
+    "rule",
+    [
+        AcknowledgesFirst,
+        MarksBeforePublishing,
+        KnowsNoSlots,
+        TakesTurnsTwice,
+        KeepsOrphans,
+        TrainsWithoutWhatWasRefused,
+        ForgetsEnds,
+    ],
 )
 @pytest.mark.parametrize("size", ["long", "small"])
 def test_a_broken_rule_is_found_out(rule, size):
-    chaos = Chaos(crash=0.2, vanishes=0.3, undead=0.8, meddling=0.0)
+    chaos = Chaos(crash=0.2, vanishes=0.3, undead=0.8, meddling=0.0, spoilt=0.05)
     found = scene(num_clients=6, chaos=chaos) if size == "long" else small(num_tasks=2, chaos=chaos)
     num, steps = (100, 150) if size == "long" else (2000, SMALL_STEPS)
     with pytest.raises((BrokenError, CollectorError)):  # a table's primary key finds some first

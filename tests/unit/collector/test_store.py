@@ -48,6 +48,17 @@ def test_commits_reach_the_disk_before_they_return(path):
     store.close()
 
 
+def test_what_an_older_swarmq_wrote_of_an_episode_of_two_clients_is_understood(path):
+    store = Store(path, run="r")
+    with store.transaction():
+        store.write(do.Open("e", 1.0))
+    store._db.execute("UPDATE episodes SET tainted = 1")
+    store.close()
+    store = Store(path, run="r")
+    assert [episode.taint for episode in store.snapshot().episodes] == ["two_clients"]
+    store.close()
+
+
 def test_a_store_of_another_run_is_refused(path):
     Store(path, run="r").close()
     with pytest.raises(CollectorError, match=r"collector.sqlite: belongs to run 'r', not 'other'"):
