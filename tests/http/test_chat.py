@@ -336,6 +336,25 @@ async def test_a_policy_answers_to_its_aliases(stages, name):
         assert (status, "policies.X.aliases" in raw.decode()) == (404, True)
 
 
+@pytest.mark.parametrize("form", [{}, {"anthropic-version": "2023-06-01"}])
+async def test_a_model_is_listed_and_found_under_every_name_it_answers_to(stages, form):
+    async with stages(aliases=["gpt-4o", "claude-*"]) as stage:
+
+        async def get(path, *policies):
+            headers = {"authorization": f"Bearer {stage.key(policies=policies)}", **form}
+            async with stage.http.get(f"{stage.url}/v1/models{path}", headers=headers) as response:
+                return response.status, await response.json()
+
+        _, listed = await get("", "main", "other")
+        assert [model["id"] for model in listed["data"]] == ["main", "other", "gpt-4o"]
+        _, listed = await get("", "other")
+        assert [model["id"] for model in listed["data"]] == ["other"], "aliases of what the key may call"
+        for name in ("main", "gpt-4o", "claude-opus-9"):
+            status, card = await get(f"/{name}", "main")
+            assert (status, card["id"]) == (200, name)
+        assert (await get("/gpt-4o", "other"))[0] == 404
+
+
 @pytest.mark.parametrize("body", [{"model": "main", "messages": [HI]}, {"model": "nobody"}])
 async def test_every_answer_has_a_request_id(stage, body):
     stage.engine.say("x")

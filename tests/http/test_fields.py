@@ -40,6 +40,15 @@ async def test_what_makes_no_other_answer_is_named_in_the_header(stage, path):
 
 
 @pytest.mark.parametrize(
+    ("asked", "told"), [({"truncation": "auto"}, "truncation"), ({"truncation": "disabled"}, None), ({}, None)]
+)
+async def test_a_conversation_is_never_truncated_and_a_response_says_so(stage, asked, told):
+    stage.engine.say("x")
+    _, headers, raw = await stage.post({**BODIES["/v1/responses"], **asked}, "/v1/responses")
+    assert (headers.get("x-swarmq-overridden"), json.loads(raw)["truncation"]) == (told, "disabled")
+
+
+@pytest.mark.parametrize(
     ("path", "field"),
     [
         ("/v1/chat/completions", "max_tokens"),
@@ -102,6 +111,7 @@ async def test_elsewhere_more_than_there_is_room_for_is_refused_in_evaluation(st
         ("/v1/responses", {"tools": {}}, "tools"),
         ("/v1/responses", {"include": 1}, "include"),
         ("/v1/responses", {"store": "no"}, "store"),
+        ("/v1/responses", {"truncation": True}, "truncation"),
         ("/v1/responses", {"instructions": False}, "instructions"),
         ("/v1/messages", {"tools": 0}, "tools"),
         ("/v1/messages", {"system": {}}, "system"),

@@ -22,6 +22,7 @@ from swarmq.keys import Claims
 from swarmq.proxy.calls import Call
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.dialects import DIALECTS, CountTokens, Dialect, chat, events, headers, messages, read, schemas
+from swarmq.proxy.dialects.base import policy_of
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
@@ -31,6 +32,8 @@ Json = dict[str, Any]
 T = TypeVar("T")
 
 MODELS = "/v1/models"
+PATTERN = frozenset("*?[")
+"""An alias with one of these is no name that could be listed."""
 AGENT_KEY = "agentKey"
 """The keys of `begin_episode()` in the OpenAPI document."""
 STATUSES = {
@@ -141,17 +144,19 @@ def agent_routes(
     def served(request: Request[Any, Any, Any]) -> list[str]:
         return [name for name in claims_of(request).policies if name in pools]
 
-    @get(MODELS, operation_class=_operation("The policies that the key may call"))
+    @get(MODELS, operation_class=_operation("The policies that the key may call, under all of their names"))
     async def models(request: Request[Any, Any, Any]) -> Json:
-        names = served(request)
+        policies = served(request)
+        others = (alias for policy in policies for alias in aliases.get(policy, ()) if not PATTERN & set(alias))
+        names = list(dict.fromkeys([*policies, *others]))
         if messages.ANTHROPIC in request.headers:
             return messages.model_cards(names)
         return {"object": "list", "data": [chat.model_card(name) for name in names]}
 
     @get(MODELS + "/{model:str}", operation_class=_operation("One of them"))
     async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
-        if model not in (names := served(request)):
-            raise _no_model(model, names)
+        if policy_of(model, policies := served(request), aliases) is None:
+            raise _no_model(model, policies)
         return messages.model_card(model) if messages.ANTHROPIC in request.headers else chat.model_card(model)
 
     return [*map(route, DIALECTS), count_tokens, models, model]

@@ -148,6 +148,7 @@ def ignored(body: Json) -> list[str]:
     """What was asked for and does not count."""
     streamed = body.get("stream_options")
     every = ["continuous_usage_stats"] if isinstance(streamed, dict) and streamed.get("continuous_usage_stats") else []
+    every += ["truncation"] if body.get("truncation") == "auto" else []
     return [name for name in IGNORED if body.get(name)] + every
 
 

@@ -245,14 +245,17 @@ def not_served(body: Json, *names: str, why: str) -> None:
             raise RefusedError(f"{name} is not served: {why}", code="unsupported_parameter", param=name)
 
 
-def _policy(body: Json, claims: Claims, aliases: Mapping[str, Sequence[str]]) -> str:
-    """By its name, else by an alias."""
-    model = str(body.get("model"))
-    if model in claims.policies:
+def policy_of(model: str, policies: Sequence[str], aliases: Mapping[str, Sequence[str]]) -> str | None:
+    """By its name, else by an alias; None for a model that is neither."""
+    if model in policies:
         return model
-    for policy in claims.policies:
-        if any(fnmatchcase(model, alias) for alias in aliases.get(policy, ())):
-            return policy
+    return next((one for one in policies if any(fnmatchcase(model, alias) for alias in aliases.get(one, ()))), None)
+
+
+def _policy(body: Json, claims: Claims, aliases: Mapping[str, Sequence[str]]) -> str:
+    model = str(body.get("model"))
+    if (policy := policy_of(model, claims.policies, aliases)) is not None:
+        return policy
     known = ", ".join(claims.policies)
     raise RefusedError(
         f"model {model!r:.200} is neither one of this key's policies ({known}) nor an alias of one (policies.X.aliases)",

@@ -61,7 +61,6 @@ REPEATED: Json = {
     "tool_choice": "auto",
     "tools": [],
     "top_logprobs": 0,
-    "truncation": "disabled",
     "user": None,
 }
 """What a response repeats of its request, and what it says where the request is silent."""
@@ -97,6 +96,8 @@ class Responses:
             raise RefusedError("include must be a list", param="include")
         if LOGPROBS in included or count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS):
             chat["logprobs"] = True
+        if body.get("truncation") not in (None, "auto", "disabled"):
+            raise RefusedError("truncation must be auto or disabled", param="truncation")
         flag(body, "parallel_tool_calls")
         flag(body, "store")
         kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
@@ -273,6 +274,7 @@ def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress
         "output": output,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
+        "truncation": "disabled",  # whatever was asked: a conversation without its beginning is another one
         "usage": usage,
         **{key: default if body.get(key) is None else body[key] for key, default in REPEATED.items()},
     }
