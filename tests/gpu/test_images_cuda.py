@@ -29,7 +29,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # compilers warn about many things
 ]
 
-SMALL = ("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.2")
+SMALL = ("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1")
+SEEING = (*SMALL, "--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--mm-encoder-attn-backend", "TORCH_SDPA")
 WIDE, HIGH = 3, 2
 """Places of an image in a prompt."""
 QUESTION = "What is this?"
@@ -37,8 +38,9 @@ HI = {"role": "user", "content": "hi"}
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
 
 
-def png(colour):
-    """Two halves of the picture differ, or a vision tower's normalisation might leave nothing of its colour."""
+def png(colour="teal"):
+    """In one corner white, or the vision tower's normalisation might leave nothing of the colour. Of teal the model says a
+    token each time that is 0.25 likelier (of log-probability) than all others: no kernel's rounding makes it another."""
     image = Image.new("RGB", (WIDE * PLACE, HIGH * PLACE), colour)
     image.paste("white", (0, 0, PLACE, PLACE))
     file = io.BytesIO()
@@ -56,8 +58,7 @@ def looking_at(*images):
 @pytest.fixture(scope="module")
 def eyes_url(tmp_path_factory):
     log_path = tmp_path_factory.mktemp("eyes") / "engine.log"
-    arguments = (*SMALL, "--mm-encoder-attn-backend", "TORCH_SDPA")
-    with running_engine(tiny_vision_model(), log_path, *arguments, trained=False) as engine:
+    with running_engine(tiny_vision_model(), log_path, *SEEING, trained=False) as engine:
         yield engine.url
 
 
@@ -124,7 +125,7 @@ async def message(client, image):
 
 
 async def test_every_dialect_s_answer_is_vllm_s_own_and_recorded_with_the_image_s_places(stage, eyes_url):
-    image = png("red")
+    image = png()
     wanted = await direct(stage, eyes_url, looking_at(image))
     [choice] = wanted["choices"]
     essence = (choice["message"]["content"], wanted["usage"]["prompt_tokens"], wanted["usage"]["completion_tokens"])
@@ -148,19 +149,19 @@ async def test_every_dialect_s_answer_is_vllm_s_own_and_recorded_with_the_image_
 async def test_what_is_in_an_image_reaches_the_model(stage):
     """The same words and places, another picture: other probabilities."""
     fields = {"model": "eyes", "temperature": 0.0, "max_tokens": 1}
-    for colour in ("red", "blue", "red"):
+    for colour in ("teal", "indigo", "teal"):
         await stage.ask(looking_at(png(colour)), key=key(stage), **fields)
     turns = resolve(await stage.turns(3))
     assert len({tuple(turn.prompt_ids) for turn in turns}) == 1
-    red, blue, again = ((turn.sampled_ids.item(), turn.logprobs.item()) for turn in turns)
-    assert again == (red[0], pytest.approx(red[1], abs=1e-4))
-    assert blue != (red[0], pytest.approx(red[1], abs=1e-3))
+    teal, indigo, again = ((turn.sampled_ids.item(), turn.logprobs.item()) for turn in turns)
+    assert again == (teal[0], pytest.approx(teal[1], abs=0.01))
+    assert indigo != (teal[0], pytest.approx(teal[1], abs=0.1))
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
 async def test_a_conversation_about_images_goes_on(stage, mode):
-    said = [looking_at(png("red"), png("green"))]
-    for number, following in enumerate((HI, looking_at(png("blue")), HI), start=1):
+    said = [looking_at(png(), png("indigo"))]
+    for number, following in enumerate((HI, looking_at(png("indigo")), HI), start=1):
         answer = await stage.ask(*said, model="eyes", key=key(stage, mode=mode), seed=number)
         [choice] = answer["choices"]
         assert 0 < answer["usage"]["completion_tokens"] <= 8
@@ -170,7 +171,7 @@ async def test_a_conversation_about_images_goes_on(stage, mode):
 
 
 async def test_a_model_that_takes_text_alone_answers_an_image_with_400(stage):
-    status, error = await stage.refused({"model": "main", "messages": [looking_at(png("red"))]}, key=key(stage))
+    status, error = await stage.refused({"model": "main", "messages": [looking_at(png())]}, key=key(stage))
     assert (status, error["type"]) == (400, "invalid_request_error")
     assert "multimodal" in error["message"]
     await stage.ask(HI, model="main", key=key(stage))
@@ -184,11 +185,11 @@ async def test_a_broken_image_is_a_400_that_says_so(stage, broken):
     unencoded = {"type": "image_url", "image_url": {"url": "data:image/png,abc"}}  # vLLM's 501
     body = {"model": "eyes", "messages": [{"role": "user", "content": [unencoded]}]}
     assert (await stage.refused(body, key=key(stage)))[0] == 400
-    await stage.ask(looking_at(png("red")), model="eyes", key=key(stage))
+    await stage.ask(looking_at(png()), model="eyes", key=key(stage))
 
 
 async def test_a_truncated_png_is_a_400_in_anthropic_s_form(stage):
-    cut = base64.b64encode(base64.b64decode(png("red"))[:60]).decode()
+    cut = base64.b64encode(base64.b64decode(png())[:60]).decode()
     shown = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": cut}}
     body = {"model": "eyes", "max_tokens": 8, "messages": [{"role": "user", "content": [shown]}]}
     status, _, raw = await stage.post(body, "/v1/messages", key=key(stage))
