@@ -1,5 +1,7 @@
 """Images: for models that take them, where nothing is trained on what was said about them."""
 
+from unittest.mock import Mock
+
 import pytest
 
 from swarmq.messages import unpack_ids
@@ -22,6 +24,16 @@ async def test_a_model_that_takes_them_gets_them(seeing):
     assert answer["choices"][0]["message"]["content"] == "a cat"
     [asked] = seeing.engine.requests
     assert asked.carried == {"features": [IMAGE]}
+
+
+@pytest.mark.parametrize("field", [{"mm_payload": "none"}, {"return_mm_kwargs": False}])
+async def test_no_agent_keeps_an_engine_from_getting_them(seeing, field):
+    """vLLM would leave the picture out of a rendering, and its engine fail to find it."""
+    seeing.engine.say("a cat")
+    seeing.engine.render = Mock(wraps=seeing.engine.render)
+    await seeing.ask(LOOK, key=seeing.key(mode="eval"), **field)
+    [chat] = seeing.engine.render.call_args.args
+    assert not field.keys() & chat.keys()
 
 
 async def test_a_model_that_does_not_says_so(stage):

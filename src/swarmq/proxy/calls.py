@@ -25,7 +25,10 @@ UNSERVED = {
     "echo": "the prompt is not sampled; the agent has it",
 }
 """What would make another answer of it, and why it does not."""
-IGNORED = ("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "return_token_offsets")
+IGNORED = (
+    *("request_id", "priority", "cache_salt", "kv_transfer_params", "ec_transfer_params", "return_token_offsets"),
+    *("mm_payload", "return_mm_kwargs"),
+)
 """What makes no other answer, and does not count."""
 OURS = frozenset(
     {
