@@ -40,7 +40,7 @@ from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
-from swarmq.errors import SwarmqError
+from swarmq.errors import EngineError, SwarmqError
 from swarmq.learner.memory import GPU_SHARE, judges
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
@@ -213,7 +213,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
                         for n, d in deployment.daemons.items()
                         if not n.startswith("learner")
                     ),
-                    *(tasks.create_task(_keep_engine(name, e, warn)) for name, e in engines.items()),
+                    *(tasks.create_task(keep_engine(name, e, warn)) for name, e in engines.items()),
                     *([tasks.create_task(keep_broker(node, warn))] if node else []),
                 ]
                 try:
@@ -319,8 +319,11 @@ def _report_engine(report: Callable[[str], None], name: str, stage: str) -> None
     report(f"engine {name}: {stage}")
 
 
-async def _keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+    """Start it again when it dies, on the same port. One that does not start is tried again: its learner may have the memory."""
     deaths: list[float] = []
+    failed = 0
+    """Starts in a row."""
     while True:
         status = await engine.wait()
         deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
@@ -328,8 +331,18 @@ async def _keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], N
             raise DaemonFailedError(
                 f"engine {name} died {MAX_DEATHS} times; the end of its log:\n{tail(engine.log_path)}"
             )
-        warn(f"engine {name} died with status {status}; starting it again")
-        await engine.restart()
+        warn(f"engine {name} {engine.given_up or f'died with status {status}'}; starting it again")
+        try:
+            await engine.restart()
+        except EngineError as error:
+            failed += 1
+            if failed == MAX_DEATHS:
+                raise
+            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
+            warn(f"engine {name} does not start ({why}); trying again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+        else:
+            failed = 0
 
 
 async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:

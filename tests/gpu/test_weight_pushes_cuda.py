@@ -71,6 +71,40 @@ def _logprobs(network: torch.nn.Module, ids: list[int]) -> list[float]:
     return logits.log_softmax(-1).gather(-1, torch.tensor(ids, device="cuda")[:, None])[:, 0].tolist()
 
 
+KILLED_IN_AN_UPDATE = (
+    ("/pause?mode=keep&clear_cache=true", {}),
+    ("/update_weight_version", {"new_version": "updating-2"}),
+    ("/start_weight_update", {}),
+)
+
+
+async def test_an_engine_whose_learner_was_killed_in_an_update_sleeps_and_is_repaired(tmp_path: Path) -> None:
+    model = tiny_model()
+    engine = Engine(
+        max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",)
+    )
+    policy = Policy(model=str(model), engine=engine)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
+    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
+        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+        async with aiohttp.ClientSession() as http:
+            for path, body in KILLED_IN_AN_UPDATE:
+                async with http.post(process.url + path, json=body) as response:
+                    assert response.status == 200, await response.text()
+        waiting = asyncio.create_task(_sampled(process.url, model))
+        free, whole = torch.cuda.mem_get_info()
+        await asyncio.to_thread(pusher.sleep)
+        assert torch.cuda.mem_get_info()[0] - free > 0.1 * whole
+        await asyncio.to_thread(pusher.wake)
+        assert torch.cuda.mem_get_info()[0] - free > 0.1 * whole, "it would sample from weights in doubt"
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        await asyncio.to_thread(pusher.repair, network.state_dict().items(), 1)
+        told, ids = await waiting
+        assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
+
+
 async def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
     model = tiny_model()
     engine = Engine(

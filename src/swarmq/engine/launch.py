@@ -75,6 +75,8 @@ class EngineProcess:
         self.log_path = log_path
         self.started_s = 0.0
         """How long the last start took."""
+        self.given_up = ""
+        """Why `wait` ended the server; empty when it ended by itself."""
         self._policy = policy
         self._port = port
         self._gpus = gpus
@@ -98,6 +100,7 @@ class EngineProcess:
             watch = PauseWatch(control)
             while not (await asyncio.wait({ended}, timeout=WATCH_S))[0]:
                 if await watch.look(time.monotonic()):
+                    self.given_up = watch.reason
                     await self._stop()
             return ended.result()
 
@@ -116,6 +119,7 @@ class EngineProcess:
         if not port_is_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        self.given_up = ""
         began = time.monotonic()
         argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
         with self.log_path.open("ab") as sink:

@@ -22,6 +22,8 @@ class PauseWatch:
 
     def __init__(self, engine: EngineControl) -> None:
         self._engine = engine
+        self.reason = ""
+        """Why it must be restarted."""
         self._silent_since: float | None = None
         self._paused_since: float | None = None
 
@@ -33,8 +35,7 @@ class PauseWatch:
             return self._silent(now)  # dead, which who waits for the process will see, busy, or stuck
         self._silent_since = None
         if status.condemned:
-            log.warning("engine condemned by its learner", engine=self._engine.url, label=status.label)
-            return True
+            return self._beyond_help(f"was given up by its learner ({status.label})")
         if not status.paused or status.asleep:
             self._paused_since = None
             return False
@@ -45,8 +46,7 @@ class PauseWatch:
         try:
             await self._engine.release()
         except EngineError as error:
-            log.warning("engine left in an update", engine=self._engine.url, reason=str(error))
-            return True
+            return self._beyond_help(f"was left in an update: {error}")
         log.warning("engine was left paused, resumed it", engine=self._engine.url)
         self._paused_since = None
         return False
@@ -56,5 +56,9 @@ class PauseWatch:
             self._silent_since = now
         if now - self._silent_since <= SILENCE_S:
             return False
-        log.warning("engine answers nobody", engine=self._engine.url, seconds=round(now - self._silent_since))
+        return self._beyond_help(f"has answered nobody for {now - self._silent_since:.0f} s")
+
+    def _beyond_help(self, reason: str) -> bool:
+        self.reason = reason
+        log.warning("engine must be restarted", engine=self._engine.url, reason=reason)
         return True

@@ -51,7 +51,9 @@ async def test_two_pauses_are_not_taken_for_one(vllm, engine):
 
 async def test_a_condemned_engine_asks_for_a_restart_at_once(vllm, engine):
     vllm.paused, vllm.label = True, "updating-3-restart"
-    assert await PauseWatch(engine).look(0)
+    watch = PauseWatch(engine)
+    assert await watch.look(0)
+    assert watch.reason == "was given up by its learner (updating-3-restart)"
 
 
 async def test_an_engine_that_does_not_answer_is_given_time_and_then_up():

@@ -1,0 +1,74 @@
+"""An engine that dies is started again, and people are told why; one that cannot be kept running ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from swarmq import up
+from swarmq.errors import EngineError
+
+
+class Mortal:
+    """Dies as often as there are `starts`; those that say no fail to begin with."""
+
+    log_path = Path("/dev/null")
+
+    def __init__(self, *starts: bool, given_up: str = "") -> None:
+        self.starts, self.given_up = list(starts), given_up
+
+        self.lives = asyncio.Event()
+
+    async def wait(self) -> int:
+        if not self.starts:
+            self.lives.set()
+            await asyncio.Event().wait()
+        return -9
+
+    async def restart(self) -> None:
+        if not self.starts.pop(0):
+            raise EngineError("vLLM for m ended with status 1 while it started; the end of the.log:\nno free memory")
+        self.given_up = ""
+
+
+async def kept(engine: Mortal) -> list[str]:
+    """What is told until it stays alive."""
+    warnings: list[str] = []
+    keeper = asyncio.create_task(up.keep_engine("main.0", engine, warnings.append))
+    await asyncio.wait([keeper, lives := asyncio.create_task(engine.lives.wait())], return_when="FIRST_COMPLETED")
+    if keeper.done():
+        lives.cancel()
+        await keeper
+    keeper.cancel()
+    return warnings
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "BACKOFF_S", (0.0,) * up.MAX_DEATHS)
+
+
+async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
+    told = await kept(Mortal(True, given_up="was given up by its learner (updating-3-restart)"))
+    assert told == ["engine main.0 was given up by its learner (updating-3-restart); starting it again"]
+
+
+async def test_one_that_finds_no_memory_is_tried_again_while_its_learner_may_have_it() -> None:
+    told = await kept(Mortal(False, False, True))
+    assert told[1] == (
+        "engine main.0 does not start (vLLM for m ended with status 1 while it started); trying again in 0 s"
+    )
+    assert [line.split()[2] for line in told] == ["died", "does", "died", "does", "died"]
+
+
+async def test_one_that_keeps_dying_ends_the_run() -> None:
+    with pytest.raises(up.DaemonFailedError, match="engine main.0 died 5 times"):
+        await kept(Mortal(*[True] * 9))
+
+
+async def test_so_does_one_that_never_starts_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(up, "DEATH_WINDOW_S", 0.0)
+    with pytest.raises(EngineError, match="no free memory"):
+        await kept(Mortal(*[False] * 9))
