@@ -8,7 +8,9 @@ reads it. One thread, no sockets. Needs vLLM; example:
 
 from __future__ import annotations
 
+import multiprocessing
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,15 +23,19 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=200)
     arguments = parser.parse_args()
-    ways = {"no log-probabilities": False, "vLLM's messages": True}
-    rows = {name: measure(arguments, logprobs=logprobs) for name, logprobs in ways.items()}
+    from vllm.v1.outputs import LogprobsLists  # noqa: PLC0415 - only where it is needed
 
-    from swarmq.engine import columns  # noqa: PLC0415 - from here on vLLM has them
+    from swarmq.engine import columns  # noqa: PLC0415
 
+    rows = {
+        "no log-probabilities": measure(arguments, None),
+        "vLLM's own": measure(arguments, LogprobsLists.slice_request),
+    }
+    multiprocessing.current_process().name = columns.CORE
     columns.register()
-    rows["in columns"] = measure(arguments, logprobs=True)
+    rows["in columns"] = measure(arguments, LogprobsLists.slice_request)
     print(report.table(["a step's answers", "write, ms", "read, ms"], [[name, *each] for name, each in rows.items()]))
-    stock, ours = rows["vLLM's messages"], rows["in columns"]
+    stock, ours = rows["vLLM's own"], rows["in columns"]
     figures = {
         "write_ms_stock": stock[0],
         "write_ms_columns": ours[0],
@@ -41,8 +47,8 @@ def main() -> None:
     report.save("columns", figures, detail={"requests": arguments.requests, "rows": rows}, out=arguments.out)
 
 
-def measure(arguments: Any, *, logprobs: bool) -> tuple[float, float]:
-    """Milliseconds to write a message, and to read it; medians."""
+def measure(arguments: Any, cut: Callable[..., Any] | None) -> tuple[float, float]:
+    """Milliseconds to cut a step for its requests and write it as a message, and to read that; medians."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only where it is needed
     from vllm.v1.outputs import LogprobsLists  # noqa: PLC0415
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: PLC0415
@@ -51,13 +57,12 @@ def measure(arguments: Any, *, logprobs: bool) -> tuple[float, float]:
     step = LogprobsLists(
         *(np.ones(shape, kind) for shape, kind in (((count, 1), "i4"), ((count, 1), "f4"), (count, "i4")))
     )
+    names = [f"generate-{row:032x}" for row in range(count)]
     encoder, decoder, spent = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs), []
     for _ in range(arguments.repeats):
-        own = [step.slice_request(row, 1) if logprobs else None for row in range(count)]
-        message = EngineCoreOutputs(
-            outputs=[EngineCoreOutput(f"generate-{row:032x}", [row], new_logprobs=own[row]) for row in range(count)]
-        )
         begun = time.perf_counter()
+        own = [None if cut is None else cut(step, row, 1) for row in range(count)]
+        message = EngineCoreOutputs(outputs=[EngineCoreOutput(names[row], [row], own[row]) for row in range(count)])
         buffers = encoder.encode_into(message, bytearray())
         written = time.perf_counter()
         decoder.decode(list(buffers))

@@ -1,15 +1,16 @@
 """Runs inside vLLM: log-probabilities go from the engine core to the API servers in columns.
 
-vLLM sends three small arrays for each request in each step, which takes the core longer than all else that it sends. Every call
-of an agent in training asks for log-probabilities, so here those of a step travel as three arrays for all requests together, in a
-buffer behind the message, and the other side puts them back. `python -m benchmarks.columns` measures both ways.
+vLLM cuts three small arrays for each request out of each step's, and sends them, which takes the core longer than all else that it
+sends. Every call of an agent in training asks for log-probabilities, so here those of a step travel as three arrays for all requests
+together, in a buffer behind the message, and the other side puts them back. `python -m benchmarks.columns` measures both ways.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
+import multiprocessing
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -19,14 +20,28 @@ from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     import numpy.typing as npt
 
 MARK = b"swarmq/columns/1"
 """Begins our buffer. vLLM's own buffers are the bytes of arrays, found by their index and never by what they begin with."""
 
+CORE = "EngineCore"
+"""How vLLM names the processes that sample."""
+
+PATCHED = (
+    (MsgpackDecoder, "decode"),
+    (MsgpackEncoder, "encode"),
+    (MsgpackEncoder, "encode_into"),
+    (LogprobsLists, "slice_request"),
+)
+
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
+
+
+Rows = tuple[LogprobsLists, int, int]
+"""Which of a step's log-probabilities are one request's: the step's, the first position, how many positions."""
 
 
 class Column(msgspec.Struct, array_like=True):
@@ -37,14 +52,8 @@ class Column(msgspec.Struct, array_like=True):
     data: bytes
 
     @classmethod
-    def of(cls, parts: Sequence[Any]) -> Column:
-        """Arrays of one type that differ in their first dimension at most, one behind the other."""
-        try:
-            data = b"".join(parts)  # four times as fast as np.concatenate
-        except TypeError:  # not contiguous
-            data = b"".join(np.ascontiguousarray(part).data for part in parts)
-        dtype, (_, *rest) = parts[0].dtype, parts[0].shape
-        return cls(dtype.str, (len(data) // (dtype.itemsize * math.prod(rest)), *rest), data)
+    def of(cls, array: npt.NDArray[Any]) -> Column:
+        return cls(array.dtype.str, array.shape, array.tobytes())
 
     def array(self) -> npt.NDArray[Any]:
         return np.frombuffer(self.data, dtype=self.dtype).reshape(self.shape)
@@ -54,8 +63,8 @@ class Columns(msgspec.Struct, array_like=True):
     """The log-probabilities of a message's outputs."""
 
     rows: list[int]
-    """[outputs that have any] their places in the message."""
-    lengths: list[int]
+    """[outputs that have any] their places among the message's."""
+    lengths: tuple[int, ...]
     """[outputs that have any] positions of each: one, unless the engine guesses tokens ahead."""
     token_ids: Column
     """[positions, candidates]"""
@@ -70,32 +79,49 @@ _decoder = msgspec.msgpack.Decoder(Columns)
 
 
 def register() -> None:
-    """Have this process send and read columns. If its vLLM does not take them, it goes on as it was, and says so."""
-    if hasattr(MsgpackEncoder.encode, "__wrapped__"):
+    """Have this process read columns, and send them if it is an engine core.
+
+    If its vLLM has other forms than the known ones, it goes on in its own way, and says so.
+    """
+    if hasattr(MsgpackDecoder.decode, "__wrapped__"):
         return
-    stock = MsgpackEncoder.encode, MsgpackEncoder.encode_into, MsgpackDecoder.decode
-    MsgpackEncoder.encode = _sending(MsgpackEncoder.encode)
-    MsgpackEncoder.encode_into = _sending(MsgpackEncoder.encode_into)
+    stock = [(owner, name, getattr(owner, name)) for owner, name in PATCHED]
     MsgpackDecoder.decode = _reading(MsgpackDecoder.decode)
+    if multiprocessing.current_process().name.startswith(CORE):
+        MsgpackEncoder.encode = _sending(MsgpackEncoder.encode)
+        MsgpackEncoder.encode_into = _sending(MsgpackEncoder.encode_into)
+        LogprobsLists.slice_request = rows_of
     try:
         _rehearse()
     except Exception as error:
-        MsgpackEncoder.encode, MsgpackEncoder.encode_into, MsgpackDecoder.decode = stock
+        for owner, name, method in stock:
+            setattr(owner, name, method)
         _log.warning("log-probabilities are sent one request at a time, which is slower, by this vLLM: %r", error)
 
 
+def rows_of(step: LogprobsLists, request: int, positions: int) -> Rows:
+    """In place of `LogprobsLists.slice_request`, which makes three arrays: `take_out` gathers all requests' at once."""
+    firsts = step.cu_num_generated_tokens
+    return step, request if firsts is None else firsts[request], positions
+
+
 def take_out(outputs: EngineCoreOutputs) -> bytes | None:
-    """The log-probabilities of a step, which `outputs` is without then. None if it has none."""
-    having = [(row, output) for row, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
+    """The log-probabilities of a step, which `outputs`, having `Rows` of it, is without then. None if it has none."""
+    having = [(place, output) for place, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
     if not having:
         return None
-    token_ids, logprobs, ranks, _ = zip(*(output.new_logprobs for _, output in having), strict=True)
+    steps, firsts, lengths = zip(*(output.new_logprobs for _, output in having), strict=True)
+    step = steps[0]
+    if any(other is not step for other in steps):
+        raise ValueError("a message of an engine core has log-probabilities of several steps")
+    one_each = lengths.count(1) == len(lengths)
+    positions = list(firsts if one_each else chain.from_iterable(map(_range, firsts, lengths)))
     columns = Columns(
-        rows=[row for row, _ in having],
-        lengths=[len(own) for own in ranks],
-        token_ids=Column.of(token_ids),
-        logprobs=Column.of(logprobs),
-        ranks=Column.of(ranks),
+        rows=[place for place, _ in having],
+        lengths=lengths,
+        token_ids=Column.of(step.logprob_token_ids[positions]),
+        logprobs=Column.of(step.logprobs[positions]),
+        ranks=Column.of(step.sampled_token_ranks[positions]),
     )
     for _, output in having:
         output.new_logprobs = None
@@ -110,6 +136,10 @@ def put_back(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
     for row, length in zip(columns.rows, columns.lengths, strict=True):
         begin, end = end, end + length
         outputs.outputs[row].new_logprobs = LogprobsLists(token_ids[begin:end], logprobs[begin:end], ranks[begin:end])
+
+
+def _range(first: int, length: int) -> range:
+    return range(first, first + length)
 
 
 def _sending(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
@@ -137,15 +167,11 @@ def _reading(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _rehearse() -> None:
     """Raise unless what is sent is read as it was."""
-
-    def message() -> EngineCoreOutputs:
-        lists = LogprobsLists(np.array([[5], [6]]), np.array([[-0.5], [-1.5]], np.float32), np.array([1, 2]))
-        told = [lists.slice_request(0, 1), None, lists.slice_request(1, 1)]
-        return EngineCoreOutputs(outputs=[EngineCoreOutput(f"r{row}", [row], own) for row, own in enumerate(told)])
-
-    read = MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message()))
-    for sent, got in zip(message().outputs, read.outputs, strict=True):
-        ours, theirs = sent.new_logprobs, got.new_logprobs
-        same = ours is theirs if ours is None or theirs is None else all(map(np.array_equal, ours[:3], theirs[:3]))
-        if not same:
-            raise ValueError(f"{theirs} was read where {ours} was sent")
+    step = LogprobsLists(np.array([[5], [6]]), np.array([[-0.5], [-1.5]], np.float32), np.array([1, 2]))
+    own = [rows_of(step, 0, 1), None, rows_of(step, 1, 1)]
+    message = EngineCoreOutputs(outputs=[EngineCoreOutput(f"r{row}", [row], each) for row, each in enumerate(own)])
+    columns = take_out(message)
+    read = MsgpackDecoder(EngineCoreOutputs).decode([*MsgpackEncoder().encode(message), columns])
+    got = [output.new_logprobs for output in read.outputs]
+    if got[1] is not None or any(got[at].logprobs.tolist() != [[logprob]] for at, logprob in ((0, -0.5), (2, -1.5))):
+        raise ValueError(f"{got} was read where {own} was sent")
