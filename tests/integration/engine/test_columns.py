@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import warnings
 from types import SimpleNamespace
 
@@ -20,30 +21,36 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.vllm
 
-STOCK = MsgpackEncoder.encode, MsgpackEncoder.encode_into, MsgpackDecoder.decode
+STOCK = {patched: getattr(*patched) for patched in columns.PATCHED}
 
 
 def now():
-    return MsgpackEncoder.encode, MsgpackEncoder.encode_into, MsgpackDecoder.decode
+    return [getattr(*patched) for patched in columns.PATCHED]
 
 
 @pytest.fixture(autouse=True)
 def given_back(monkeypatch):
     """Each test begins with vLLM as it is, and leaves it so."""
-    for owner, name, method in zip(
-        (MsgpackEncoder, MsgpackEncoder, MsgpackDecoder), ("encode", "encode_into", "decode"), STOCK, strict=True
-    ):
-        monkeypatch.setattr(owner, name, getattr(method, "__wrapped__", method))
+    for (owner, name), method in STOCK.items():
+        monkeypatch.setattr(owner, name, method)
 
 
-def of_step(positions, candidates):
+@pytest.fixture
+def in_core(monkeypatch):
+    """This is an engine core that reads its own messages."""
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
+    columns.register()
+
+
+def of_step(positions, candidates=1, firsts=None):
     """As the model runner makes them: three arrays of all requests."""
     numbers = np.random.default_rng(7)
     shape = positions, candidates
     return LogprobsLists(
         numbers.integers(0, 150_000, shape, dtype=np.int32),
         -numbers.random(shape, dtype=np.float32),
-        numbers.integers(1, 100, positions, dtype=np.int32),
+        numbers.integers(1, 100, positions, dtype=np.int64),
+        firsts,
     )
 
 
@@ -63,59 +70,70 @@ def same(one, other):
 
 
 @pytest.mark.parametrize("candidates", [1, 6])
-@pytest.mark.parametrize("lengths", [(1, 1, 1), (2, 0, 3), (1, None, 1), (None, None, 4)])
-def test_what_is_sent_in_columns_arrives_as_it_was(lengths, candidates):
-    step, end, own = of_step(sum(length or 0 for length in lengths), candidates), 0, []
-    for length in lengths:
-        own.append(None if length is None else step.slice_request(end, length))
-        end += length or 0
-    plain, _ = sent(message(*own))
-    columns.register()
-    read, buffers = sent(message(*own))
+@pytest.mark.parametrize(
+    ("asking", "firsts", "lengths"),
+    [
+        ((0, 1, 2), None, (1, 1, 1)),
+        (
+            (2, 0),
+            None,
+            (1, 1),
+        ),  # the batch's order is not the message's; one of its requests did not ask, or is another server's
+        ((0, 1, 2), [0, 2, 2], (2, 0, 3)),  # tokens guessed ahead
+    ],
+)
+def test_what_is_sent_in_columns_arrives_as_vllm_would_cut_it(in_core, asking, firsts, lengths, candidates):
+    step = of_step(5, candidates, firsts)
+    cut = [STOCK[LogprobsLists, "slice_request"](step, *each) for each in zip(asking, lengths, strict=True)]
+    own = [step.slice_request(*each) for each in zip(asking, lengths, strict=True)]
+    read, buffers = sent(message(own[0], None, *own[1:]))
     assert buffers == 2
-    assert all(same(output.new_logprobs, each) for output, each in zip(read.outputs, own, strict=True))
-    assert all(isinstance(o.new_logprobs, LogprobsLists) for o, each in zip(read.outputs, own, strict=True) if each)
-    for each in (*read.outputs, *plain.outputs):
-        each.new_logprobs = None
-    assert read == plain
+    got = [output.new_logprobs for output in read.outputs]
+    assert got.pop(1) is None
+    assert all(map(same, got, cut))
+    assert all(isinstance(each, LogprobsLists) for each in got)
+    for output in read.outputs:
+        output.new_logprobs = None
+    assert read == message(None, None, *(None for _ in own[1:]))
 
 
-def test_arrays_that_are_not_contiguous_arrive_too():
-    step = of_step(4, 6)
-    own = [LogprobsLists(step.logprob_token_ids[:, ::2], step.logprobs[:, ::2], step.sampled_token_ranks)] * 2
-    columns.register()
-    read, _ = sent(message(*own))
-    assert all(same(output.new_logprobs, each) for output, each in zip(read.outputs, own, strict=True))
-
-
-def test_a_message_without_log_probabilities_is_vllms_own():
-    columns.register()
+def test_a_message_without_log_probabilities_is_vllms_own(in_core):
     read, buffers = sent(message(None, None))
     assert buffers == 1
     assert read == message(None, None)
 
 
-def test_columns_travel_behind_large_arrays():
+def test_columns_travel_behind_large_arrays(in_core):
     prompt = LogprobsTensors(torch.arange(4000).reshape(1000, 4), torch.rand(1000, 4), torch.arange(1000))
-    outputs = message(of_step(1, 1))
+    outputs = message(of_step(1).slice_request(0, 1))
     outputs.outputs[0].new_prompt_logprobs_tensors = prompt
     outputs.outputs[0].finish_reason = FinishReason.STOP
-    columns.register()
     read, buffers = sent(outputs)
     assert buffers == 5  # the message, three arrays of the prompt, the columns
     assert all(map(torch.equal, read.outputs[0].new_prompt_logprobs_tensors[:3], prompt[:3]))
-    assert same(read.outputs[0].new_logprobs, of_step(1, 1))
+    assert same(read.outputs[0].new_logprobs, of_step(1))
     assert read.outputs[0].finish_reason is FinishReason.STOP
 
 
-def test_other_messages_are_left_alone():
+def test_log_probabilities_of_several_steps_are_never_mixed(in_core):
+    with pytest.raises(ValueError, match="several steps"):
+        sent(message(of_step(1).slice_request(0, 1), of_step(1).slice_request(0, 1)))
+
+
+def test_who_is_no_engine_core_cuts_and_sends_as_ever():
     columns.register()
+    assert now()[1:] == list(STOCK.values())[1:]
+    read, buffers = sent(message(of_step(1).slice_request(0, 1)))
+    assert buffers == 1
+    assert same(read.outputs[0].new_logprobs, of_step(1))
+
+
+def test_other_messages_are_left_alone(in_core):
     assert MsgpackDecoder(list).decode(MsgpackEncoder().encode([1, "two"])) == [1, "two"]
     assert MsgpackDecoder(EngineCoreOutputs).decode(MsgpackEncoder().encode(message(None))[0]) == message(None)
 
 
-def test_columns_are_brought_once():
-    columns.register()
+def test_columns_are_brought_once(in_core):
     once = now()
     columns.register()
     assert now() == once
@@ -123,11 +141,12 @@ def test_columns_are_brought_once():
 
 def test_a_vllm_that_reads_otherwise_keeps_its_own_way(monkeypatch):
     before, told = now(), []
+    monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
     monkeypatch.setattr(columns, "put_back", lambda outputs, buffer: None)
     monkeypatch.setattr(columns, "_log", SimpleNamespace(warning=lambda text, error: told.append((text, error))))
     columns.register()
     assert now() == before
-    assert same(sent(message(of_step(1, 1)))[0].outputs[0].new_logprobs, of_step(1, 1))
+    assert same(sent(message(of_step(1).slice_request(0, 1)))[0].outputs[0].new_logprobs, of_step(1))
     [(text, error)] = told
     assert "one request at a time" in text
-    assert "None was read where" in str(error)
+    assert "was read where" in str(error)
