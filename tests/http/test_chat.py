@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from urllib.parse import unquote
 
 import msgspec
 import pytest
@@ -338,7 +339,7 @@ async def test_a_policy_answers_to_its_aliases(stages, name):
 
 @pytest.mark.parametrize("form", [{}, {"anthropic-version": "2023-06-01"}])
 async def test_a_model_is_listed_and_found_under_every_name_it_answers_to(stages, form):
-    async with stages(aliases=["gpt-4o", "claude-*"]) as stage:
+    async with stages(aliases=["gpt-4o", "claude-*", "openai/gpt-4o"]) as stage:
 
         async def get(path, *policies):
             headers = {"authorization": f"Bearer {stage.key(policies=policies)}", **form}
@@ -346,12 +347,12 @@ async def test_a_model_is_listed_and_found_under_every_name_it_answers_to(stages
                 return response.status, await response.json()
 
         _, listed = await get("", "main", "other")
-        assert [model["id"] for model in listed["data"]] == ["main", "other", "gpt-4o"]
+        assert [model["id"] for model in listed["data"]] == ["main", "other", "gpt-4o", "openai/gpt-4o"]
         _, listed = await get("", "other")
         assert [model["id"] for model in listed["data"]] == ["other"], "aliases of what the key may call"
-        for name in ("main", "gpt-4o", "claude-opus-9"):
+        for name in ("main", "gpt-4o", "claude-opus-9", "openai/gpt-4o", "openai%2Fgpt-4o"):
             status, card = await get(f"/{name}", "main")
-            assert (status, card["id"]) == (200, name)
+            assert (status, card["id"]) == (200, unquote(name))
         assert (await get("/gpt-4o", "other"))[0] == 404
 
 

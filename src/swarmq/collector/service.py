@@ -140,11 +140,12 @@ class Collector:
         return [refusal for delivery in batch for refusal in await self._take([delivery])]
 
     async def _give_up(self, delivery: Delivery, reason: str) -> list[tuple[Delivery, str]]:
+        """What is to be parked. An episode hears that a turn is missing, unless that breaks the core, too."""
         turn = delivery.message
-        if isinstance(turn, Turn):
-            refused = RefusedTurn(run=turn.run, episode_id=turn.episode_id, call_id=turn.call_id, reason=reason)
-            await self._decide(lambda core: core.take(refused, delivery.body, self._clock()))
-        return [(delivery, reason)]
+        if not isinstance(turn, Turn):
+            return [(delivery, reason)]
+        refused = RefusedTurn(run=turn.run, episode_id=turn.episode_id, call_id=turn.call_id, reason=reason)
+        return await self._take([Delivery(delivery.arrival, refused)])
 
     async def _take_together(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
         refused: list[tuple[Delivery, str]] = []

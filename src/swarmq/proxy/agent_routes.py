@@ -153,11 +153,12 @@ def agent_routes(
             return messages.model_cards(names)
         return {"object": "list", "data": [chat.model_card(name) for name in names]}
 
-    @get(MODELS + "/{model:str}", operation_class=_operation("One of them"))
+    @get(MODELS + "/{model:path}", operation_class=_operation("One of them"))
     async def model(request: Request[Any, Any, Any], model: FromPath[str]) -> Json:
-        if policy_of(model, policies := served(request), aliases) is None:
-            raise _no_model(model, policies)
-        return messages.model_card(model) if messages.ANTHROPIC in request.headers else chat.model_card(model)
+        name = model.removeprefix("/")  # the names of others' models have slashes
+        if policy_of(name, policies := served(request), aliases) is None:
+            raise _no_model(name, policies)
+        return messages.model_card(name) if messages.ANTHROPIC in request.headers else chat.model_card(name)
 
     return [*map(route, DIALECTS), count_tokens, models, model]
 

@@ -177,6 +177,20 @@ async def test_so_is_one_with_a_turn_that_breaks_the_core(job, broker, say, monk
     assert reason == "the collector failed on it: KeyError('b')"
 
 
+async def test_a_turn_whose_refusal_breaks_the_core_as_well_is_parked_alone(job, broker, say, monkeypatch):
+    monkeypatch.setattr(core, "Call", _Breaks)
+    monkeypatch.setattr(core, "_tainted", lambda episode, _: {}[episode.episode_id])
+    for piece in (say.begin(), say.turn("b"), say.begin("f", "u"), say.turn(episode="f"), say.end("f")):
+        await broker.publish(IN, piece)
+    async with collecting(job, broker, Store(None, run="r")):
+        (episode,) = await arrivals(broker, READY, 1)
+        assert episode.episode_id == "f"
+    (parked,) = broker.stored(topology.DEAD)
+    assert decode(parked.body) == say.turn("b")
+    assert parked.headers[REASON_HEADER] == "the collector failed on it: KeyError('e')"
+    assert broker.stored(IN) == []
+
+
 class _Breaks(Call):
     @classmethod
     def of(cls, turn, size_bytes):
