@@ -9,8 +9,8 @@
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
 the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
-weights come out the same. A learner that stood still while another took its place finds out before it pushes or saves
-anything, and ends (lock.py). Only rank 0 talks to the I/O process and to engines; the others follow its commands.
+weights come out the same. A learner that stood still while another took its place finds out before it saves anything or
+touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and to engines; the others follow its commands.
 """
 
 from __future__ import annotations
@@ -185,10 +185,12 @@ class Learner:
     def _clear_room(self) -> None:
         """Engines that share their GPUs with the learner sleep from here on."""
         if self.settings.engine.sleep and self.pusher:
+            self.fence.check()
             self.pusher.sleep()
 
     def _wake(self) -> None:
         if self.settings.engine.sleep and self.pusher:
+            self.fence.check()  # engines that are paused may be in the other one's push
             self.pusher.wake()
 
     def _meet(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,17 @@ def test_engines_that_were_left_in_doubt_get_weights_before_anything_is_replayed
     monkeypatch.setattr(learner, "_control", None)
     learner.run(gpu)
     assert gpu.seen[-3:] == ["awake", "repaired with 0", "asked for a batch"]
+
+
+@pytest.mark.parametrize("turn", [loop.Learner._clear_room, loop.Learner._wake])
+def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
+    turn: Callable[[loop.Learner], None], tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch)
+    learner = gpu.start(tiny_qwen, tmp_path, sleep=True)
+    before = list(gpu.seen)
+    learner.folder.parent.mkdir(parents=True)
+    (learner.folder.parent / "lock").write_text("another process")
+    with pytest.raises(LearnerError, match="taken over"):
+        turn(learner)
+    assert gpu.seen == before
