@@ -95,6 +95,7 @@ class EngineProcess:
     async def wait(self) -> int:
         """The exit status, once the server has ended. One that was left paused is resumed or, in doubt, ended."""
         assert self._process is not None
+        self.given_up = ""
         async with EngineControl(self.url) as control, asyncio.TaskGroup() as tasks:
             ended = tasks.create_task(self._process.wait())
             watch = PauseWatch(control)
@@ -119,7 +120,6 @@ class EngineProcess:
         if not port_is_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        self.given_up = ""
         began = time.monotonic()
         argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
         with self.log_path.open("ab") as sink:

@@ -117,7 +117,7 @@ class WeightPusher:
         """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
         these weights. Others are left alone, `ensure` is for them. Raises EngineError when none in doubt took them."""
         urls = self._current()
-        doubtful = asyncio.run(_each(urls, self._in_doubt))
+        doubtful = asyncio.run(_each(urls, self._get_going))
         if behind := tuple(url for url in urls if doubtful[url]):
             asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s=0.0))
 
@@ -128,10 +128,10 @@ class WeightPusher:
 
     def wake(self) -> None:
         """The learner needs the memory no longer."""
-        asyncio.run(_each(self._current(), self._in_doubt))
+        asyncio.run(_each(self._current(), self._get_going))
 
-    async def _in_doubt(self, url: str) -> bool:
-        """Whether the engine, awake if that can be, waits for whole weights."""
+    async def _get_going(self, url: str) -> bool:
+        """Whether whole weights are what it takes."""
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 await engine.wake()

@@ -74,11 +74,8 @@ def same(one, other):
     ("asking", "firsts", "lengths"),
     [
         ((0, 1, 2), None, (1, 1, 1)),
-        (
-            (2, 0),
-            None,
-            (1, 1),
-        ),  # the batch's order is not the message's; one of its requests did not ask, or is another server's
+        # the batch's order is not the message's; one of its requests did not ask, or is another server's
+        ((2, 0), None, (1, 1)),
         ((0, 1, 2), [0, 2, 2], (2, 0, 3)),  # tokens guessed ahead
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 import msgspec
@@ -108,3 +109,13 @@ async def test_a_taken_port_is_named(tmp_path):
         with pytest.raises(EngineError, match=f"port {port} .* is taken"):
             async with EngineProcess(Policy(model=str(tmp_path)), port=port, log_path=tmp_path / "log"):
                 pass
+
+
+async def test_a_server_that_was_given_up_and_could_not_be_started_again_is_not_given_up_twice(tmp_path):
+    engine = EngineProcess(Policy(model=str(tmp_path / "none")), port=1, log_path=tmp_path / "log")
+    engine._process = await asyncio.create_subprocess_exec("true", start_new_session=True)
+    engine.given_up = "has answered nobody for 301 s"
+    with pytest.raises(EngineError, match="does not exist"):
+        await engine.restart()
+    await engine.wait()
+    assert engine.given_up == ""
