@@ -39,7 +39,7 @@ from swarmq.process import free_port
 
 PARTS = {
     "engine core": "VLLM::EngineCore",
-    "API servers": "VLLM::ApiServer",
+    "API servers": "VLLM::APIServer",
     "API server": "vllm.entrypoints",
     "proxies": "swarmq proxy",
     "broker": "beam.smp",
