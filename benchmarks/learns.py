@@ -47,7 +47,7 @@ DIALOGUES = 2000
 BATCH = 32
 CACHE = json.dumps(["--kv-cache-memory-bytes", str(8 << 30)])
 """On a GPU: given, since vLLM cannot find out what is free while other runs begin and end beside it."""
-SPARE_GROUPS = 8
+SPARE_GROUPS = 32
 """Tasks over those that are trained: a policy that solves nearly all has few groups left that teach it something."""
 
 

@@ -13,6 +13,7 @@ those of as many callers as there were streams, each making short calls one afte
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import os
@@ -113,8 +114,8 @@ class Client:
 
 async def play(
     folder: Path, *, streams: Sequence[int], litellm: Path | None
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Figures and detail."""
+) -> AsyncIterator[tuple[dict[str, float], dict[str, Any]]]:
+    """Figures and detail, whenever there are more of them."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(PrivateNode(folder / "broker"))
         engine_port, port, litellm_port = free_port(), free_port(), free_port()
@@ -163,6 +164,7 @@ async def play(
         most = max(streams)
         figures["streams_held"] = detail["latency"][most]["held"]
         figures["rss_growth_ratio"] = detail["latency"][most]["rss_growth_ratio"]
+        yield figures, detail
         targets = [swarmq]
         if litellm:
             offline = ["env", "LITELLM_LOCAL_MODEL_COST_MAP=True"]  # or it asks the internet when it starts
@@ -172,6 +174,7 @@ async def play(
             )
             await until_serving(http, f"http://127.0.0.1:{litellm_port}/health/liveliness", within_s=600)
             targets.append(Target("litellm", f"http://127.0.0.1:{litellm_port}/v1", "main", other.pid))
+            detail["litellm"] = litellm_version(litellm)
         for count in streams:
             chosen = targets if count <= COMPARED else targets[:1]
             rates, cpu_ms = await saturated(client, http, engine, chosen, count)
@@ -182,9 +185,7 @@ async def play(
             if len(chosen) > 1:
                 pairs = zip(rates["swarmq"], rates["litellm"], strict=True)
                 figures["over_litellm"] = statistics.median(one / other for one, other in pairs)
-        if litellm:
-            detail["litellm"] = litellm_version(litellm)
-        return figures, detail
+            yield figures, detail
 
 
 async def latency(
@@ -332,10 +333,18 @@ def main() -> None:
     )
     os.sched_setaffinity(0, CORES[:-1] or CORES)
     with tempfile.TemporaryDirectory() as folder, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        work = play(Path(folder), streams=arguments.streams, litellm=arguments.litellm)
-        figures, detail = runner.run(work)
-    print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
+        runner.run(measure(Path(folder), arguments))
+
+
+async def measure(folder: Path, arguments: argparse.Namespace) -> None:
+    """Play, and save after each part: what cuts a run short leaves what it had."""
+    figures: dict[str, float] = {}
+    detail: dict[str, Any] = {}
+    async with contextlib.aclosing(play(folder, streams=arguments.streams, litellm=arguments.litellm)) as parts:
+        async for figures, detail in parts:
+            report.save("proxy", figures, detail=detail, out=arguments.out, finished=False)
     report.save("proxy", figures, detail=detail, out=arguments.out)
+    print(report.table(["figure", "value"], [[name, float(value)] for name, value in figures.items()]))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
     python -m benchmarks.proxy_h200 --shape 1.7b            # on a CUDA machine
     python -m benchmarks.proxy_h200 --shape tiny --streams 8 --tokens 32 --prompt 64 --out /tmp/out     # anywhere
 
-Weights are random, every answer has the same length (`ignore_eos`), every call is an episode of its own and its turn is
-confirmed by a real RabbitMQ. So many streams are always open; the ways take turns in one run. vLLM is asked directly for text
-alone, and once more for text with the log-probabilities without which nothing can be trained.
+Weights are random. So many callers make one call after another; answers are half to one and a half times `--tokens` long
+(`ignore_eos`), so that calls end and begin at any moment, as those of agents do. Once every caller has had an answer, tokens are
+counted for `--seconds`, by vLLM's own counter. Every call is an episode of its own and its turn is confirmed by a real RabbitMQ.
+The ways take turns in one run. vLLM is asked directly for text alone, and once more for text with the log-probabilities
+without which nothing can be trained.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import resource
 import statistics
 import sys
@@ -37,6 +40,7 @@ from swarmq.engine.launch import EngineProcess
 from swarmq.messages import new_id
 from swarmq.process import free_port
 
+COUNTER = "vllm:generation_tokens_total"
 PARTS = {
     "engine core": "VLLM::EngineCore",
     "API servers": "VLLM::APIServer",
@@ -81,11 +85,11 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         policy = {
             "model": str(folder / "model"),
             "engine": {
-                "max_model_len": arguments.prompt + arguments.tokens + 256,
+                "max_model_len": arguments.prompt + 2 * arguments.tokens + 256,
                 "gpu_memory_utilization": 0.8,
                 "arguments": ["--max-num-seqs", str(max(arguments.streams, 8))],
             },
-            "sampling": {"max_tokens": arguments.tokens},
+            "sampling": {"max_tokens": 2 * arguments.tokens},
         }
         tree = {"run": RUN, "folder": str(folder), "policies": {"main": policy}, "broker": {"url": node.amqp_url}}
         job = SwarmJob.build(tree)
@@ -120,11 +124,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         busy: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         for measured in (False, *[True] * arguments.repeats):
             for name, (urls, model, logprobs) in ways.items():
-                before = processor_seconds()
-                tokens_per_s, tokens = await rate(http, urls, model, secret, logprobs, arguments)
-                spent = {
-                    part: 1e6 * (now - before.get(part, 0.0)) / tokens for part, now in processor_seconds().items()
-                }
+                tokens_per_s, spent = await rate(http, engine.url, urls, model, secret, logprobs, arguments)
                 each = ", ".join(f"{part} {micros:.0f}" for part, micros in spent.items())
                 print(f"{name}: {tokens_per_s:.0f} tokens/s; us of processor a token: {each}", flush=True)
                 if measured:
@@ -164,49 +164,72 @@ def processor_seconds() -> dict[str, float]:
 
 
 async def rate(
-    http: aiohttp.ClientSession, urls: list[str], model: str, secret: bytes, logprobs: bool, arguments: Any
-) -> tuple[float, int]:
-    """Sampled tokens a second with so many streams open, each caller making its calls one after another; and how many."""
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
-        "max_tokens": arguments.tokens,
-        "ignore_eos": True,
-        "temperature": 1.0,
-        "stream": True,
-        "logprobs": logprobs,
-        "stream_options": {"include_usage": True},
-    }
+    http: aiohttp.ClientSession,
+    engine: str,
+    urls: list[str],
+    model: str,
+    secret: bytes,
+    logprobs: bool,
+    arguments: Any,
+) -> tuple[float, dict[str, float]]:
+    """Sampled tokens a second with so many streams always open, and microseconds of processor a token, by part."""
+    dice, answered, over = random.Random(7), set[int](), False
 
-    async def call(url: str) -> int:
+    async def call(url: str) -> None:
         claims = keys.Claims(
             run=RUN, client="b", episode_id=new_id(), policies=("main",), mode="eval", expires_at=time.time() + 3600
         )
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
+            "max_tokens": dice.randint(arguments.tokens // 2, 3 * arguments.tokens // 2),
+            "ignore_eos": True,
+            "temperature": 1.0,
+            "stream": True,
+            "logprobs": logprobs,
+        }
         headers = {"authorization": f"Bearer {keys.mint(secret, claims)}"}
         tail = b""
         async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:
             if response.status != 200:
                 raise RuntimeError(f"{url} answered {response.status}: {(await response.text())[:300]}")
             async for block in response.content.iter_any():
-                tail = (tail + block)[-2000:]
-        usage = next(line for line in reversed(tail.split(b"\n\n")) if b'"usage":{' in line.replace(b" ", b""))
-        return int(json.loads(usage.removeprefix(b"data: "))["usage"]["completion_tokens"])
+                tail = (tail + block)[-100:]
+        if not tail.endswith(b"data: [DONE]\n\n"):
+            raise RuntimeError(f"{url} ended a stream with {tail!r}")
 
-    async def caller(number: int) -> int:
-        return sum([await call(urls[number % len(urls)]) for _ in range(arguments.rounds)])
+    async def caller(number: int) -> None:
+        while not over:
+            await call(urls[number % len(urls)])
+            answered.add(number)
 
-    began = time.perf_counter()
-    tokens = sum(await asyncio.gather(*map(caller, range(arguments.streams))))
-    return tokens / (time.perf_counter() - began), tokens
+    async with asyncio.TaskGroup() as callers:
+        for number in range(arguments.streams):
+            callers.create_task(caller(number))
+        while len(answered) < arguments.streams:  # noqa: ASYNC110 - a glance is all there is to do
+            await asyncio.sleep(0.05)
+        before, counted, began = processor_seconds(), await sampled(http, engine), time.perf_counter()
+        await asyncio.sleep(arguments.seconds)
+        tokens, took_s = await sampled(http, engine) - counted, time.perf_counter() - began
+        spent = {part: 1e6 * (now - before.get(part, 0.0)) / tokens for part, now in processor_seconds().items()}
+        over = True
+    return tokens / took_s, spent
+
+
+async def sampled(http: aiohttp.ClientSession, engine: str) -> float:
+    """Tokens that vLLM has sampled until now."""
+    async with http.get(f"{engine}/metrics") as response:
+        lines = (await response.text()).splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(COUNTER))
 
 
 def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--shape", default="1.7b", choices=sorted(SHAPES))
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=256, help="sampled in each call")
+    parser.add_argument("--tokens", type=int, default=256, help="sampled in a call, on average")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, about")
-    parser.add_argument("--rounds", type=int, default=2, help="calls of each caller in a measurement")
+    parser.add_argument("--seconds", type=float, default=6.0, help="for which tokens are counted each time")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--proxies", type=int, default=4)
     parser.add_argument("--device", default="cpu", help="where the weights are made: cuda is quicker")

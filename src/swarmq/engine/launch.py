@@ -43,9 +43,10 @@ WATCH_S = 15.0
 STOP_GRACE_S = 10.0
 
 MOST_API_SERVERS = 8
-"""Processes between one engine core and its callers. One handles some 5,000 tokens a second, a fraction of what a GPU samples
-with a small model; all state is in the core, so any of them pauses it or updates its weights."""
-CORES_EACH = 3
+"""Processes between one engine core and its callers. One spends 0.1 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
+samples 30,000 a second with a small model; all state is in the core, so any of them pauses it or updates its weights."""
+CORES_EACH = 2
+"""The rest is for the core, the proxies and the agents."""
 
 ONE_THREAD_BELOW = 1024
 """Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""

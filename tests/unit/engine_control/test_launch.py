@@ -47,7 +47,7 @@ def test_a_cpu_computes_in_float32_and_a_gpu_as_the_model_says():
     assert "--enforce-eager" not in gpu
 
 
-@pytest.mark.parametrize(("cores", "servers"), [(2, "1"), (8, "2"), (16, "5"), (128, "8")])
+@pytest.mark.parametrize(("cores", "servers"), [(1, "1"), (2, "1"), (8, "4"), (16, "8"), (128, "8")])
 def test_callers_of_a_gpu_are_served_by_several_processes_where_there_are_cores(cores, servers):
     words = arguments(Policy(model="m"), SMALL, port=81, cuda=True, cores=cores)
     assert words[:4] == ["-m", "vllm.entrypoints.cli.main", "serve", "m"]
