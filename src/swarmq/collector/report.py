@@ -101,10 +101,10 @@ def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
     busy = {episode.begin.kind for episode in core.open.values() if episode.begin}
     for kind, tickets in core.credit.out.items():
         if tickets and kind not in busy:
+            why = f"no client takes tickets of kind {kind}, or its tasks are all done"
             yield (
                 ("clients", kind, counts["begun"], len(tickets)),
-                f"no turns: {len(tickets)} tickets out, 0 episodes open: no client takes tickets of kind {kind}, or its "
-                "tasks are all done",
+                f"no turns: {len(tickets)} tickets out, 0 episodes open: {why}",
             )
 
 
