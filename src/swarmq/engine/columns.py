@@ -115,7 +115,7 @@ def take_out(outputs: EngineCoreOutputs) -> bytes | None:
     if any(other is not step for other in steps):
         raise ValueError("a message of an engine core has log-probabilities of several steps")
     one_each = lengths.count(1) == len(lengths)
-    positions = list(firsts if one_each else chain.from_iterable(map(_range, firsts, lengths)))
+    positions = np.fromiter(firsts if one_each else chain.from_iterable(map(_range, firsts, lengths)), np.intp)
     columns = Columns(
         rows=[place for place, _ in having],
         lengths=lengths,
