@@ -215,7 +215,8 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         server = ["vllm.entrypoints.openai.api_server", "--model", model.name]  # which its command cannot start
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"
-        flags.append("--enforce-eager")
+        # Cutting a prompt in pieces ends vLLM 0.32's core where the call has a seed: CPU generators do not go back.
+        flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
     if model.tool_call_parser is not None:
         options["--tool-call-parser"] = model.tool_call_parser
         flags.append("--enable-auto-tool-choice")

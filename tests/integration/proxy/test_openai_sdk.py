@@ -53,6 +53,15 @@ def called(chunks):
     return [tuple(calls[index]) for index in sorted(calls)]
 
 
+async def test_long_prompts_with_seeds_may_come_at_once(stage, agent):
+    """More than the engine computes in one step: a piece of a prompt that has a seed ends a core without a GPU."""
+    openings = [{"role": "user", "content": f"{number} " + "What is 17 + 25? " * 130} for number in range(6)]
+    asked = (agent.chat.completions.create(model="main", messages=[one], seed=7, max_tokens=2) for one in openings)
+    answers = await asyncio.gather(*asked)
+    assert sum(answer.usage.prompt_tokens for answer in answers) > 4096
+    assert await stage.engine.healthy()
+
+
 async def test_the_recorded_tokens_are_what_vllm_samples(stage, agent):
     answer = await agent.chat.completions.create(model="main", messages=[USER], seed=7, max_tokens=16)
     [turn] = await stage.turns(1)
