@@ -39,7 +39,6 @@ PATCHED = (
 
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
 
-
 Rows = tuple[LogprobsLists, int, int]
 """Which of a step's log-probabilities are one request's: the step's, the first position, how many positions."""
 
@@ -106,14 +105,19 @@ def rows_of(step: LogprobsLists, request: int, positions: int) -> Rows:
 
 
 def take_out(outputs: EngineCoreOutputs) -> bytes | None:
-    """The log-probabilities of a step, which `outputs`, having `Rows` of it, is without then. None if it has none."""
+    """The log-probabilities of a step, which `outputs`, having `Rows` of it, is without then.
+
+    None if it has none. Should a message ever have some of several steps, they are cut, and go vLLM's own way.
+    """
     having = [(place, output) for place, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
     if not having:
         return None
     steps, firsts, lengths = zip(*(output.new_logprobs for _, output in having), strict=True)
     step = steps[0]
     if any(other is not step for other in steps):
-        raise ValueError("a message of an engine core has log-probabilities of several steps")
+        for _, output in having:
+            output.new_logprobs = _cut(*output.new_logprobs)
+        return None
     one_each = lengths.count(1) == len(lengths)
     positions = np.fromiter(firsts if one_each else chain.from_iterable(map(_range, firsts, lengths)), np.intp)
     columns = Columns(
@@ -131,11 +135,15 @@ def take_out(outputs: EngineCoreOutputs) -> bytes | None:
 def put_back(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
     """Undo `take_out`: `buffer` is what it returned. The arrays are views of it."""
     columns = _decoder.decode(buffer[len(MARK) :])
-    token_ids, logprobs, ranks = columns.token_ids.array(), columns.logprobs.array(), columns.ranks.array()
-    end = 0
+    step = LogprobsLists(columns.token_ids.array(), columns.logprobs.array(), columns.ranks.array())
+    first = 0
     for row, length in zip(columns.rows, columns.lengths, strict=True):
-        begin, end = end, end + length
-        outputs.outputs[row].new_logprobs = LogprobsLists(token_ids[begin:end], logprobs[begin:end], ranks[begin:end])
+        outputs.outputs[row].new_logprobs = _cut(step, first, length)
+        first += length
+
+
+def _cut(step: LogprobsLists, first: int, length: int) -> LogprobsLists:
+    return LogprobsLists(*(array[first : first + length] for array in step[:3]))
 
 
 def _range(first: int, length: int) -> range:

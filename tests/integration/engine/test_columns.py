@@ -112,9 +112,12 @@ def test_columns_travel_behind_large_arrays(in_core):
     assert read.outputs[0].finish_reason is FinishReason.STOP
 
 
-def test_log_probabilities_of_several_steps_are_never_mixed(in_core):
-    with pytest.raises(ValueError, match="several steps"):
-        sent(message(of_step(1).slice_request(0, 1), of_step(1).slice_request(0, 1)))
+def test_log_probabilities_of_several_steps_go_vllms_own_way(in_core):
+    one, other = of_step(1), of_step(2)
+    read, buffers = sent(message(one.slice_request(0, 1), other.slice_request(1, 1)))
+    assert buffers == 1
+    assert same(read.outputs[0].new_logprobs, one)
+    assert same(read.outputs[1].new_logprobs, LogprobsLists(*(array[1:] for array in other[:3])))
 
 
 def test_who_is_no_engine_core_cuts_and_sends_as_ever():
