@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
-from swarmq.messages import new_id
+from swarmq.messages import Mode, new_id
 from swarmq.process import die_with_parent, free_port, stop_group
 
 RUN = "proxy-benchmark"
@@ -80,20 +80,17 @@ class Client:
         self._secret = secret
 
     async def stream(self, target: Target, opened: asyncio.Event | None = None) -> Call:
-        headers = {"authorization": f"Bearer {self._key() if target.name == 'swarmq' else LITELLM_KEY}"}
-        body = {"model": target.model, "messages": [{"role": "user", "content": "hello"}], "stream": True}
-        began, first, tail = time.perf_counter(), 0.0, b""
-        async with self._http.post(f"{target.url}/chat/completions", json=body, headers=headers) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{target.name} answered {response.status}: {(await response.text())[:300]}")
-            async for block in response.content.iter_any():
+        key = episode_key(self._secret) if target.name == "swarmq" else LITELLM_KEY
+        body = {"model": target.model, "messages": [{"role": "user", "content": "hello"}]}
+        began, first = time.perf_counter(), 0.0
+        async with contextlib.aclosing(streamed(self._http, target.url, key, body)) as blocks:
+            async for block in blocks:
                 if not first and b"word" in block:
                     first = time.perf_counter()
                     if opened:
                         opened.set()
-                tail = (tail + block)[-64:]
-        if not first or b"[DONE]" not in tail:
-            raise RuntimeError(f"{target.name} ended a stream with {tail!r}")
+        if not first:
+            raise RuntimeError(f"{target.name} ended a stream without a word")
         return Call(first - began, time.perf_counter() - began)
 
     async def together(self, target: Target, count: int, *, over_s: float = 0.0) -> list[Call]:
@@ -105,11 +102,27 @@ class Client:
 
         return list(await asyncio.gather(*(one(at) for at in range(count))))
 
-    def _key(self) -> str:
-        claims = keys.Claims(
-            run=RUN, client="b", episode_id=new_id(), policies=("main",), expires_at=time.time() + 3600
-        )
-        return keys.mint(self._secret, claims)
+
+async def streamed(http: aiohttp.ClientSession, url: str, key: str, body: dict[str, Any]) -> AsyncGenerator[bytes]:
+    """The bytes of a chat completion, as they come. Raises RuntimeError for any answer but a whole one."""
+    tail = b""
+    headers = {"authorization": f"Bearer {key}"}
+    async with http.post(f"{url}/chat/completions", json=body | {"stream": True}, headers=headers) as response:
+        if response.status != 200:
+            raise RuntimeError(f"{url} answered {response.status}: {(await response.text())[:300]}")
+        async for block in response.content.iter_any():
+            yield block
+            tail = (tail + block)[-64:]
+    if b"[DONE]" not in tail:
+        raise RuntimeError(f"{url} ended a stream with {tail!r}")
+
+
+def episode_key(secret: bytes, *, mode: Mode = "train") -> str:
+    """Of an episode that nobody has seen before."""
+    claims = keys.Claims(
+        run=RUN, client="b", episode_id=new_id(), policies=("main",), mode=mode, expires_at=time.time() + 3600
+    )
+    return keys.mint(secret, claims)
 
 
 async def play(
@@ -232,10 +245,10 @@ async def saturated(
         await client.together(target, count)  # warm
     for _ in range(REPEATS):
         for target in targets:
-            used_s, began = processor_s(target.pid), time.perf_counter()
+            used_s, began = report.processor_s(target.pid), time.perf_counter()
             done = await _calls(client, target, count, until=began + COUNT_S)
             rates[target.name].append(done / (time.perf_counter() - began))
-            cpu_ms[target.name].append(1000 * (processor_s(target.pid) - used_s) / done)
+            cpu_ms[target.name].append(1000 * (report.processor_s(target.pid) - used_s) / done)
     return rates, cpu_ms
 
 
@@ -300,12 +313,6 @@ def resident(pid: int) -> float:
     """MiB."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-def processor_s(pid: int) -> float:
-    """Seconds of processor that a process has used."""
-    user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
 def _litellm_config(folder: Path, engine: str) -> str:

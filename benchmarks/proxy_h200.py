@@ -30,14 +30,13 @@ import psutil
 import uvloop
 
 from benchmarks import report
-from benchmarks.proxy import OPEN_FILES, RUN, running, until_serving
+from benchmarks.proxy import OPEN_FILES, RUN, episode_key, running, streamed, until_serving
 from benchmarks.timelines import SHAPES
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.engine.launch import EngineProcess
-from swarmq.messages import new_id
 from swarmq.process import free_port
 
 COUNTER = "vllm:generation_tokens_total"
@@ -154,12 +153,11 @@ def processor_seconds() -> dict[str, float]:
     """What the parts have spent until now, by part, over all their processes."""
     seconds: dict[str, float] = {}
     for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, OSError):
             line = " ".join(process.cmdline())
             part = next((name for name, mark in PARTS.items() if mark in line), None)
             if part is not None:
-                times = process.cpu_times()
-                seconds[part] = seconds.get(part, 0.0) + times.user + times.system
+                seconds[part] = seconds.get(part, 0.0) + report.processor_s(process.pid)
     return seconds
 
 
@@ -176,27 +174,17 @@ async def rate(
     dice, answered, over = random.Random(7), set[int](), False
 
     async def call(url: str) -> None:
-        claims = keys.Claims(
-            run=RUN, client="b", episode_id=new_id(), policies=("main",), mode="eval", expires_at=time.time() + 3600
-        )
         body = {
             "model": model,
             "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
             "max_tokens": dice.randint(arguments.tokens // 2, 3 * arguments.tokens // 2),
             "ignore_eos": True,
             "temperature": 1.0,
-            "stream": True,
             "logprobs": logprobs,
         }
-        headers = {"authorization": f"Bearer {keys.mint(secret, claims)}"}
-        tail = b""
-        async with http.post(f"{url}/chat/completions", json=body, headers=headers) as response:
-            if response.status != 200:
-                raise RuntimeError(f"{url} answered {response.status}: {(await response.text())[:300]}")
-            async for block in response.content.iter_any():
-                tail = (tail + block)[-100:]
-        if not tail.endswith(b"data: [DONE]\n\n"):
-            raise RuntimeError(f"{url} ended a stream with {tail!r}")
+        async with contextlib.aclosing(streamed(http, url, episode_key(secret, mode="eval"), body)) as blocks:
+            async for _ in blocks:
+                pass
 
     async def caller(number: int) -> None:
         while not over:

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.swarm_world import RUN, Pace, World, cpu_s
+from benchmarks import report
+from benchmarks.swarm_world import RUN, Pace, World
 from swarmq import SwarmTask
 from swarmq.client.feed import feed
 
@@ -72,7 +73,7 @@ async def _run(folder: Path, workers: int, episodes: int, *, seconds: float, sta
 
         def spent() -> dict[str, float]:
             pids = {name: process.pid for name, process in world.processes.items()} | {"broker": world.node.pids[0]}
-            return {name: cpu_s(pid) for name, pid in pids.items()}
+            return {name: report.processor_s(pid) for name, pid in pids.items()}
 
         await world.until(lambda _: finished() >= episodes // 5)
         began, first, before = time.monotonic(), finished(), spent()

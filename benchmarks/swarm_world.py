@@ -170,12 +170,6 @@ class World:
         await self.until(lambda _: self.step >= step)
 
 
-def cpu_s(pid: int) -> float:
-    """Processor seconds of a process and of all its children that have ended."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
-
-
 class Agent:
     """One model call, an environment that takes its time and fails now and then, a random reward."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
@@ -30,31 +32,39 @@ TOLERANCE = 0.01
 """FP32 on both sides, by different kernels; in BF16 a logit of 8 is rounded by more."""
 
 
+@contextlib.asynccontextmanager
+async def serving(
+    tmp_path: Path, *, gpu: int = 0, sleep: bool = False
+) -> AsyncIterator[tuple[str, WeightPusher, torch.nn.Module]]:
+    """An engine's url, who pushes to it, and on the first GPU the model that it serves."""
+    engine = Engine(
+        max_model_len=512, gpu_memory_utilization=0.2, sleep=sleep, dtype="float32", arguments=("--enforce-eager",)
+    )
+    policy = Policy(model=str(tiny_model()), engine=engine)
+    network = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).cuda().eval()
+    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[gpu]) as process:
+        yield process.url, WeightPusher([process.url], tmp_path, patience_s=0), network
+
+
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
 async def test_the_engine_samples_from_what_was_pushed(way: str, tmp_path: Path) -> None:
     if way == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    model = tiny_model()
-    engine = Engine(max_model_len=512, gpu_memory_utilization=0.2, dtype="float32", arguments=("--enforce-eager",))
-    policy = Policy(model=str(model), engine=engine)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
-    log_path = tmp_path / "engine.log"
-    async with EngineProcess(policy, port=free_port(), log_path=log_path, gpus=[0 if way == "ipc" else 1]) as process:
-        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+    async with serving(tmp_path, gpu=0 if way == "ipc" else 1) as (url, pusher, network):
         first = copy.deepcopy(list(network.parameters()))
         for version in range(1, 4):
             with torch.no_grad():  # always as far from the first: rounding grows with the weights
                 for parameter, before in zip(network.parameters(), first, strict=True):
                     parameter.copy_(before + 0.02 * torch.randn_like(before))
             report = await asyncio.to_thread(pusher.push, network.state_dict().items(), version)
-            assert report.ways == {process.url: way}
-            told, ids = await _sampled(process.url, model)
+            assert report.ways == {url: way}
+            told, ids = await _sampled(url)
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
 
 
-async def _sampled(url: str, model: Path) -> tuple[list[float], list[int]]:
+async def _sampled(url: str) -> tuple[list[float], list[int]]:
     body = {
-        "model": str(model),
+        "model": str(tiny_model()),
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 16, "logprobs": 0, "ignore_eos": True},
     }
@@ -79,19 +89,12 @@ KILLED_IN_AN_UPDATE = (
 
 
 async def test_an_engine_whose_learner_was_killed_in_an_update_sleeps_and_is_repaired(tmp_path: Path) -> None:
-    model = tiny_model()
-    engine = Engine(
-        max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",)
-    )
-    policy = Policy(model=str(model), engine=engine)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
-    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
-        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+    async with serving(tmp_path, sleep=True) as (url, pusher, network):
         async with aiohttp.ClientSession() as http:
             for path, body in KILLED_IN_AN_UPDATE:
-                async with http.post(process.url + path, json=body) as response:
+                async with http.post(url + path, json=body) as response:
                     assert response.status == 200, await response.text()
-        waiting = asyncio.create_task(_sampled(process.url, model))
+        waiting = asyncio.create_task(_sampled(url))
         free, whole = torch.cuda.mem_get_info()
         await asyncio.to_thread(pusher.sleep)
         assert torch.cuda.mem_get_info()[0] - free > 0.1 * whole
@@ -106,19 +109,12 @@ async def test_an_engine_whose_learner_was_killed_in_an_update_sleeps_and_is_rep
 
 
 async def test_a_sleeping_engine_gives_its_memory_back_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    model = tiny_model()
-    engine = Engine(
-        max_model_len=512, gpu_memory_utilization=0.2, sleep=True, dtype="float32", arguments=("--enforce-eager",)
-    )
-    policy = Policy(model=str(model), engine=engine)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).cuda().eval()
-    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[0]) as process:
-        pusher = WeightPusher([process.url], tmp_path, patience_s=0)
+    async with serving(tmp_path, sleep=True) as (url, pusher, network):
         await asyncio.to_thread(pusher.push, network.state_dict().items(), 1)
         before = torch.cuda.mem_get_info()[0]
         await asyncio.to_thread(pusher.sleep)
         assert torch.cuda.mem_get_info()[0] - before > 0.1 * torch.cuda.mem_get_info()[1]
-        waiting = asyncio.create_task(_sampled(process.url, model))
+        waiting = asyncio.create_task(_sampled(url))
         await asyncio.to_thread(pusher.wake)
         told, ids = await waiting
         assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import multiprocessing
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -39,8 +38,11 @@ PATCHED = (
 
 _log = logging.getLogger("vllm.swarmq")  # vLLM shows what is told below its own name
 
+_cut = LogprobsLists.slice_request
+"""vLLM's own."""
+
 Rows = tuple[LogprobsLists, int, int]
-"""Which of a step's log-probabilities are one request's: the step's, the first position, how many positions."""
+"""What it is called with: a step's log-probabilities, a request's number among them, how many positions are its."""
 
 
 class Column(msgspec.Struct, array_like=True):
@@ -98,10 +100,9 @@ def register() -> None:
         _log.warning("log-probabilities are sent one request at a time, which is slower, by this vLLM: %r", error)
 
 
-def rows_of(step: LogprobsLists, request: int, positions: int) -> Rows:
+def rows_of(step: LogprobsLists, request: int, count: int) -> Rows:
     """In place of `LogprobsLists.slice_request`, which makes three arrays: `take_out` gathers all requests' at once."""
-    firsts = step.cu_num_generated_tokens
-    return step, request if firsts is None else firsts[request], positions
+    return step, request, count
 
 
 def take_out(outputs: EngineCoreOutputs) -> bytes | None:
@@ -112,20 +113,23 @@ def take_out(outputs: EngineCoreOutputs) -> bytes | None:
     having = [(place, output) for place, output in enumerate(outputs.outputs) if output.new_logprobs is not None]
     if not having:
         return None
-    steps, firsts, lengths = zip(*(output.new_logprobs for _, output in having), strict=True)
+    steps, requests, lengths = zip(*(output.new_logprobs for _, output in having), strict=True)
     step = steps[0]
     if any(other is not step for other in steps):
         for _, output in having:
             output.new_logprobs = _cut(*output.new_logprobs)
         return None
-    one_each = lengths.count(1) == len(lengths)
-    positions = np.fromiter(firsts if one_each else chain.from_iterable(map(_range, firsts, lengths)), np.intp)
+    begins = step.cu_num_generated_tokens
+    positions = requests if begins is None else [begins[request] for request in requests]
+    if lengths.count(1) < len(lengths):  # tokens were guessed ahead
+        positions = [at for first, count in zip(positions, lengths, strict=True) for at in range(first, first + count)]
+    chosen = np.array(positions, np.intp)
     columns = Columns(
         rows=[place for place, _ in having],
         lengths=lengths,
-        token_ids=Column.of(step.logprob_token_ids[positions]),
-        logprobs=Column.of(step.logprobs[positions]),
-        ranks=Column.of(step.sampled_token_ranks[positions]),
+        token_ids=Column.of(step.logprob_token_ids[chosen]),
+        logprobs=Column.of(step.logprobs[chosen]),
+        ranks=Column.of(step.sampled_token_ranks[chosen]),
     )
     for _, output in having:
         output.new_logprobs = None
@@ -140,14 +144,6 @@ def put_back(outputs: EngineCoreOutputs, buffer: memoryview) -> None:
     for row, length in zip(columns.rows, columns.lengths, strict=True):
         outputs.outputs[row].new_logprobs = _cut(step, first, length)
         first += length
-
-
-def _cut(step: LogprobsLists, first: int, length: int) -> LogprobsLists:
-    return LogprobsLists(*(array[first : first + length] for array in step[:3]))
-
-
-def _range(first: int, length: int) -> range:
-    return range(first, first + length)
 
 
 def _sending(stock: Callable[..., list[Any]]) -> Callable[..., list[Any]]:

@@ -218,15 +218,16 @@ class EngineControl:
             await self._wake_up()
             raise
 
-    async def wake(self) -> None:
+    async def wake(self) -> Status:
         """Go on where `sleep` came, or where another learner was killed. Nothing for an engine that serves, or whose weights are
-        in doubt: those are for `update`."""
+        in doubt: those are for `update`. Returns what it is then."""
         status = await self.status()
         if status.in_doubt or not status.paused:
-            return
+            return status
         if status.asleep:
             await self._label(status.awake_label)  # before a token gets the other one
         await self._wake_up()
+        return await self.status()
 
     async def condemn(self, version: int) -> None:
         """Mark an engine in doubt as one that only a restart helps."""
@@ -238,8 +239,7 @@ class EngineControl:
         Also repairs an engine that another pusher left paused, asleep or half done. Raises EngineError; the engine then
         serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
         """
-        await self.wake()
-        before = await self.status()
+        before = await self.wake()
         began = time.perf_counter()
         self.phase = Phase.UPDATING if before.in_doubt else Phase.SERVING
         try:
@@ -260,10 +260,9 @@ class EngineControl:
 
     async def release(self) -> None:
         """End a pause that nobody owns any more. Raises EngineError when the weights are in doubt."""
-        status = await self.status()
+        status = await self.wake()
         if status.in_doubt:
             raise EngineError(f"engine {self.url} stopped inside an update ({status.label}): push again or restart it")
-        await self.wake()
 
     async def _check_version(self) -> None:
         """Once: who looks again makes another EngineControl. Who does not say passes."""

@@ -134,8 +134,7 @@ class WeightPusher:
         """Whether whole weights are what it takes."""
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
-                await engine.wake()
-                status = await engine.status()
+                status = await engine.wake()
         except EngineError as error:
             log.warning("engine does not wake", engine=url, reason=str(error))
             return False
