@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarmq import cli
+from swarmq.cli import base
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError, EngineError
 
@@ -146,18 +147,18 @@ def test_what_means_nothing_beside_eval_is_refused(tmp_path):
 
 def test_errors_of_several_tasks_are_all_said_once(capsys):
     group = ExceptionGroup("both", [BrokerError("no broker"), ExceptionGroup("deep", [EngineError("no engine")])])
-    with pytest.raises(SystemExit), cli.friendly():
+    with pytest.raises(SystemExit), base.friendly():
         raise group
     assert capsys.readouterr().err == "swarmq: no broker\nswarmq: no engine\n"
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ExceptionGroup), cli.friendly():
+    with pytest.raises(ExceptionGroup), base.friendly():
         raise ExceptionGroup("mixed", [BrokerError("no broker"), KeyError("bug")])
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(cli.EXTRAS, "learner", ("a_package_nobody_has",))
+    monkeypatch.setitem(base.EXTRAS, "learner", ("a_package_nobody_has",))
     result = swarmq("inspect", "/tmp")
     assert result.exit_code == 1
     assert "pip install 'swarmq[learner]'" in result.output

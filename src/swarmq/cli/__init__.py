@@ -1,0 +1,17 @@
+"""The `swarmq` command and the daemons' entry points. Heavy parts are imported when their command runs."""
+
+from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
+    access,
+    control,
+    dead,
+    engines,
+    reading,
+    running,
+    tasks,
+    warm,
+    watching,
+)
+from swarmq.cli.base import main
+from swarmq.cli.daemons import collector, learner, proxy
+
+__all__ = ["collector", "learner", "main", "proxy"]

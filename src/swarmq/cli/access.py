@@ -1,0 +1,238 @@
+"""Who may come in: the host's invite, clients, operators' tokens, logins to RabbitMQ's management UI."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+
+from swarmq import keys
+from swarmq.cli.base import JOB, RUN, SETS, main, private_files, resolved
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.keys import Role
+
+
+@main.command("invite")
+@JOB
+@SETS
+@click.option(
+    "--amqp",
+    envvar="SWARMQ_CLIENTS_AMQP_URL",
+    metavar="URL",
+    help="Where clients find RabbitMQ, with user and password, if not where this command does.",
+)
+@click.option(
+    "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Where clients find the proxy; ends in /v1."
+)
+def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: str | None) -> None:
+    """Open the run folder of a run whose parts are started one by one, and print the host's invite.
+
+    `swarmq up` does this by itself. Afterwards every other command finds the run by its folder: feed, status, set,
+    client add, ...
+
+    \b
+    swarmq invite job.toml --set broker.url=amqp://user:password@host:5672/ --proxy http://host:8000/v1
+    docker compose run --rm swarmq invite /etc/swarmq/job.toml --set folder=/runs
+    """
+    from swarmq.client.invitations import invite_host
+
+    with private_files():
+        made = invite_host(SwarmJob.load(job, sets=sets), amqp=amqp, proxy=proxy)
+    click.echo(f"export SWARMQ_INVITE={made.encode()}")
+
+
+@main.group()
+def client() -> None:
+    """Invite clients to a run, list them, remove them (docs/access.md).
+
+    \b
+    swarmq client add alice                         one line for alice to paste
+    swarmq client list
+    swarmq client remove alice
+    """
+
+
+RUN_OPTION = click.option(
+    "--run", "run", type=click.Path(path_type=Path), help="The run's folder; the only one in runs/ by default."
+)
+MANAGEMENT = click.option(
+    "--management",
+    envvar="SWARMQ_MANAGEMENT_URL",
+    metavar="URL",
+    help="RabbitMQ's management API, http(s)://user:password@host:15672; found by itself on the private node.",
+)
+
+
+@client.command("add")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+@click.option("--amqp", metavar="URL", help="Where the client finds RabbitMQ, e.g. amqps://gpu.example.org:5671/")
+@click.option("--proxy", metavar="URL", help="Where it finds the proxy, e.g. https://gpu.example.org/v1")
+@click.option("--ca", type=click.Path(path_type=Path), help="PEM certificate that vouches for both, if self-signed.")
+@click.option("--http", is_flag=True, help="Through the proxy alone, for networks that pass nothing else.")
+@click.option("--max-connections", type=click.IntRange(min=2), help="To RabbitMQ, on all machines together.")
+def client_add(
+    name: str,
+    run: Path | None,
+    management: str | None,
+    amqp: str | None,
+    proxy: str | None,
+    ca: Path | None,
+    http: bool,
+    max_connections: int | None,
+) -> None:
+    """Invite a client: prints the line it starts from. It may run episodes, and nothing else.
+
+    \b
+    swarmq client add alice
+    swarmq client add alice --amqp amqps://gpu.example.org:5671/ --proxy https://gpu.example.org/v1 --ca ca.pem
+    swarmq client add bob --http --proxy https://gpu.example.org/v1
+    """
+    from swarmq.broker.access import MAX_CONNECTIONS
+    from swarmq.client.invitations import Reach, add_client
+    from swarmq.client.invites import find_invite
+
+    folder = _only_run(run)
+    invite = add_client(
+        RunFolder(folder),
+        find_invite(folder),
+        name,
+        _management(folder, management),
+        Reach(amqp=amqp, proxy=proxy, ca=ca, http=http),
+        max_connections=max_connections or MAX_CONNECTIONS,
+    )
+    click.echo(f"export SWARMQ_INVITE={invite.encode()}")
+
+
+@client.command("list")
+@RUN_OPTION
+def client_list(run: Path | None) -> None:
+    """List who was invited, and who was removed.
+
+    \b
+    swarmq client list --run runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarmq.members import read_members
+
+    table = Table("client", "added", "removed", "reaches", box=None)
+    for one in read_members(RunFolder(_only_run(run)).clients).values():
+        by = "RabbitMQ" if one.broker_user else "HTTP"
+        table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
+    Console().print(table if table.rows else "nobody was invited")
+
+
+@client.command("remove")
+@click.argument("name")
+@RUN_OPTION
+@MANAGEMENT
+def client_remove(name: str, run: Path | None, management: str | None) -> None:
+    """Remove a client: its connections are closed, its keys refused. What it ended before is still trained.
+
+    \b
+    swarmq client remove alice
+    """
+    from swarmq.client.invitations import remove_client
+
+    folder = _only_run(run)
+    remove_client(RunFolder(folder), name, _management(folder, management))
+    click.echo(f"{name} is removed")
+
+
+@main.command()
+@RUN
+@click.option(
+    "--role",
+    "roles",
+    type=click.Choice(get_args(Role)),
+    multiple=True,
+    help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
+)
+@click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
+@click.option(
+    "--days", default=30.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="How long it is valid."
+)
+@click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
+def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke: bool) -> None:
+    """Print an operator token for the proxy's control routes (docs/control.md), or revoke those of a name.
+
+    \b
+    swarmq token runs/demo --role rollout --name java-agents
+    curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
+    swarmq token runs/demo --revoke --name java-agents
+    """
+    from swarmq.members import Members, read_members
+
+    job, folder = resolved(run), RunFolder(run)
+    member = keys.operator_member(name)
+    if revoke == bool(roles):
+        raise ConfigError("--role: say what the token is for; or --revoke, without roles")
+    if revoke:
+        with Members.open(folder.clients) as members:
+            members.remove(member, now=time.time())
+        click.echo(f"the tokens of {name} are refused from now on")
+        return
+    if member in read_members(folder.clients):
+        raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
+    root = keys.load_root(folder.root_secret)
+    made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
+    click.echo(keys.mint_operator(keys.operator_secret(root, name), made))
+
+
+@main.command()
+@RUN
+@click.option("--name", default="viewer", show_default=True, help="Who it is for.")
+@click.option("--remove", "gone", is_flag=True, help="Delete the login of this name.")
+@MANAGEMENT
+def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
+    """Print a login for RabbitMQ's management UI that sees how full queues are, and no message.
+
+    \b
+    swarmq viewer runs/demo
+    swarmq viewer runs/demo --name carol
+    swarmq viewer runs/demo --name carol --remove
+    """
+    import secrets
+
+    job, api = resolved(run), _management(run, management)
+    user = f"{job.run}.viewer.{name}"
+    if gone:
+        api.remove(user)
+        click.echo(f"{user} is removed")
+        return
+    api.add_viewer(user, password := secrets.token_urlsafe(18))
+    click.echo(f"{api.url}  user {user}  password {password}")
+
+
+def _only_run(run: Path | None) -> Path:
+    """The folder of the run that is meant. Raises ConfigError when that is not clear."""
+    if run is not None:
+        return run
+    found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
+    if len(found) != 1:
+        names = ", ".join(sorted(path.name for path in found))
+        raise ConfigError(
+            f"--run: say which run; in {Path('runs').absolute()} there {f'are {names}' if names else 'is none'}"
+        )
+    return found[0]
+
+
+def _management(run: Path, url: str | None) -> Any:
+    """The management API of the run's broker: the one named, the private node's, or the usual port of its host."""
+    from swarmq.broker.access import Management
+    from swarmq.broker.node_files import HOST, read_identity
+
+    amqp_url = resolved(run).broker.url or ""
+    if url is None and (node := read_identity(RunFolder(run).broker)):
+        url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
+    return Management.of(amqp_url, url)
+
+
+def _day(at: float | None) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at)) if at else ""

@@ -1,0 +1,134 @@
+"""What all commands share: the group, one clear line for an error, arguments, which run and which policy is meant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq import __version__
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
+
+EXTRAS = {
+    "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
+    "learner": ("torch", "transformers", "accelerate", "zstandard"),
+    "demo": ("openai", "reasoning_gym", "matplotlib"),
+}
+
+SETS = click.option(
+    "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. --set groups.group_size=4."
+)
+JOB = click.argument("job", type=click.Path(path_type=Path))
+RUN = click.argument("run", type=click.Path(path_type=Path))
+
+
+@contextlib.contextmanager
+def private_files() -> Iterator[None]:
+    """Files that are made meanwhile are their owner's alone: prompts and completions lie in the run folder."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+@contextlib.contextmanager
+def friendly() -> Iterator[None]:
+    """Errors we raise on purpose become one clear line and status 1; anything else is a bug and keeps its traceback."""
+    try:
+        yield
+    except (SwarmqError, BaseExceptionGroup) as error:
+        ours, others = _sort(error)
+        if others:
+            raise
+        for line in dict.fromkeys(str(one) for one in ours):
+            click.secho(f"swarmq: {line}", fg="red", err=True)
+        sys.exit(1)
+
+
+def _sort(error: BaseException) -> tuple[list[BaseException], list[BaseException]]:
+    """The leaves of an error: those we raise on purpose, and the others."""
+    if not isinstance(error, BaseExceptionGroup):
+        return ([error], []) if isinstance(error, SwarmqError) else ([], [error])
+    sorted_children = [_sort(child) for child in error.exceptions]
+    return [e for ours, _ in sorted_children for e in ours], [e for _, others in sorted_children for e in others]
+
+
+class Friendly(click.Group):
+    def invoke(self, ctx: click.Context) -> Any:
+        with friendly():
+            return super().invoke(ctx)
+
+
+@click.group(cls=Friendly, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Train LLM agents with reinforcement learning over a durable message pipeline.
+
+    \b
+    swarmq demo                             the whole system on this machine, on a real task
+    swarmq up job.toml                      start broker, engines, proxy and learner of a job
+    swarmq worker agent:attempt --kind math attempt the tasks of a queue
+    swarmq watch runs/NAME                  see what a run is doing
+    """
+
+
+def need(extra: str) -> None:
+    """Raise MissingExtraError when a package of this extra is not installed."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingExtraError(f"this command needs {', '.join(missing)}: pip install 'swarmq[{extra}]'")
+
+
+def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
+    """Run to the end, or until SIGINT or SIGTERM cancels it, so that its `async with` blocks close in order."""
+
+    async def guarded() -> None:
+        task = asyncio.ensure_future(main)
+        stopping = False
+
+        def stop() -> None:
+            nonlocal stopping
+            stopping = True
+            task.cancel()
+
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+        try:
+            await task
+        except asyncio.CancelledError:
+            if not stopping:
+                raise
+
+    asyncio.run(guarded())
+
+
+def resolved(run: Path) -> SwarmJob:
+    """The settings of a run that is up, by its folder."""
+    path = run / "resolved.toml"
+    if not path.exists():
+        raise ConfigError(
+            f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "
+            "are started one by one, `swarmq invite JOB` makes it"
+        )
+    return SwarmJob.load(path)
+
+
+def one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -> str:
+    """The trained policy that is meant, or any. Raises ConfigError when that is not clear."""
+    names = [name for name, one in job.policies.items() if one.trained or frozen_too]
+    if policy is None and len(names) == 1:
+        return names[0]
+    if policy not in names:
+        raise ConfigError(f"--policy: say which of {', '.join(names)}")
+    return policy

@@ -1,0 +1,103 @@
+"""Change a run that is up: settings, pause, drain, resume, a checkpoint, a last step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled
+from swarmq.messages import Action
+
+
+@main.command("set")
+@RUN
+@click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...")
+def set_command(run: Path, settings: tuple[str, ...]) -> None:
+    """Change settings while the run is up: all of those given, or none.
+
+    The answer says what changed and from which step on. A change survives restarts until the job file itself is
+    edited at that place. What needs a restart is refused.
+
+    \b
+    swarmq set runs/demo policies.main.train.learning_rate=1e-6
+    swarmq set runs/demo 'mix={math = 0.6, code = 0.4}' groups.when_dry=lend
+    swarmq set runs/demo policies.main.sampling.temperature=0.9 kinds.code.group_size=4
+    """
+    from swarmq.config import assignments
+
+    run_until_signalled(_ask(run, "set", assignments(settings)))
+
+
+@main.command()
+@RUN
+def pause(run: Path) -> None:
+    """Hold learners at their next step border and issue no tickets; what has begun goes on and waits.
+
+    \b
+    swarmq pause runs/demo     # change something, then: swarmq resume runs/demo
+    """
+    run_until_signalled(_ask(run, "pause"))
+
+
+@main.command()
+@RUN
+def drain(run: Path) -> None:
+    """Issue no tickets, and train what is under way; `swarmq watch` says when it is done.
+
+    \b
+    swarmq drain runs/demo     # before the workers are taken away, say
+    """
+    run_until_signalled(_ask(run, "drain"))
+
+
+@main.command()
+@RUN
+def resume(run: Path) -> None:
+    """Go on after `swarmq pause` or `swarmq drain`.
+
+    \b
+    swarmq resume runs/demo
+    """
+    run_until_signalled(_ask(run, "resume"))
+
+
+@main.command()
+@RUN
+def checkpoint(run: Path) -> None:
+    """Write a checkpoint of every trained policy at its next step border.
+
+    \b
+    swarmq checkpoint runs/demo
+    """
+    run_until_signalled(_ask(run, "checkpoint"))
+
+
+@main.command()
+@RUN
+@click.option("--after", type=click.IntRange(min=0), required=True, metavar="STEP", help="The last step.")
+@click.option("--policy", help="Only this one; all trained ones by default.")
+def stop(run: Path, after: int, policy: str | None) -> None:
+    """Let learners end after a step, with a checkpoint.
+
+    \b
+    swarmq stop runs/demo --after 200
+    swarmq stop runs/team --after 200 --policy planner
+    """
+    job = resolved(run)
+    chosen = [one_policy(job, policy)] if policy else [name for name, one in job.policies.items() if one.trained]
+    run_until_signalled(_ask(run, "set", {f"policies.{name}.train.max_steps": after for name in chosen}))
+
+
+async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
+    import getpass
+
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.observe.operate import ask, lines
+
+    job = resolved(run)
+    async with AmqpBroker.open(job.broker.url or "", name=f"swarmq {action}") as broker:
+        await broker.declare(job.run, policies=[], kinds=[])
+        for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser())):
+            click.echo(line)

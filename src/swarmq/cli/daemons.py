@@ -1,0 +1,98 @@
+"""`swarmq proxy`, `learner` and `collector`: one part of a job, for hosts where parts are started one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+from swarmq.cli.base import JOB, SETS, friendly, main, need, one_policy, private_files
+from swarmq.config import SwarmJob
+
+
+def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
+    def wrap(function: Callable[..., None]) -> click.Command:
+        command = click.command(name, help=help_text, context_settings={"help_option_names": ["-h", "--help"]})
+        return command(JOB(SETS(private_files()(function))))
+
+    return wrap
+
+
+@_daemon(
+    "proxy",
+    "Serve agents: an OpenAI-compatible proxy in front of the job's engines that records every sampled token.\n\n"
+    "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.\n\n"
+    "\b\n"
+    "swarmq-proxy runs/math/resolved.toml\n"
+    "swarmq-proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
+)
+@click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
+@click.option(
+    "--number", default=0, show_default=True, type=click.IntRange(min=0), help="Its own among proxy.count proxies."
+)
+@click.option(
+    "--join", is_flag=True, help="Beside the proxies of a run that is up, until Ctrl-C; on a free port without --port."
+)
+def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
+    need("proxy")
+    from swarmq.proxy.main import run
+
+    chosen = 0 if join and port is None else port
+    run(
+        SwarmJob.load(job, sets=[*sets, *([] if chosen is None else [f"proxy.port={chosen}"])]),
+        number=number,
+        join=join,
+    )
+
+
+@_daemon(
+    "learner",
+    "Train one policy of a job from its ready queue, and push the weights to its engines.\n\n"
+    "\b\n"
+    "swarmq-learner runs/math/resolved.toml\n"
+    "swarmq-learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
+)
+@click.option("--policy", help="Which policy; needed when the job trains several.")
+@click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks to start.")
+@click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
+def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
+    need("learner")
+    from swarmq.learner.main import run
+
+    settings = SwarmJob.load(job, sets=sets)
+    run(settings, one_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
+
+
+@_daemon(
+    "collector",
+    "Join turns and outcomes into episodes and groups, and issue tickets.\n\n"
+    "\b\n"
+    "swarmq-collector runs/math/resolved.toml",
+)
+def collector_command(job: Path, sets: tuple[str, ...]) -> None:
+    from swarmq.collector.main import run
+
+    run(SwarmJob.load(job, sets=sets))
+
+
+for _command in (proxy_command, learner_command, collector_command):
+    main.add_command(_command)
+
+
+def proxy() -> None:
+    """Entry point of `swarmq-proxy`."""
+    with friendly():
+        proxy_command()
+
+
+def learner() -> None:
+    """Entry point of `swarmq-learner`."""
+    with friendly():
+        learner_command()
+
+
+def collector() -> None:
+    """Entry point of `swarmq-collector`."""
+    with friendly():
+        collector_command()

@@ -1,0 +1,96 @@
+"""`swarmq engine`: the engines of a run that is up."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled
+
+
+@main.group()
+def engine() -> None:
+    """See, add and remove the engines of a run that is up (docs/proxy.md).
+
+    \b
+    swarmq engine list runs/demo
+    swarmq engine start runs/demo --policy main     one more vLLM, here, until Ctrl-C
+    swarmq engine add runs/demo http://127.0.0.1:8007 --policy main
+    """
+
+
+POLICY = click.option("--policy", help="Whose engine; needed when the run has several policies.")
+
+
+@engine.command("list")
+@RUN
+def engine_list(run: Path) -> None:
+    """List the engines of every policy, and how they are.
+
+    \b
+    swarmq engine list runs/demo
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    from swarmq.engine.join import look
+
+    table = Table("policy", "engine", "weights", "state", box=None)
+    for seen in asyncio.run(look(resolved(run))):
+        table.add_row(seen.policy, seen.url, seen.weights, seen.state)
+    Console().print(table)
+
+
+@engine.command("add")
+@RUN
+@click.argument("url")
+@POLICY
+def engine_add(run: Path, url: str, policy: str | None) -> None:
+    """Let a vLLM that runs at URL serve a policy; proxies and learner find it within seconds.
+
+    \b
+    swarmq engine add runs/demo http://127.0.0.1:8007
+    """
+    from swarmq.engine.join import add
+
+    job = resolved(run)
+    asyncio.run(add(job, chosen := one_policy(job, policy, frozen_too=True), url))
+    click.echo(f"{url} serves {chosen}")
+
+
+@engine.command("remove")
+@RUN
+@click.argument("url")
+@POLICY
+def engine_remove(run: Path, url: str, policy: str | None) -> None:
+    """Give an engine nothing new; what is open there ends there.
+
+    \b
+    swarmq engine remove runs/demo http://127.0.0.1:8007
+    """
+    from swarmq.engine.join import remove
+
+    job = resolved(run)
+    remove(job, chosen := one_policy(job, policy, frozen_too=True), url)
+    click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
+
+
+@engine.command("start")
+@RUN
+@POLICY
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
+@click.option("--gpu", "gpus", type=int, multiple=True, help="A GPU it may use; may be repeated. All by default.")
+def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
+    """Start one more vLLM of a policy on this host; it serves until Ctrl-C, which drains it first.
+
+    \b
+    swarmq engine start runs/demo --policy main
+    """
+    from swarmq.engine.join import serve
+
+    job = resolved(run)
+    run_until_signalled(
+        serve(job, one_policy(job, policy, frozen_too=True), port=port, gpus=gpus or None, report=click.echo)
+    )

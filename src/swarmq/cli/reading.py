@@ -1,0 +1,154 @@
+"""What a run has trained on: look at it, train on it again, examine it."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq.cli.base import RUN, main, need, one_policy, resolved
+from swarmq.config import RunFolder
+from swarmq.errors import ConfigError
+
+
+@main.command()
+@RUN
+@click.argument("episode", required=False)
+@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step, and what was dropped for it.")
+@click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: batches or episodes, one a line, or the episode.")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="Write the episode to this file, one self-contained page."
+)
+def inspect(
+    run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
+) -> None:
+    """List the batches of a run or the episodes of a step, or show every token of one EPISODE.
+
+    An EPISODE is named by its id, or by the beginning or the end of it; ids of episodes of the same minute begin alike.
+    A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
+    those that trained it, its advantage and weight version, coloured by what it contributed to the step.
+
+    \b
+    swarmq inspect runs/demo
+    swarmq inspect runs/demo --step 4
+    swarmq inspect runs/demo 5d0c19e7
+    swarmq inspect runs/demo 5d0c19e7 --html episode.html
+    """
+    need("learner")
+    if html and episode is None:
+        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
+    if step is not None and episode is not None:
+        raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
+    import msgspec
+    from rich.console import Console
+
+    from swarmq.observe.inspect import decoder_of, find_episode, read_batches, read_step
+    from swarmq.observe.inspect_draw import draw_batches, draw_episode, draw_step, show
+    from swarmq.observe.inspect_html import page
+
+    job = resolved(run)
+    chosen = one_policy(job, policy)
+    log = RunFolder(run).batch_log(chosen)
+    if episode is None:
+        rows: Sequence[msgspec.Struct]
+        if step is None:
+            rows = batches = list(read_batches(log))
+            drawn = draw_batches(batches)
+        else:
+            rows = episodes = read_step(log, step)
+            drawn = draw_step(episodes)
+        if as_json:
+            for row in rows:
+                click.echo(msgspec.json.encode(row))
+        else:
+            show(Console(), drawn)
+        return
+    view = find_episode(RunFolder(run), chosen, episode, decoder_of(job.policies[chosen].model))
+    if html:
+        html.write_text(page(view), encoding="utf-8")
+    if as_json:
+        click.echo(msgspec.json.encode(view))
+    elif not html:
+        show(Console(), draw_episode(view))
+
+
+@main.command()
+@RUN
+@click.argument("to", type=click.Path(path_type=Path))
+@click.option("--policy", help="Which policy; needed when the run trains several.")
+@click.option(
+    "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
+)
+@click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
+def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
+    """Train again from the batch log alone and write the checkpoint into the new folder TO.
+
+    Needs no broker and no engine, and changes nothing in the run folder.
+
+    \b
+    swarmq replay runs/demo /tmp/again                        from the initial model to the end of the log
+    swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
+    swarmq replay runs/team /tmp/again --policy planner --until 40
+    """
+    need("learner")
+    from swarmq.learner.replay import replay as train_again
+
+    job = resolved(run)
+    version = train_again(
+        job,
+        one_policy(job, policy),
+        to_folder=to,
+        from_checkpoint=start,
+        until=until,
+        report=lambda step: click.echo(f"step {step['version']}  loss {step['loss']:.6f}"),
+    )
+    click.echo(f"version {version} written to {to}")
+
+
+@main.command()
+@RUN
+@click.option("--policy", help="Which policy; needed when the run trains several.")
+@click.option(
+    "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
+)
+@click.option(
+    "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
+)
+def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
+    """Examine a run: is what is trained what was sampled, and is the training alive?
+
+    Names signs of collapse, holds stored batches against the rules that come before any formula, replays them through
+    the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when
+    something is wrong or could not be examined.
+
+    \b
+    swarmq doctor runs/demo
+    swarmq doctor runs/team --policy planner --batches 4
+    swarmq doctor runs/demo --device cpu
+    """
+    need("learner")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, so that nothing of it takes a GPU
+    from swarmq.learner.doctor.examine import examine
+    from swarmq.learner.doctor.signs import signs
+    from swarmq.observe.curves import read_events
+
+    job = resolved(run)
+    name = one_policy(job, policy)
+    steps: dict[int, dict[str, Any]] = {}
+    if job.run_folder.events.exists():
+        events = (e for e in read_events(job.run_folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
+        steps = {int(event.fields["version"]): event.fields for event in events}
+    wrong = False
+    colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
+    found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)
+    for finding in itertools.chain(found, examine(job, name, batches=batches)):
+        wrong |= finding.level == "error"
+        click.echo(click.style(f"{finding.level:8}", fg=colors[finding.level]) + f"{finding.check}: {finding.text}")
+    sys.exit(int(wrong))

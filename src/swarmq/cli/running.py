@@ -1,0 +1,99 @@
+"""`swarmq demo` and `swarmq up`: a whole system on this host, until it is done or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import click
+
+from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled
+from swarmq.config import SwarmJob
+
+
+@main.command()
+@click.option("--run", default="demo", show_default=True, help="Name of the run; a number is added if it exists.")
+@click.option("--folder", default="runs", show_default=True, help="Where run folders go.")
+@click.option("--seed", default=0, show_default=True, help="Seed of sampling, tasks and training.")
+@click.option("--model", help="A Hugging Face model folder or name to train instead of the demo's own small model.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; fewer make a shorter demo.")
+@click.option("--plain", is_flag=True, help="Lines instead of a live picture.")
+@SETS
+def demo(
+    run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
+) -> None:
+    """Train a real agent on this machine: no GPU, no docker, about ten minutes.
+
+    \b
+    swarmq demo                       the whole story, with a client killed in the middle
+    swarmq demo --seed 1 --steps 20   shorter, another seed
+    swarmq demo --model Qwen/Qwen3-0.6B --set policies.main.train.learning_rate=1e-6
+    """
+    need("learner")
+    need("proxy")
+    need("demo")
+    import msgspec
+    from rich.console import Console
+
+    from swarmq.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(run=run, folder=folder, seed=seed, model=model, sets=sets)
+    if steps:
+        options = msgspec.structs.replace(options, size=msgspec.structs.replace(options.size, steps=steps))
+    console = Console(force_terminal=False if plain else None)
+
+    async def play() -> None:
+        await run_demo(options, console)
+
+    with private_files():
+        run_until_signalled(play())
+
+
+@main.command()
+@JOB
+@SETS
+@click.option("--show", is_flag=True, help="Print every resolved setting as TOML and stop.")
+def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
+    """Start every part of a job on this host and keep it running until Ctrl-C.
+
+    Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
+    each trained policy. Prints the invite that clients start from.
+
+    \b
+    swarmq up job.toml
+    swarmq up job.toml --set policies.main.train.learning_rate=1e-5 --set run=second
+    """
+    settings = SwarmJob.load(job, sets=sets)
+    if show:
+        click.echo(settings.to_toml(), nl=False)
+        return
+    need("proxy")
+    need("learner")
+    with private_files():
+        run_until_signalled(_up(settings))
+
+
+async def _up(job: SwarmJob) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.observe.monitor import recorded
+    from swarmq.up import deploy
+
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        click.echo(f"{time.monotonic() - began:6.1f} s  {text}")
+
+    async with (
+        deploy(job, report=report) as deployment,
+        AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
+        recorded(deployment.job, broker),
+    ):
+        report(f"up. Clients join with the line in {job.run_folder.invite}:")
+        click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
+        if node := deployment.node:
+            report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
+        report("Ctrl-C stops everything")
+        await deployment.learners_done.wait()
+        report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
+        await asyncio.Event().wait()

@@ -1,0 +1,202 @@
+"""`swarmq feed` puts tasks on the queue of a kind, `swarmq worker` attempts them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq import live
+from swarmq.cli.base import RUN, main, resolved, run_until_signalled
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+
+
+@main.command()
+@RUN
+@click.argument("data")
+@click.option("--kind", help="Task kind; needed when the job has several.")
+@click.option(
+    "--repeats", type=click.IntRange(min=1), help="Attempts per task and epoch; the job's group size by default."
+)
+@click.option("--epochs", default=1, show_default=True, type=click.IntRange(min=1))
+@click.option("--seed", type=int, help="Shuffle, differently in each epoch.")
+@click.option("--limit", type=click.IntRange(min=1), help="Only the first N tasks of DATA.")
+@click.option("--require", multiple=True, metavar="FIELD", help="A field that every row must have; may be repeated.")
+@click.option("--restart", is_flag=True, help="Begin again instead of going on where the last feed stopped.")
+@click.option(
+    "--eval", "for_eval", is_flag=True, help="Tasks to evaluate with every `eval.every` steps, never to train."
+)
+def feed(
+    run: Path,
+    data: str,
+    kind: str | None,
+    repeats: int | None,
+    epochs: int,
+    seed: int | None,
+    limit: int | None,
+    require: tuple[str, ...],
+    restart: bool,
+    for_eval: bool,
+) -> None:
+    """Put a data set on the task queue of a kind, for `swarmq worker` anywhere to attempt.
+
+    DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
+    `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
+    Killed and started again it goes on exactly where it was.
+
+    \b
+    swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
+    swarmq feed runs/demo "reasoning-gym:chain_sum?size=500&seed=1" --kind math
+    swarmq feed runs/demo "hf:openai/gsm8k:train?name=main" --require question --require answer
+    swarmq feed runs/demo held-out.jsonl --kind math --eval --repeats 4
+    """
+    tasks = functools.partial(_read_tasks, data, limit=limit, require=require)
+    if for_eval:
+        unused = {"--epochs": epochs != 1, "--seed": seed is not None, "--restart": restart}
+        if given := [name for name, used in unused.items() if used]:
+            raise ConfigError(
+                f"{', '.join(given)}: without meaning beside --eval, whose tasks are kept and attempted in every round; "
+                "brought again they replace themselves"
+            )
+        run_until_signalled(_feed_eval(run, data, tasks, kind=kind, repeats=repeats))
+        return
+    run_until_signalled(
+        _feed(run, data, tasks, kind=kind, repeats=repeats, epochs=epochs, seed=seed, resume=not restart)
+    )
+
+
+def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> Iterator[Any]:
+    from swarmq.client.readers import read_tasks
+
+    return read_tasks(data, limit=limit, require=require)
+
+
+async def _feed_eval(
+    run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
+) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.client.tasks import source_mark
+    from swarmq.observe.operate import bring_eval_tasks
+
+    job = resolved(run)
+    chosen = _one_kind(job, kind)
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed --eval") as broker:
+        count = await bring_eval_tasks(
+            broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
+        )
+    click.echo(f"{count} tasks to evaluate {chosen} with")
+    if not job.eval.every:
+        click.echo(f"no round is held yet: swarmq set {run} eval.every=10")
+
+
+def _one_kind(job: SwarmJob, kind: str | None) -> str:
+    """The kind that is meant. Raises ConfigError when that is not clear."""
+    chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
+    if chosen not in job.task_kinds:
+        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.task_kinds)}")
+    return chosen
+
+
+async def _feed(
+    run: Path,
+    data: str,
+    read: Callable[[], Iterator[Any]],
+    *,
+    kind: str | None,
+    repeats: int | None,
+    epochs: int,
+    seed: int | None,
+    resume: bool,
+) -> None:
+    from rich.progress import Progress
+
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.client.feed import default_progress_file, feed
+    from swarmq.client.tasks import source_mark
+    from swarmq.collector.ledger import changes
+
+    job = resolved(run)
+    job = live.applied(job, changes(job.run_folder.inbox))
+    chosen = _one_kind(job, kind)
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
+        with Progress() as progress:
+            bar = progress.add_task(f"feeding {chosen}", total=None)
+            fed = await feed(
+                broker,
+                job.run,
+                read(),
+                chosen,
+                repeats=repeats or job.group_size(chosen),
+                epochs=epochs,
+                seed=seed,
+                progress_file=default_progress_file(job.run_folder.path, job.run, chosen, source_mark(data)),
+                source=source_mark(data),
+                resume=resume,
+                report=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+    click.echo(f"{fed} slots put on the queue")
+
+
+@main.command()
+@click.argument("targets", nargs=-1, required=True)
+@click.option("--invite", help="Invite text, file or run folder; $SWARMQ_INVITE by default.")
+@click.option("--kind", "kinds", multiple=True, help="Task kind; needed when the run has several. May be repeated.")
+@click.option(
+    "--concurrency",
+    default=16,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Episodes at a time, per kind and process.",
+)
+@click.option("--processes", default=1, show_default=True, type=click.IntRange(min=1), help="For agents that compute.")
+@click.option(
+    "--max-attempts",
+    default=3,
+    show_default=True,
+    type=click.IntRange(min=1),
+    help="Attempts per task before it is given up.",
+)
+@click.option(
+    "--attempt-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="SECONDS",
+    help="An attempt that takes longer has failed; two hours by default.",
+)
+def worker(
+    targets: tuple[str, ...],
+    invite: str | None,
+    kinds: tuple[str, ...],
+    concurrency: int,
+    processes: int,
+    max_attempts: int,
+    attempt_timeout: float | None,
+) -> None:
+    """Attempt the tasks of a queue with a `module:function` that takes an episode and returns a reward.
+
+    Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
+
+    \b
+    swarmq worker my_agent:attempt --kind math --concurrency 32
+    swarmq worker math=agents:solve code=agents:write --processes 4
+    swarmq worker my_agent:attempt --attempt-timeout 900        a function that hangs fails its episode, and is tried again
+    """
+    from swarmq import AsyncSwarmClient
+    from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
+    from swarmq.client.fleet import Plan, parse_targets, run_processes, run_workers
+    from swarmq.client.invites import find_invite
+
+    plan = Plan(
+        concurrency=concurrency,
+        max_attempts=max_attempts,
+        attempt_timeout_s=attempt_timeout or ATTEMPT_TIMEOUT_S,
+    )
+    wanted = parse_targets(targets, kinds)
+    if processes > 1:
+        run_processes(find_invite(invite), wanted, processes, plan)
+        return
+    for kind, summary in run_workers(AsyncSwarmClient(invite), wanted, plan).items():
+        click.echo(f"{kind}: {summary}")

@@ -1,0 +1,53 @@
+"""`swarmq warm`: a supervised start, before there is a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarmq.cli.base import JOB, SETS, main, need, one_policy
+from swarmq.config import SwarmJob
+
+
+@main.command("warm")
+@JOB
+@click.argument("demonstrations", type=click.Path(path_type=Path))
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--policy", help="Whose model; needed when the job trains several.")
+@click.option(
+    "--epochs", default=1, show_default=True, type=click.IntRange(1), help="Times through the demonstrations."
+)
+@click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Demonstrations of one step.")
+@SETS
+def warm_command(
+    job: Path, demonstrations: Path, out: Path, policy: str | None, epochs: int, batch: int, sets: tuple[str, ...]
+) -> None:
+    """Supervised warm start: teach the job's model a format from chats, before rewards say what pays.
+
+    DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
+    becomes a model folder for policies.X.model. Learning rate, precision and the rest are those of policies.X.train.
+
+    \b
+    swarmq warm job.toml chats.jsonl models/warm --epochs 2
+    """
+    need("learner")
+    from swarmq.learner.warm import Progress, WarmStart, warm
+
+    settings = SwarmJob.load(job, sets=sets)
+    name = one_policy(settings, policy)
+
+    def show(now: Progress) -> None:
+        left_out = f", {now.left_out} demonstrations are too long" if now.left_out and now.step == 1 else ""
+        click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}{left_out}")
+
+    plan = WarmStart(
+        model=settings.policies[name].model,
+        demonstrations=demonstrations,
+        out=out,
+        train=settings.train_of(name),
+        epochs=epochs,
+        batch=batch,
+    )
+    warm(plan, show)
+    click.echo(f"{out}: set policies.{name}.model to it")

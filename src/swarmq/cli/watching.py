@@ -1,0 +1,41 @@
+"""`swarmq watch` and `swarmq status`: what a run is doing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from swarmq.cli.base import RUN, main, resolved, run_until_signalled
+
+
+@main.command()
+@RUN
+@click.option("--once", is_flag=True, help="Print one picture and stop.")
+def watch(run: Path, once: bool) -> None:
+    """Follow a run in the terminal: steps, rewards, queues, warnings.
+
+    \b
+    swarmq watch runs/demo
+    """
+    run_until_signalled(_watch(run, once=once))
+
+
+@main.command()
+@RUN
+def status(run: Path) -> None:
+    """Say in one picture what a run is doing right now (the same as `swarmq watch --once`).
+
+    \b
+    swarmq status runs/demo
+    """
+    run_until_signalled(_watch(run, once=True))
+
+
+async def _watch(run: Path, *, once: bool) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.observe.monitor import glance, watch
+
+    job = resolved(run)
+    async with AmqpBroker.open(job.broker.url or "", name="swarmq watch") as broker:
+        await (glance(job, broker) if once else watch(job, broker))
