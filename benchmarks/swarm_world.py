@@ -84,7 +84,7 @@ class World:
             }
             job = SwarmJob.build(tree | settings)
             job.run_folder.path.mkdir(parents=True, exist_ok=True)
-            resolved = job.run_folder.path / "resolved.toml"
+            resolved = job.run_folder.resolved
             resolved.write_text(job.to_toml())
             Proxies(job.run_folder.proxies).write(map(job.proxy.url, ports))
             broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm", deadline_s=first_wait_s()))

@@ -192,7 +192,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             deployment.engines = engines
             deployment.placements = placements
             folder.job.write_text(job.to_toml())
-            _write_private(folder.path / "resolved.toml", resolved.to_toml().encode())
+            _write_private(folder.resolved, resolved.to_toml().encode())
             await broker.declare(job.run, policies=_trained(job), kinds=job.task_kinds)
 
             def warn(text: str) -> None:
@@ -365,7 +365,7 @@ async def _daemons(
     report: Callable[[str], None],
 ) -> None:
     job, folder = deployment.job, deployment.job.run_folder
-    resolved = str(folder.path / "resolved.toml")
+    resolved = str(folder.resolved)
     learners = [
         (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector", *_ranks(deployment, name)])
         for name in _trained(job)

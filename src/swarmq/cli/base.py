@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from swarmq import __version__
-from swarmq.config import SwarmJob
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
 
 EXTRAS = {
@@ -29,6 +29,7 @@ SETS = click.option(
 )
 JOB = click.argument("job", type=click.Path(path_type=Path))
 RUN = click.argument("run", type=click.Path(path_type=Path))
+HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 @contextlib.contextmanager
@@ -69,7 +70,7 @@ class Friendly(click.Group):
             return super().invoke(ctx)
 
 
-@click.group(cls=Friendly, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Friendly, context_settings=HELP_OPTIONS)
 @click.version_option(__version__)
 def main() -> None:
     """Train LLM agents with reinforcement learning over a durable message pipeline.
@@ -115,7 +116,7 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
 def resolved(run: Path) -> SwarmJob:
     """The settings of a run that is up, by its folder."""
-    path = run / "resolved.toml"
+    path = RunFolder(run).resolved
     if not path.exists():
         raise ConfigError(
             f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "

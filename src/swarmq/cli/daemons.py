@@ -7,13 +7,13 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import JOB, SETS, friendly, main, need, one_policy, private_files
+from swarmq.cli.base import HELP_OPTIONS, JOB, SETS, friendly, main, need, one_policy, private_files
 from swarmq.config import SwarmJob
 
 
 def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.Command]:
     def wrap(function: Callable[..., None]) -> click.Command:
-        command = click.command(name, help=help_text, context_settings={"help_option_names": ["-h", "--help"]})
+        command = click.command(name, help=help_text, context_settings=HELP_OPTIONS)
         return command(JOB(SETS(private_files()(function))))
 
     return wrap

@@ -78,10 +78,13 @@ def inspect(
         show(Console(), draw_episode(view))
 
 
+POLICY = click.option("--policy", help="Which policy; needed when the run trains several.")
+
+
 @main.command()
 @RUN
 @click.argument("to", type=click.Path(path_type=Path))
-@click.option("--policy", help="Which policy; needed when the run trains several.")
+@POLICY
 @click.option(
     "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
 )
@@ -113,7 +116,7 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
 
 @main.command()
 @RUN
-@click.option("--policy", help="Which policy; needed when the run trains several.")
+@POLICY
 @click.option(
     "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
 )
