@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, judges, learner_bytes
+from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, judges, learner_bytes, whole_bytes
 from swarmq.learner.model import load_config
 
 
@@ -75,6 +75,13 @@ def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str
     Raises LearnerError where they do not, saying how much is missing and what to change.
     """
     return check_shape(shape_of(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
+
+
+def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu) -> bool:
+    """Whether a GPU has room for the whole weights and gradient between the passes of a step, beside its share of all else."""
+    shape = shape_of(source)
+    needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
+    return not train.cpu_offload and needed <= gpu.free
 
 
 def check_shape(

@@ -15,6 +15,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -111,11 +112,11 @@ class Checkpointing:
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
     def _room(self, hidden: Tensor) -> float:
-        """Bytes that may be kept beside what cannot be helped: gradients that do not exist yet, under autocast the weights in
-        BF16, the input of every layer, and one layer when it is computed again."""
+        """Bytes that may be kept beside what cannot be helped: gradients that do not exist yet, under autocast or gathered the
+        weights in BF16, the input of every layer, and one layer when it is computed again."""
         parameters = list(self._parameters())
         later = sum(4 * p.numel() for p in parameters if p.requires_grad and p.grad is None)
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cuda") or any(isinstance(p, DTensor) for p in parameters):
             later += 2 * sum(p.numel() for p in parameters)
         later += self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
         return SHARE * (room(hidden.device) - later)

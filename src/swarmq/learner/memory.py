@@ -17,6 +17,7 @@ STATE_BYTES = 16
 BUCKET_BYTES = 4
 FROZEN_BYTES = 4
 HALF_BYTES = 2
+WHOLE_BYTES = 4
 KEPT_BYTES = 2
 """Per token, hidden unit and layer: a layer's input in BF16, kept by gradient checkpointing."""
 LAYER_BYTES = 70
@@ -64,6 +65,11 @@ def learner_bytes(
     wide = 1 if half else 2
     state = state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     return state + copies + wide * train.micro_batch_tokens * shape.hidden * once
+
+
+def whole_bytes(shape: Shape, train: Train) -> int:
+    """Of a GPU with a share of the parameters, where layers stay gathered: all weights as computed with, gradients in FP32."""
+    return shape.parameters * ((HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES) + WHOLE_BYTES)
 
 
 def state_bytes(

@@ -1,8 +1,10 @@
 """Parameters, gradients and optimizer state spread over the ranks: FSDP2, by accelerate.
 
-Each decoder layer is gathered when it is computed and freed again. Weights for engines and checkpoints are gathered
-whole, one after another, on every rank in the same order, and kept by rank 0 alone: for engines after every step, in the
-type that layers compute in; for checkpoints as they are, and the optimizer's state, too.
+Each decoder layer is gathered when it is computed. Where a GPU has room for the whole model beside its share, layers stay
+gathered until the last pass of a step, which alone adds gradients up over the ranks; otherwise each is freed again and its
+gradient shared out in every pass. Weights for engines and checkpoints are gathered
+whole, on every rank in the same order, and kept by rank 0 alone: for engines after every step, in the type that layers
+compute in; for checkpoints as they are, and the optimizer's state, too.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -71,11 +73,23 @@ def check_collectives(train: Train, device: torch.device) -> None:
         )
 
 
+def hold(accelerator: Accelerator) -> None:
+    """Before a model is prepared: its layers stay gathered from its forward to its backward pass."""
+    accelerator.state.fsdp_plugin.reshard_after_forward = False
+
+
+def accumulate(model: Any, *, last: bool) -> None:
+    """Before a pass of a model that is held: only the `last` one of a step adds gradients up and lets layers go."""
+    model.set_requires_gradient_sync(last)
+    model.set_reshard_after_backward(last)
+
+
 def frozen(model: nn.Module, accelerator: Accelerator) -> Any:
     """A model that is never trained, on the accelerator's device; shared out over the ranks if the policy is."""
     if accelerator.distributed_type == DistributedType.FSDP:
         plan = accelerator.state.fsdp_plugin  # which knows the policy's layers by now
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
+        plan.reshard_after_forward = True
         return fsdp2_prepare_model(accelerator, model).eval()
     return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
@@ -90,25 +104,41 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def gathered(
-    lm: Any, *, keep: bool, dtype: torch.dtype | None = None, into: dict[str, Tensor] | None = None
-) -> dict[str, Tensor]:
-    """Every weight by its Hugging Face name, in host memory, where `keep`; empty elsewhere. Every rank calls it.
-
-    `dtype`: floating weights travel and are kept as this. `into`: what an earlier call gave, filled anew; memory that a GPU
-    writes without the processor's help is slow to get.
-    """
-    weights: dict[str, Tensor] = {}
+def gathered(lm: Any, *, keep: bool) -> dict[str, Tensor]:
+    """Every weight as it is trained, by its Hugging Face name, in host memory where `keep`; empty elsewhere. Every rank calls it."""
     places: dict[int, Tensor] = {}
+    weights: dict[str, Tensor] = {}
     for name, tensor in lm.state_dict(keep_vars=True).items():
         if id(tensor) not in places:  # a tied head is gathered once
-            full = whole(tensor.detach().to(dtype) if dtype and tensor.is_floating_point() else tensor)
-            places[id(tensor)] = _kept(full, (into or {}).get(name)) if keep else full.new_empty(0)
+            full = whole(tensor)
+            places[id(tensor)] = full.cpu() if keep else full.new_empty(0)
         if keep:
             weights[name] = places[id(tensor)]
+    return weights
+
+
+def computed_with(model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same of `lm` inside of the sharded `model`, in the type that layers compute in.
+
+    A layer's weights come together at once, as they do when it is computed: a tenth of the collectives. `into`: what an
+    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get.
+    """
+    saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
+    weights = {
+        name: _kept(each, into.get(name)) for name, each in saved.items() if keep and not isinstance(each, DTensor)
+    }
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.unshard()
+            if keep:
+                named = lm.named_parameters(remove_duplicate=False)
+                ready = {name: each for name, each in named if name in saved and not isinstance(each, DTensor)}
+                places = {id(each): _kept(each.detach(), into.get(name)) for name, each in ready.items()}
+                weights |= {name: places[id(each)] for name, each in ready.items()}
+            part.reshard()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return weights
+    return {name: weights[name] for name in saved} if keep else {}
 
 
 def _kept(full: Tensor, place: Tensor | None) -> Tensor:

@@ -42,7 +42,17 @@ from swarmq.learner.passes import Engine, Pass, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
-from swarmq.learner.sharding import check_collectives, compute_dtype, gathered, is_sharded, plugin, shard_on_cpu
+from swarmq.learner.sharding import (
+    accumulate,
+    check_collectives,
+    compute_dtype,
+    computed_with,
+    gathered,
+    hold,
+    is_sharded,
+    plugin,
+    shard_on_cpu,
+)
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
@@ -79,7 +89,10 @@ class Trainer:
         set_seed(train.seed)
         torch.use_deterministic_algorithms(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
-        _check_memory(self.accelerator, train, source)
+        self._held = _check_memory(self.accelerator, train, source)
+        """Whether the layers of a sharded policy stay gathered from pass to pass."""
+        if self._held:
+            hold(self.accelerator)
         self.train, self.version = train, version
         lm = _policy_lm(source, initial or source, train)
         policy = LayoutModel(lm, device=self.accelerator.device, dtype=compute_dtype(self.accelerator))
@@ -164,12 +177,8 @@ class Trainer:
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
-            self._whole = gathered(
-                self.lm,
-                keep=self.accelerator.is_main_process,
-                dtype=compute_dtype(self.accelerator),
-                into=self._whole,
-            )
+            keep = self.accelerator.is_main_process
+            self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole)
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
@@ -326,7 +335,9 @@ class Trainer:
         return {"grad_norm": norm, "learning_rate": rate, **({"skipped": skipped} if skipped else {})}
 
     def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)
+        if self._held:
+            accumulate(self.model, last=last)
+        return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
@@ -350,13 +361,23 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     return accelerator
 
 
-def _check_memory(accelerator: Accelerator, train: Train, source: str) -> None:
-    """Raises LearnerError when the policy does not fit what is free of this rank's GPU now."""
-    if accelerator.device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(accelerator.device)
+def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
+    """Whether the policy is sharded and every rank has room for the whole of it beside.
+
+    Raises LearnerError when its share, or all of it, does not fit what is free of this rank's GPU now.
+    """
     ranks, full = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP
-    log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=fits.Gpu(total=total, free=free)))
+    if accelerator.device.type != "cuda":
+        return full and not train.cpu_offload
+    free, total = torch.cuda.mem_get_info(accelerator.device)
+    gpu = fits.Gpu(total=total, free=free)
+    log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=gpu))
+    if not full:
+        return False
+    roomy = torch.tensor([fits.holds_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device)
+    held = bool(accelerator.gather(roomy).all())
+    log.info("sharded_layers", stay_gathered=held)
+    return held
 
 
 def _refuse_split_sequences(environment: Mapping[str, str]) -> None:

@@ -104,7 +104,9 @@ class LayoutModel(nn.Module):
         torch._dynamo.config.suppress_errors = True  # noqa: SLF001 - the only home of this switch
         layers = set(self.model._no_split_modules or ())  # noqa: SLF001 - where transformers names its layers
         for module in self.model.modules():
-            if type(module).__name__ in layers:
+            if not layers.isdisjoint(
+                each.__name__ for each in type(module).__mro__
+            ):  # FSDP2 puts a class of its own in front
                 module.forward = torch.compile(module.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
