@@ -16,7 +16,6 @@ import argparse
 import asyncio
 import contextlib
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -43,8 +42,6 @@ from swarmq.up import Deployment, deploy
 
 RUN = "loop"
 PHASES = ("wait_s", "train_s", "push_s", "pause_s", "step_s")
-PUSH_WAY = re.compile(r"weights go.*\bway.{0,3}?(ipc|nccl|file)\b")
-"""How weights reached an engine, in the learner's log."""
 LEAST_STEPS = 2
 """Without so many there is nothing to measure."""
 PROGRESS_S = 20.0
@@ -143,8 +140,7 @@ async def measure(
     if len(steps) < arguments.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {arguments.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=arguments.warm_up)
-    said = (job.run_folder.logs / "learner.main.log").read_text()
-    return figures, detail | {"push_ways": sorted(set(PUSH_WAY.findall(said)))}
+    return figures, detail | {"push_ways": push_ways(job.run_folder.logs / "learner.main.log")}
 
 
 def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> SwarmJob:
@@ -212,6 +208,13 @@ async def until_step(follower: Follower, step: int) -> None:
         return version >= step
 
     await follower.until(reached)
+
+
+def push_ways(log: Path) -> list[str]:
+    """How weights reached engines, by the learner's own words."""
+    lines = (line for line in log.read_bytes().splitlines() if line.startswith(b"{"))
+    told = (msgspec.json.decode(line) for line in lines)
+    return sorted({fields["way"] for fields in told if fields.get("event") == "weights go"})
 
 
 def stop_without_checkpoint(deployment: Deployment) -> None:

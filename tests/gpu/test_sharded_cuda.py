@@ -29,6 +29,8 @@ def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) ->
     train = Train(
         sharding="full",
         cpu_offload=cpu_offload,
+        micro_batch_tokens=88,
+        layout="rows",
         mixed_precision="no",
         loss=Loss(name="reinforce", kl=0.5),
         reference=str(reference),

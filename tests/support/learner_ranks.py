@@ -8,22 +8,27 @@ python learner_ranks.py MODEL TRAIN_JSON TARGET
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, fits
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
 from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.tree import Placed, decoder_layers
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
 
@@ -32,7 +37,12 @@ def main(model: str, train: Train, target: Path) -> None:
     trainer = Trainer(model, train)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
-    fields, _ = trainer.accumulate(work, train)
+    gatherings, gathered = counted()
+    with gatherings:
+        fields, _ = trainer.accumulate(work, train)
+    if is_sharded(trainer.model):
+        assert len(work.passes) > 1
+        assert gathered.call_count == len(parts(trainer)), "layers stay together from pass to pass"
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=train))
@@ -44,6 +54,10 @@ def main(model: str, train: Train, target: Path) -> None:
         torch.save({"gradient": gradient, "weights": weights, **facts}, target)
     trainer.accelerator.wait_for_everyone()
     if is_sharded(trainer.model):
+        assert len(decoder_layers(trainer.lm)) == trainer.lm.config.num_hidden_layers, (
+            "what is not found is not compiled"
+        )
+        let_go(model, train, gradient)
         resumed(trainer, model, train, target.parent)
         precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient, target.parent / "precise")
     trainer.accelerator.end_training()
@@ -88,10 +102,44 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
         assert all(torch.equal(for_engines[name], tensor.bfloat16()) for name, tensor in saved.items())
 
 
+def counted() -> tuple[contextlib.AbstractContextManager[Any], mock.Mock]:
+    """What is called, in the context, whenever torch gathers a part of a policy."""
+    gather, told = _fsdp_param_group.foreach_all_gather, mock.Mock()
+
+    def telling(parameters: list[Any], *arguments: Any) -> Any:
+        if any(each.sharded_param.requires_grad for each in parameters):
+            told()
+        return gather(parameters, *arguments)
+
+    return mock.patch.object(_fsdp_param_group, "foreach_all_gather", telling), told
+
+
+def parts(trainer: Trainer) -> list[FSDPModule]:
+    """What is gathered at once."""
+    return [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+
+
+def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
+    """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
+    AcceleratorState._reset_state()
+    with mock.patch.object(fits, "holds_whole", return_value=False):
+        trainer = Trainer(model, train)
+    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+    work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+    gatherings, gathered = counted()
+    with gatherings:
+        trainer.accumulate(work, train)
+    assert gathered.call_count > len(work.passes) * len(parts(trainer))
+    scale = max(float(each.abs().max()) for each in wanted.values())
+    for name, parameter in trainer.lm.named_parameters():
+        assert float((whole(parameter.grad) - wanted[name]).abs().max()) < 1e-5 * scale, name
+
+
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint gives what going on without one gives."""
     identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
     checkpoint.save(folder, trainer, identity, model=model, keep=1)
+    before = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
     second = BatchRecord(index=Index(record=2, version=2), episodes=EPISODES, settings=train)
     trainer.step(second)
     wanted = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
@@ -105,8 +153,9 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     again.step(second)
     if again.accelerator.is_main_process:
         ours = dict(again.named_tensors())
-        gap = max(float((ours[name] - tensor).abs().max()) for name, tensor in wanted.items())
-        assert gap == 0, gap
+        for name, tensor in wanted.items():
+            apart = float((ours[name] - tensor).norm() / (tensor - before[name]).norm())
+            assert apart <= (0.02 if torch.cuda.is_available() else 0), (name, apart)  # a GPU adds up in any order
 
 
 if __name__ == "__main__":

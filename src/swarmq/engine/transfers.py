@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from swarmq.engine import weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import Deferred, NamedTensors, Packed, Tensors, made
+from swarmq.engine.packing import Deferred, NamedTensors, Packed, Tensors, checksum, made
 from swarmq.errors import EngineError
 from swarmq.process import free_port
 
@@ -147,8 +147,8 @@ class Staging:
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
 
-    def packed(self, tensors: Tensors, dtype: str | None) -> tuple[Packed, torch.Tensor]:
-        """The weights in the buffer. Raises EngineError when the GPU has no room for it."""
+    def packed(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The weights in the buffer, and what a receiver needs to know of them. Raises EngineError when the GPU has no room."""
         plan = Packed.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
         if self._buffer is None or self._buffer.numel() != plan.size_bytes:
             self._buffer = None
@@ -160,7 +160,7 @@ class Staging:
                 ) from error
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
-        return plan, self._buffer
+        return self._buffer, {"tensors": plan.entries, "checksum": checksum(self._buffer)}
 
 
 class IpcTransfer:
@@ -173,9 +173,8 @@ class IpcTransfer:
         pass
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
-        plan, buffer = self._staging.packed(tensors, dtype)
-        where = {"handle": weights_ipc.exported(buffer), "tensors": plan.entries}
-        return Parcel(update_info=where, size_bytes=plan.size_bytes)
+        buffer, facts = self._staging.packed(tensors, dtype)
+        return Parcel(update_info={"handle": weights_ipc.exported(buffer), **facts}, size_bytes=buffer.numel())
 
     def withdraw(self) -> None:
         pass
@@ -208,7 +207,7 @@ class NcclTransfer:
             joining.cancel()
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
-        plan, buffer = self._staging.packed(tensors, dtype)
+        buffer, facts = self._staging.packed(tensors, dtype)
 
         def send(url: str, timeout_s: float) -> None:
             try:
@@ -217,7 +216,7 @@ class NcclTransfer:
                 self._forget(url)
                 raise
 
-        return Parcel(update_info={"tensors": plan.entries}, size_bytes=plan.size_bytes, send=send)
+        return Parcel(update_info=facts, size_bytes=buffer.numel(), send=send)
 
     def withdraw(self) -> None:
         pass

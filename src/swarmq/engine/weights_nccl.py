@@ -54,6 +54,9 @@ def join(address: str, port: int, *, rank: int, world_size: int, device: torch.d
             host=address, port=port, rank=rank, world_size=world_size, store_timeout=MEET_S
         )
         with unpinned_nccl_env():
-            return Group(PyNcclCommunicator(met, device=device), device)
+            communicator = PyNcclCommunicator(met, device=device)
     except Exception as error:  # of sockets, stores and NCCL alike
         raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error
+    if communicator.disabled:  # and its broadcasts do nothing
+        raise EngineError("vLLM finds no NCCL library here: name one in VLLM_NCCL_SO_PATH")
+    return Group(communicator, device)

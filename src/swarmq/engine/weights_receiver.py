@@ -1,8 +1,8 @@
 """Runs inside vLLM: loads what the learner sends into the model being served. Three ways, one at a time:
 
     {"path": ...}                  a safetensors file, in shared memory or on a disk that both see
-    {"handle": ..., "tensors": ...}   memory of the learner on this very GPU (CUDA IPC)
-    {"tensors": ...}               a broadcast of the learner's GPU (NCCL), after a rendezvous
+    {"handle": ..., "tensors": ..., "checksum": ...}   memory of the learner on this very GPU (CUDA IPC)
+    {"tensors": ..., "checksum": ...}   a broadcast of the learner's GPU (NCCL), after a rendezvous
 
 Everything that can be wrong is found before the model is touched, and the model is changed in one call, so between two
 calls of the learner the weights are always whole: the old ones or the new ones. A learner that dies leaves nothing
@@ -27,7 +27,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from swarmq.engine import weights_ipc, weights_nccl
-from swarmq.engine.packing import Packed
+from swarmq.engine.packing import Packed, checksum
 from swarmq.engine.weights_plugin import UNTOUCHED
 
 HEAD = "lm_head.weight"
@@ -53,6 +53,8 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     handle: list[Any] | None = None
     tensors: list[Any] | None = None
     """Of `Packed`."""
+    checksum: int | None = None
+    """Of the packed bytes."""
 
 
 class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[misc]
@@ -113,6 +115,8 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
                 self._group.broadcast(buffer)
             else:
                 raise RuntimeError("there was no rendezvous with the learner")
+            if checksum(buffer) != update.checksum:
+                raise RuntimeError("other bytes arrived than were sent")
         except Exception as error:
             raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
         yield packed.views(buffer)

@@ -77,11 +77,14 @@ def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str
     return check_shape(shape_of(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
 
 
-def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu) -> bool:
-    """Whether a GPU has room for the whole weights and gradient between the passes of a step, beside its share of all else."""
+def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu | None) -> bool:
+    """Whether there is room for all weights and the whole gradient between the passes of a step, beside one rank's share of
+    everything. `gpu`: None where a rank computes on none."""
+    if train.cpu_offload or gpu is None:
+        return not train.cpu_offload
     shape = shape_of(source)
     needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
-    return not train.cpu_offload and needed <= gpu.free
+    return needed <= gpu.free
 
 
 def check_shape(

@@ -362,20 +362,19 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 
 def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
-    """Whether the policy is sharded and every rank has room for the whole of it beside.
+    """Whether the policy is sharded and every rank has room for the whole of it beside its share.
 
-    Raises LearnerError when its share, or all of it, does not fit what is free of this rank's GPU now.
+    Raises LearnerError when it does not fit what is free of this rank's GPU now.
     """
-    ranks, full = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP
-    if accelerator.device.type != "cuda":
-        return full and not train.cpu_offload
-    free, total = torch.cuda.mem_get_info(accelerator.device)
-    gpu = fits.Gpu(total=total, free=free)
-    log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=gpu))
+    ranks, full, gpu = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP, None
+    if accelerator.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(accelerator.device)
+        gpu = fits.Gpu(total=total, free=free)
+        log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=gpu))
     if not full:
         return False
     roomy = torch.tensor([fits.holds_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device)
-    held = bool(accelerator.gather(roomy).all())
+    held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
     log.info("sharded_layers", stay_gathered=held)
     return held
 

@@ -62,6 +62,12 @@ class Placed:
         )
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """By the names that transformers gives; FSDP2 puts a class of its own in front of a layer's."""
+    names = set(model._no_split_modules or ())  # noqa: SLF001 - it has no public name
+    return [module for module in model.modules() if not names.isdisjoint(c.__name__ for c in type(module).__mro__)]
+
+
 class LayoutModel(nn.Module):
     """A causal language model that scores the sampled tokens of layouts.
 
@@ -102,12 +108,8 @@ class LayoutModel(nn.Module):
         if self.rows_only or self.model.device.type != "cuda":
             return
         torch._dynamo.config.suppress_errors = True  # noqa: SLF001 - the only home of this switch
-        layers = set(self.model._no_split_modules or ())  # noqa: SLF001 - where transformers names its layers
-        for module in self.model.modules():
-            if not layers.isdisjoint(
-                each.__name__ for each in type(module).__mro__
-            ):  # FSDP2 puts a class of its own in front
-                module.forward = torch.compile(module.forward, dynamic=True)  # inside of hooks that gather its weights
+        for layer in decoder_layers(self.model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
         """Log-probabilities of the layout's S targets at `temperatures`, one for all or [S]."""

@@ -62,7 +62,11 @@ def alone(tiny_qwen: Path, train: Train, tmp_path_factory: pytest.TempPathFactor
 @pytest.mark.timeout(1500)  # two launches, one after another
 @pytest.mark.parametrize(
     ("count", "changed"),
-    [(2, {}), (4, {"micro_batch_tokens": 88, "layout": "rows"}), (2, {"sharding": "full"})],
+    [
+        (2, {}),
+        (4, {"micro_batch_tokens": 88, "layout": "rows"}),
+        (2, {"sharding": "full", "micro_batch_tokens": 88, "layout": "rows"}),
+    ],
     ids=["two", "four, small rows", "two sharded"],
 )
 def test_ranks_make_the_gradient_and_the_weights_of_one(

@@ -13,7 +13,7 @@ import torch
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import trainer
-from swarmq.learner.fits import Gpu, check, check_shape, looked_at, shape_of, shard
+from swarmq.learner.fits import Gpu, check, check_shape, holds_whole, looked_at, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
 from swarmq.learner.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
@@ -55,6 +55,16 @@ def test_memory_is_planned_for_what_a_gpu_computes_in() -> None:
 
 def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:
     assert "of 80.0 GiB" in check_shape(MIDDLE, TRAIN, ranks=4, gpu=GPU)
+
+
+def test_layers_stay_gathered_only_where_the_whole_fits_beside_a_share(tiny_qwen: Path) -> None:
+    shape, source = shape_of(str(tiny_qwen)), str(tiny_qwen)
+    share = learner_bytes(shape, TRAIN, ranks=2)
+    needed = share + shape.parameters * (2 + 4)  # weights in BF16, the gradient in FP32
+    for free, holds in ((needed, True), (needed - 1, False)):
+        assert holds_whole(source, TRAIN, ranks=2, gpu=Gpu(total=GIB, free=free)) is holds
+    offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
+    assert not holds_whole(source, offloaded, ranks=2, gpu=Gpu(total=GIB, free=GIB)), "which asks for little memory"
 
 
 def test_adapters_take_less_than_full_parameters() -> None:
