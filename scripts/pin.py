@@ -20,7 +20,7 @@ PYTHONS = ("3.11", "3.12")
 
 LEFT_OUT = {
     "torch": "installed first, in a build for this machine",
-    "torchvision": "its usual builds are for CUDA and break beside a CPU torch",
+    "torchvision": "its usual builds are for CUDA and break beside a CPU torch; scripts/install.py puts one apart, for tests",
     "torchaudio": "as torchvision",
     "torchcodec": "as torchvision",
     "triton": "compiles for GPUs only",

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 from swarmq.config import Engine, Policy
-from swarmq.engine.launch import EngineProcess
+from swarmq.engine.launch import EngineProcess, is_cuda_build
 from swarmq.process import held_port
+
+TORCHVISION = (Path(sys.prefix) / "torchvision", Path(__file__).parent / "torchvision_cpu")
+"""Where `make install` puts it, and what lets it be imported there."""
 
 
 def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained: bool = True) -> Policy:
@@ -20,14 +27,19 @@ def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained
 
 
 @contextlib.contextmanager
-def running_engine(model: Path, log_path: Path, *arguments: str, trained: bool = True) -> Iterator[EngineProcess]:
-    """The server, kept by a loop in a thread of its own: tests have loops of their own."""
+def running_engine(model: Path, log_path: Path, *arguments: str, sees: bool = False) -> Iterator[EngineProcess]:
+    """The server, kept by a loop in a thread of its own: tests have loops of their own. `sees`: the model takes images."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
-    engine = EngineProcess(tiny_policy(model, *arguments, trained=trained), port=held_port(), log_path=log_path)
+    engine = EngineProcess(tiny_policy(model, *arguments, trained=not sees), port=held_port(), log_path=log_path)
     try:
-        asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
+        with pytest.MonkeyPatch.context() as patch:
+            if sees and not is_cuda_build():  # a CUDA build has torchvision where everybody finds it
+                assert TORCHVISION[0].is_dir(), f"there is no {TORCHVISION[0]}: `make install`"
+                for folder in TORCHVISION:
+                    patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+            asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
         yield engine
         asyncio.run_coroutine_threadsafe(engine.__aexit__(None, None, None), loop).result()
     finally:

@@ -12,8 +12,8 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "scripts" / "install.py"
-ACTIONS = ("_make_venv", "_torch_cpu", "_vllm_cpu", "_packages", "_pip", "_rabbitmq")
-STEPS = 7
+ACTIONS = ("_make_venv", "_torch_cpu", "_vllm_cpu", "_vllm_cuda", "_packages", "_pip", "_torchvision", "_rabbitmq")
+STEPS = 8
 """`_pip` is two of them: the tools, and swarmq itself."""
 
 
@@ -40,6 +40,12 @@ def test_a_second_run_does_nothing(script: ModuleType) -> None:
     assert script.done == []
 
 
+def test_vllm_for_cuda_brings_its_own_torchvision(script: ModuleType) -> None:
+    script._install(cuda=True)
+    assert not {"_torch_cpu", "_vllm_cpu", "_torchvision"} & set(script.done)
+    assert "_vllm_cuda" in script.done
+
+
 def test_only_what_has_changed_is_done_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     script._install(cuda=False)
     script.done.clear()
@@ -60,7 +66,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(script: ModuleType, monkeyp
     monkeypatch.setattr(script, "_packages", packages)
     script.done.clear()
     script._install(cuda=False)
-    assert script.done == ["_packages", "_pip", "_pip", "_rabbitmq"]
+    assert script.done == ["_packages", "_pip", "_torchvision", "_pip", "_rabbitmq"]
 
 
 def test_an_environment_whose_python_is_gone_is_made_again(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

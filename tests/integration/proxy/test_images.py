@@ -1,36 +1,26 @@
 """A real model that takes images, as a policy that is not trained beside one that takes text alone: every dialect's answer
-is vLLM's own, and what is recorded are the tokens that it sampled from and sampled."""
+is vLLM's own, and what is recorded are the tokens that it sampled from and sampled. Runs on a GPU, too."""
 
 import base64
-import importlib.util
 import io
 
 import anthropic
 import msgspec
 import openai
 import pytest
-import torch
 from PIL import Image
+from tokenizers import Tokenizer
 
 from support.engine import running_engine
 from support.real_proxy import real_stage
-from support.tiny_model import tiny_model
 from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
+from swarmq.engine.launch import is_cuda_build
 from swarmq.timeline import resolve
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.vllm,
-    pytest.mark.broker,
-    pytest.mark.slow,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="needs torchvision"),
-    pytest.mark.timeout(900),
-    pytest.mark.filterwarnings("ignore"),  # compilers warn about many things
-]
+pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
-SMALL = ("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1")
-SEEING = (*SMALL, "--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--mm-encoder-attn-backend", "TORCH_SDPA")
+SEEING = ("--limit-mm-per-prompt", '{"image": 4, "video": 0}', "--mm-encoder-attn-backend", "TORCH_SDPA")
+ON_A_GPU = ("--dtype", "float32", "--enforce-eager", "--gpu-memory-utilization", "0.1")
 WIDE, HIGH = 3, 2
 """Places of an image in a prompt."""
 QUESTION = "What is this?"
@@ -56,24 +46,19 @@ def looking_at(*images):
 
 
 @pytest.fixture(scope="module")
-def eyes_url(tmp_path_factory):
+def eyes_url(engine_url, tmp_path_factory):
+    """After the engine that all share: on a GPU both measure what memory is free."""
+    arguments = (*SEEING, *ON_A_GPU) if is_cuda_build() else SEEING
     log_path = tmp_path_factory.mktemp("eyes") / "engine.log"
-    with running_engine(tiny_vision_model(), log_path, *SEEING, trained=False) as engine:
-        yield engine.url
-
-
-@pytest.fixture(scope="module")
-def text_url(eyes_url, tmp_path_factory):
-    """After the other: both measure what memory of the GPU is free."""
-    with running_engine(tiny_model(), tmp_path_factory.mktemp("text") / "engine.log", *SMALL) as engine:
+    with running_engine(tiny_vision_model(), log_path, *arguments, sees=True) as engine:
         yield engine.url
 
 
 @pytest.fixture
-async def stage(eyes_url, text_url, amqp_url, run_name):
+async def stage(eyes_url, engine_url, amqp_url, run_name, tiny_model):
     frozen = {"eyes": (tiny_vision_model(), eyes_url)}
-    urls = {"engine_url": text_url, "amqp_url": amqp_url}
-    async with real_stage(run_name, tiny_model(), **urls, max_tokens=8, frozen=frozen) as made:
+    urls = {"engine_url": engine_url, "amqp_url": amqp_url}
+    async with real_stage(run_name, tiny_model, **urls, max_tokens=8, frozen=frozen) as made:
         yield made
 
 
@@ -90,9 +75,7 @@ async def direct(stage, url, *messages):
 
 
 def place():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(tiny_vision_model()).convert_tokens_to_ids(IMAGE_TOKEN)
+    return Tokenizer.from_file(str(tiny_vision_model() / "tokenizer.json")).token_to_id(IMAGE_TOKEN)
 
 
 async def chat(client, image):
