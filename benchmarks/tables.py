@@ -27,6 +27,7 @@ HEADLINES = (
     ("learner alone, 1.7 B, 4 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
     ("the same over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
     ("whole loop on one GPU, 1.7 B, 4 B: pause of a weight push; share of the time in which the GPU is idle", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
+    ("learner on two GPUs, everything shared out (FSDP2), 1.7 B: speed over twice that of one", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
     ("episodes a second beside TRL's GRPO trainer with vLLM, the same card and run", "trl_h200", "{samples_per_s_ratio:.1f}x"),
     ("what one proxy process adds to the first token, at 1, 64, 512, 2,000 streams (median)", "proxy", "{added_first_p50_ms_1:.1f}, {added_first_p50_ms_64:.1f}, {added_first_p50_ms_512:.1f}, {added_first_p50_ms_2000:.1f} ms"),
     ("requests a second over those of LiteLLM's proxy, which records nothing", "proxy", "{over_litellm:.1f}x"),
