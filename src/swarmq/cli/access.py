@@ -96,12 +96,12 @@ def client_add(
     from swarmq.client.invitations import Reach, add_client
     from swarmq.client.invites import find_invite
 
-    folder = _only_run(run)
+    job, folder = _only_run(run)
     invite = add_client(
-        RunFolder(folder),
-        find_invite(folder),
+        folder,
+        find_invite(folder.path),
         name,
-        _management(folder, management),
+        _management(job, folder, management),
         Reach(amqp=amqp, proxy=proxy, ca=ca, http=http),
         max_connections=max_connections or MAX_CONNECTIONS,
     )
@@ -121,8 +121,9 @@ def client_list(run: Path | None) -> None:
 
     from swarmq.members import read_members
 
+    _, folder = _only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
-    for one in read_members(RunFolder(_only_run(run)).clients).values():
+    for one in read_members(folder.clients).values():
         by = "RabbitMQ" if one.broker_user else "HTTP"
         table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
     Console().print(table if table.rows else "nobody was invited")
@@ -140,8 +141,8 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     """
     from swarmq.client.invitations import remove_client
 
-    folder = _only_run(run)
-    remove_client(RunFolder(folder), name, _management(folder, management))
+    job, folder = _only_run(run)
+    remove_client(folder, name, _management(job, folder, management))
     click.echo(f"{name} is removed")
 
 
@@ -200,7 +201,8 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     """
     import secrets
 
-    job, api = resolved(run), _management(run, management)
+    job = resolved(run)
+    api = _management(job, RunFolder(run), management)
     user = f"{job.run}.viewer.{name}"
     if gone:
         api.remove(user)
@@ -210,28 +212,27 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     click.echo(f"{api.url}  user {user}  password {password}")
 
 
-def _only_run(run: Path | None) -> Path:
-    """The folder of the run that is meant. Raises ConfigError when that is not clear."""
-    if run is not None:
-        return run
-    found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
-    if len(found) != 1:
-        names = ", ".join(sorted(path.name for path in found))
-        raise ConfigError(
-            f"--run: say which run; in {Path('runs').absolute()} there {f'are {names}' if names else 'is none'}"
-        )
-    return found[0]
+def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
+    """The run that is meant. Raises ConfigError when that is not clear."""
+    if run is None:
+        found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
+        if len(found) != 1:
+            names = ", ".join(sorted(path.name for path in found))
+            raise ConfigError(
+                f"--run: say which run; in {Path('runs').absolute()} there {f'are {names}' if names else 'is none'}"
+            )
+        [run] = found
+    return resolved(run), RunFolder(run)
 
 
-def _management(run: Path, url: str | None) -> Any:
+def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
     """The management API of the run's broker: the one named, the private node's, or the usual port of its host."""
     from swarmq.broker.access import Management
     from swarmq.broker.node_files import HOST, read_identity
 
-    amqp_url = resolved(run).broker.url or ""
-    if url is None and (node := read_identity(RunFolder(run).broker)):
+    if url is None and (node := read_identity(folder.broker)):
         url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
-    return Management.of(amqp_url, url)
+    return Management.of(job.broker.url or "", url)
 
 
 def _day(at: float | None) -> str:

@@ -64,14 +64,17 @@ def test_a_client_is_invited_listed_and_removed(run):
         (["add", "alice", "--http", "--proxy", "gpu"], "give http:// or https://"),
         (["add", "alice", "--http", "--ca", "nothing.pem"], "not a certificate in PEM form"),
         (["remove", "bob"], "no client 'bob': this run has invited nobody"),
-        (["list", "--run", "elsewhere"], None),
+        (["add", "bob", "--http", "--run", "elsewhere"], "elsewhere: not the folder of a run"),
+        (["list", "--run", "elsewhere"], "elsewhere: not the folder of a run"),
+        (["remove", "bob", "--run", "elsewhere"], "elsewhere: not the folder of a run"),
     ],
 )
 def test_what_is_wrong_is_one_line_and_nobody_is_invited(run, arguments, says):
     done = swarmq("client", *arguments)
-    assert done.exit_code == (1 if says else 0)
-    assert (says or "nobody was invited") in done.output
+    assert (done.exit_code, says in done.output) == (1, True), done.output
     assert not read_members(run / "clients.json")
+    assert swarmq("client", "list").output == "nobody was invited\n"
+    assert not (run.parent.parent / "elsewhere").exists()
 
 
 def test_several_runs_must_be_told_apart(run):
