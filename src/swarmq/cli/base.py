@@ -115,7 +115,17 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
 
 
 def resolved(run: Path) -> SwarmJob:
-    """The settings of a run that is up, by its folder."""
+    """The settings of a run that is up, by its folder; a copy of it will not do, because no part of the run looks there."""
+    job = stored(run)
+    own = job.run_folder
+    with contextlib.suppress(OSError):  # moved, or mounted under another name: `run` is all there is
+        if own.resolved.is_file() and not own.path.samefile(run):
+            raise ConfigError(f"{run}: a copy; the parts of this run read and write {own.path}: name that folder")
+    return job
+
+
+def stored(run: Path) -> SwarmJob:
+    """The settings of a run that was up, by its folder or a copy of it; its files are those of `RunFolder(run)`."""
     path = RunFolder(run).resolved
     if not path.exists():
         raise ConfigError(

@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled
+from swarmq.config import RunFolder
+from swarmq.engine.roster import Roster
 
 
 @main.group()
@@ -38,7 +40,7 @@ def engine_list(run: Path) -> None:
     from swarmq.engine.join import look
 
     table = Table("policy", "engine", "weights", "state", box=None)
-    for seen in asyncio.run(look(resolved(run))):
+    for seen in asyncio.run(look(Roster(resolved(run), RunFolder(run)))):
         table.add_row(seen.policy, seen.url, seen.weights, seen.state)
     Console().print(table)
 
@@ -56,7 +58,7 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     from swarmq.engine.join import add
 
     job = resolved(run)
-    asyncio.run(add(job, chosen := one_policy(job, policy, frozen_too=True), url))
+    asyncio.run(add(Roster(job, RunFolder(run)), chosen := one_policy(job, policy, frozen_too=True), url))
     click.echo(f"{url} serves {chosen}")
 
 
@@ -73,7 +75,7 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     from swarmq.engine.join import remove
 
     job = resolved(run)
-    remove(job, chosen := one_policy(job, policy, frozen_too=True), url)
+    remove(Roster(job, RunFolder(run)), chosen := one_policy(job, policy, frozen_too=True), url)
     click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
 
 
@@ -91,6 +93,5 @@ def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]
     from swarmq.engine.join import serve
 
     job = resolved(run)
-    run_until_signalled(
-        serve(job, one_policy(job, policy, frozen_too=True), port=port, gpus=gpus or None, report=click.echo)
-    )
+    chosen, folder = one_policy(job, policy, frozen_too=True), RunFolder(run)
+    run_until_signalled(serve(job, chosen, folder, port=port, gpus=gpus or None, report=click.echo))

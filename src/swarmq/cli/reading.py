@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, main, need, one_policy, resolved
+from swarmq.cli.base import RUN, main, need, one_policy, stored
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
@@ -52,9 +52,9 @@ def inspect(
     from swarmq.observe.inspect_draw import draw_batches, draw_episode, draw_step, show
     from swarmq.observe.inspect_html import page
 
-    job = resolved(run)
+    job, folder = stored(run), RunFolder(run)
     chosen = one_policy(job, policy)
-    log = RunFolder(run).batch_log(chosen)
+    log = folder.batch_log(chosen)
     if episode is None:
         rows: Sequence[msgspec.Struct]
         if step is None:
@@ -69,7 +69,7 @@ def inspect(
         else:
             show(Console(), drawn)
         return
-    view = find_episode(RunFolder(run), chosen, episode, decoder_of(job.policies[chosen].model))
+    view = find_episode(folder, chosen, episode, decoder_of(job.policies[chosen].model))
     if html:
         html.write_text(page(view), encoding="utf-8")
     if as_json:
@@ -102,10 +102,11 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     need("learner")
     from swarmq.learner.replay import replay as train_again
 
-    job = resolved(run)
+    job, folder = stored(run), RunFolder(run)
     version = train_again(
         job,
         one_policy(job, policy),
+        folder,
         to_folder=to,
         from_checkpoint=start,
         until=until,
@@ -142,16 +143,16 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     from swarmq.learner.doctor.signs import signs
     from swarmq.observe.curves import read_events
 
-    job = resolved(run)
+    job, folder = stored(run), RunFolder(run)
     name = one_policy(job, policy)
     steps: dict[int, dict[str, Any]] = {}
-    if job.run_folder.events.exists():
-        events = (e for e in read_events(job.run_folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
+    if folder.events.exists():
+        events = (e for e in read_events(folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
         steps = {int(event.fields["version"]): event.fields for event in events}
     wrong = False
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
     found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)
-    for finding in itertools.chain(found, examine(job, name, batches=batches)):
+    for finding in itertools.chain(found, examine(job, name, folder, batches=batches)):
         wrong |= finding.level == "error"
         click.echo(click.style(f"{finding.level:8}", fg=colors[finding.level]) + f"{finding.check}: {finding.text}")
     sys.exit(int(wrong))

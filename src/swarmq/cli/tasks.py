@@ -11,7 +11,7 @@ import click
 
 from swarmq import live
 from swarmq.cli.base import RUN, main, resolved, run_until_signalled
-from swarmq.config import SwarmJob
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 
 
@@ -119,8 +119,8 @@ async def _feed(
     from swarmq.client.tasks import source_mark
     from swarmq.collector.ledger import changes
 
-    job = resolved(run)
-    job = live.applied(job, changes(job.run_folder.inbox))
+    folder = RunFolder(run)
+    job = live.applied(resolved(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
     async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
         with Progress() as progress:
@@ -133,7 +133,7 @@ async def _feed(
                 repeats=repeats or job.group_size(chosen),
                 epochs=epochs,
                 seed=seed,
-                progress_file=default_progress_file(job.run_folder.path, job.run, chosen, source_mark(data)),
+                progress_file=default_progress_file(folder.path, job.run, chosen, source_mark(data)),
                 source=source_mark(data),
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total),

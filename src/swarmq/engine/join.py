@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.roster import Roster
@@ -33,40 +33,46 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     state: str
 
 
-async def look(job: SwarmJob) -> list[Seen]:
+async def look(roster: Roster) -> list[Seen]:
     """Every engine of every policy."""
-    return [await _seen(policy, url) for policy, urls in Roster(job).urls().items() for url in urls]
+    return [await _seen(policy, url) for policy, urls in roster.urls().items() for url in urls]
 
 
-async def add(job: SwarmJob, policy: str, url: str) -> None:
+async def add(roster: Roster, policy: str, url: str) -> None:
     """Raises EngineError for what is not an engine of ours or of the policy; nothing has changed then."""
     url = url.rstrip("/")
     async with EngineControl(url) as engine:
         await engine.status()
-    answers = await ids_of_all([url, *Roster(job).urls()[policy]])
+    answers = await ids_of_all([url, *roster.urls()[policy]])
     if told := answers.pop(url, None):
         check_joins(url, told, answers)
-    Roster(job).add(policy, url)
+    roster.add(policy, url)
 
 
-def remove(job: SwarmJob, policy: str, url: str) -> None:
+def remove(roster: Roster, policy: str, url: str) -> None:
     """Raises ConfigError for an engine that is not there, or is the only one."""
-    present = [one.rstrip("/") for one in Roster(job).urls()[policy]]
+    present = [one.rstrip("/") for one in roster.urls()[policy]]
     if url.rstrip("/") not in present:
         raise ConfigError(f"{url} serves no {policy}: its engines are {', '.join(present)}")
     if len(present) == 1:
         raise ConfigError(f"{url} is the only engine of {policy}: add another one first")
-    Roster(job).remove(policy, url.rstrip("/"))
+    roster.remove(policy, url.rstrip("/"))
 
 
 async def serve(
-    job: SwarmJob, policy: str, *, port: int, gpus: Sequence[int] | None, report: Callable[[str], None]
+    job: SwarmJob,
+    policy: str,
+    folder: RunFolder,
+    *,
+    port: int,
+    gpus: Sequence[int] | None,
+    report: Callable[[str], None],
 ) -> None:
     """One more engine until cancelled; then it leaves, and ends when nothing is open there. Raises EngineError."""
     port = port or held_port()
-    log_path = job.run_folder.logs / f"engine.{policy}.{port}.log"
+    log_path = folder.logs / f"engine.{policy}.{port}.log"
     async with EngineProcess(job.policies[policy], port=port, log_path=log_path, progress=report, gpus=gpus) as engine:
-        roster = Roster(job)
+        roster = Roster(job, folder)
         roster.add(policy, engine.url)
         report(f"{engine.url} serves {policy}; Ctrl-C drains and stops it")
         try:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EngineError
 from swarmq.sheets import changing, write_whole
 
@@ -17,8 +17,9 @@ Urls = dict[str, tuple[str, ...]]
 
 
 class Roster:
-    def __init__(self, job: SwarmJob) -> None:
-        self._path = job.run_folder.roster
+    def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
+        """`folder`: the run folder, where it is not known by the job's name for it."""
+        self._path = (folder or job.run_folder).roster
         self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
 
     def urls(self) -> Urls:

@@ -8,7 +8,7 @@ from typing import Any
 
 import structlog
 
-from swarmq.config import SwarmJob
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.records import Identity
@@ -20,6 +20,7 @@ log = structlog.get_logger()
 def replay(
     job: SwarmJob,
     policy: str,
+    folder: RunFolder,
     *,
     to_folder: Path,
     from_checkpoint: Path | None = None,
@@ -40,7 +41,7 @@ def replay(
     )
     if start:
         checkpoint.restore(trainer, start)
-    places = batch_log.scan(job.run_folder.batch_log(policy), identity)
+    places = batch_log.scan(folder.batch_log(policy), identity)
     wanted = [p for p in places if p.index.trained and p.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(

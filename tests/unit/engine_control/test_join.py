@@ -18,19 +18,19 @@ def job(tmp_path, vllm):
 async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_changes_nothing(job, vllm):
     dead = "http://127.0.0.1:9"
     with pytest.raises(EngineError, match="cannot be reached"):
-        await add(job, "main", dead)
+        await add(Roster(job), "main", dead)
     assert Roster(job).urls() == {"main": (vllm.url,)}
     vllm.label = "7"
-    [seen] = await look(job)
+    [seen] = await look(Roster(job))
     assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves")
     Roster(job).add("main", dead)
-    assert "cannot be reached" in (await look(job))[1].state
+    assert "cannot be reached" in (await look(Roster(job)))[1].state
 
 
 async def test_an_engine_of_another_version_is_not_added(job, vllm):
     vllm.version = "0.40.0"
     with pytest.raises(EngineError, match=f"{vllm.url} is vLLM 0.40.0"):
-        await add(job, "main", vllm.url)
+        await add(Roster(job), "main", vllm.url)
     assert Roster(job).urls() == {"main": (vllm.url,)}
 
 
@@ -39,7 +39,7 @@ async def test_an_engine_with_another_tokenizer_is_not_added(job, vllm, another)
     with pytest.raises(
         EngineError, match=rf"{another.url} has another tokenizer than the one at {vllm.url}: .*token 2 on"
     ):
-        await add(job, "main", another.url)
+        await add(Roster(job), "main", another.url)
     assert Roster(job).urls() == {"main": (vllm.url,)}
 
 
@@ -48,19 +48,19 @@ async def test_an_engine_is_added_that_has_the_same_tokenizer_or_cannot_be_compa
     if silent != "neither":
         another.tokens = [0]
         (another if silent == "new" else vllm).missing.add("/tokenize")
-    await add(job, "main", another.url)
+    await add(Roster(job), "main", another.url)
     assert Roster(job).urls() == {"main": (vllm.url, another.url)}
 
 
 async def test_the_only_engine_stays_and_an_unknown_one_is_named(job, vllm):
     with pytest.raises(ConfigError, match="is the only engine of main: add another one first"):
-        remove(job, "main", vllm.url)
+        remove(Roster(job), "main", vllm.url)
     with pytest.raises(ConfigError, match=f"serves no main: its engines are {vllm.url}"):
-        remove(job, "main", "http://127.0.0.1:1")
-    await add(job, "main", vllm.url + "/")
+        remove(Roster(job), "main", "http://127.0.0.1:1")
+    await add(Roster(job), "main", vllm.url + "/")
     assert Roster(job).urls() == {"main": (vllm.url,)}, "it was there already"
     Roster(job).add("main", "http://127.0.0.1:1")
-    remove(job, "main", f"{vllm.url}/")
+    remove(Roster(job), "main", f"{vllm.url}/")
     assert Roster(job).urls() == {"main": ("http://127.0.0.1:1",)}
 
 

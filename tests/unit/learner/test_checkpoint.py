@@ -221,16 +221,23 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
     steps: list[int] = []
     for name, start in (("a", None), ("b", job.run_folder.checkpoints("main") / "step-00000002")):
         version = replay(
-            job, "main", to_folder=tmp_path / name, from_checkpoint=start, report=lambda f: steps.append(f["version"])
+            job,
+            "main",
+            job.run_folder,
+            to_folder=tmp_path / name,
+            from_checkpoint=start,
+            report=lambda f: steps.append(f["version"]),
         )
         assert version == 3
         got = load_file(tmp_path / name / "step-00000003" / "model.safetensors")
         assert all(t.numpy().tobytes() == weights(trainer)[n] for n, t in got.items())
     assert steps == [1, 2, 3, 3]
     with pytest.raises(LearnerError, match="not empty"):
-        replay(job, "main", to_folder=tmp_path / "a")
+        replay(job, "main", job.run_folder, to_folder=tmp_path / "a")
     (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
-    line = ["replay", str(job.run_folder.path), str(tmp_path / "c"), "--from", str(start), "--until", "3"]
+    copy = job.run_folder.path.rename(tmp_path / "moved")
+    start = copy / "main" / "checkpoints" / "step-00000002"
+    line = ["replay", str(copy), str(tmp_path / "c"), "--from", str(start), "--until", "3"]
     told = CliRunner().invoke(cli.main, line)
     assert (told.exit_code, told.output.count("step 3  loss")) == (0, 1), told.output
     assert f"version 3 written to {tmp_path / 'c'}" in told.output

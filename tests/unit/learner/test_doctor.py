@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -128,7 +129,7 @@ def levels(findings: list[Finding]) -> dict[str, str]:
 def test_a_sound_run_is_found_sound_and_left_as_it_was(tiny_qwen: Path, tmp_path: Path) -> None:
     job = run_with("sound", tiny_qwen, tmp_path, temperature=0.7)
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
-    found = list(examine(job, "main", batches=2))
+    found = list(examine(job, "main", job.run_folder, batches=2))
     assert {f.check: f.text for f in found if f.level not in ("ok", "note")} == {}
     assert "batches 2 to 3 of 3, from the weights of version 1" in found[0].text
     assert levels(found)["mismatch: arithmetic alone (same weights)"] == "ok"
@@ -138,7 +139,7 @@ def test_a_sound_run_is_found_sound_and_left_as_it_was(tiny_qwen: Path, tmp_path
 @pytest.mark.parametrize(("engine", "cause"), [("raw", "cause: temperature"), ("cut", "cause: truncated support")])
 def test_the_cause_of_a_mismatch_is_named(engine: str, cause: str, tiny_qwen: Path, tmp_path: Path) -> None:
     job = run_with(engine, tiny_qwen, tmp_path, temperature=0.1 if engine == "raw" else 1.0)
-    found = levels(list(examine(job, "main", batches=1)))
+    found = levels(list(examine(job, "main", job.run_folder, batches=1)))
     assert found["mismatch: arithmetic alone (same weights)"] in ("warning", "error")
     assert found[cause] == "error"
     assert len([check for check in found if check.startswith("cause")]) == 1
@@ -221,8 +222,13 @@ def test_signs_are_said_first_also_where_nothing_can_be_replayed(
     assert made.exit_code == 1
     sign, replay = made.output.index("no entropy left: 0.001"), made.output.index("replay: stored batches could not be")
     assert sign < replay
-    assert "no batch was trained yet" in made.output
+    assert f"{job.run_folder.path}/main/batches: no batch was trained yet" in made.output
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "nothing takes a GPU from those that train"
+    copy = shutil.copytree(job.run_folder.path, tmp_path / "copy")
+    job.run_folder.events.unlink()
+    made = CliRunner().invoke(main, ["doctor", str(copy)])
+    assert "no entropy left: 0.001" in made.output, "a copy is read where it lies"
+    assert f"{copy}/main/batches: no batch was trained yet" in made.output
 
 
 def test_the_command_says_what_it_found_and_its_status_whether_something_is_wrong(

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from swarmq.config import SwarmJob, Train
+from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.doctor.checks import checks
@@ -31,23 +31,23 @@ LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
 """Relative difference of two layouts' gradients that rounding can make."""
 
 
-def examine(job: SwarmJob, policy: str, *, batches: int = 3) -> Iterator[Finding]:
+def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) -> Iterator[Finding]:
     """Findings about the newest `batches` that can be replayed; that none can is one, too. Writes nothing."""
     try:
         with gpu_errors("the replay"):
-            yield from _replayed(job, policy, batches)
+            yield from _replayed(job, policy, folder, batches)
     except LearnerError as error:
         aside = "; beside a running engine or learner: --device cpu" if torch.cuda.is_available() else ""
         yield Finding(level="error", check="replay", text=f"stored batches could not be examined: {error}{aside}")
 
 
-def _replayed(job: SwarmJob, policy: str, batches: int) -> Iterator[Finding]:
+def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> Iterator[Finding]:
     """Raises LearnerError without stored batches, or when the model does not fit."""
     identity, settings = Identity.of(job, policy), job.policies[policy]
-    places = [p for p in batch_log.scan(job.run_folder.batch_log(policy), identity) if p.index.trained]
+    places = [p for p in batch_log.scan(folder.batch_log(policy), identity) if p.index.trained]
     if not places:
-        raise LearnerError(f"{job.run_folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
-    start = _start(job.run_folder.checkpoints(policy), identity, places[-1].index.version, batches)
+        raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
+    start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
     trainer = Trainer(
         str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
     )
