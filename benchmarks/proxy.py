@@ -277,9 +277,15 @@ async def _memory(pid: int, opened_s: float, lasts_s: float) -> float:
 
 
 @contextlib.asynccontextmanager
-async def running(folder: Path, name: str, argv: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
+async def running(
+    folder: Path, name: str, argv: Sequence[str], *, asked: bool = False
+) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A process that ends with the context. `asked`: its standard input and output are ours, not its log's."""
     with (folder / f"{name}.log").open("wb") as sink:
-        process = await asyncio.create_subprocess_exec(*argv, stdout=sink, stderr=sink, preexec_fn=die_with_parent)
+        pipe = asyncio.subprocess.PIPE if asked else None
+        process = await asyncio.create_subprocess_exec(
+            *argv, stdin=pipe, stdout=pipe or sink, stderr=sink, preexec_fn=die_with_parent
+        )
     try:
         yield process
     except Exception:

@@ -1,13 +1,14 @@
 """Throughput through the proxy over that of vLLM asked directly, with a model that keeps a GPU busy.
 
-    python -m benchmarks.proxy_h200 --shape 1.7b            # on a CUDA machine
+    python -m benchmarks.proxy_h200 --shape 1.7b --engine-cores 2            # on a CUDA machine
     python -m benchmarks.proxy_h200 --shape tiny --streams 8 --tokens 32 --prompt 64 --out /tmp/out     # anywhere
 
-Weights are random. So many callers make one call after another; answers are half to one and a half times `--tokens` long
-(`ignore_eos`), so that calls end and begin at any moment, as those of agents do. Once every caller has had an answer, tokens are
-counted for `--seconds`, by vLLM's own counter. Every call is an episode of its own and its turn is confirmed by a real RabbitMQ.
-The ways take turns in one run. vLLM is asked directly for text alone, and once more for text with the log-probabilities
-without which nothing can be trained.
+Weights are random. So many streams carry one call after another, from several processes; answers are half to one and a half
+times `--tokens` long (`ignore_eos`), so that calls end and begin at any moment, as those of agents do. When calls are of every
+age, tokens are counted for `--seconds`, by vLLM's own counter. Every call is an episode of its own and its turn is confirmed by
+a real RabbitMQ. The ways take turns in one run. vLLM is asked directly for text alone, and once more for text with the
+log-probabilities without which nothing can be trained. vLLM's core is one busy thread: `--engine-cores` gives it cores of its
+own, so that what it happens to share one with decides nothing.
 """
 
 from __future__ import annotations
@@ -16,21 +17,24 @@ import asyncio
 import contextlib
 import json
 import os
-import random
 import resource
 import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import psutil
 import uvloop
 
 from benchmarks import report
-from benchmarks.proxy import OPEN_FILES, RUN, episode_key, running, streamed, until_serving
+from benchmarks.proxy import OPEN_FILES, RUN, running, until_serving
+from benchmarks.proxy_callers import Settings, Target
 from benchmarks.timelines import SHAPES
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
@@ -46,6 +50,7 @@ PARTS = {
     "API server": "vllm.entrypoints",
     "proxies": "swarmq proxy",
     "broker": "beam.smp",
+    "callers": "benchmarks.proxy_callers",
 }
 """Their processes, by what is in their command lines."""
 
@@ -76,6 +81,54 @@ def make_model(folder: Path, shape: str, device: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+class Callers:
+    """Processes that share out the streams."""
+
+    def __init__(self, processes: list[asyncio.subprocess.Process], folder: Path) -> None:
+        self._processes, self._folder = processes, folder
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def started(cls, folder: Path, secret: bytes, arguments: Any) -> AsyncIterator[Callers]:
+        async with contextlib.AsyncExitStack() as stack:
+            processes = []
+            for number in range(arguments.callers):
+                settings = Settings(
+                    number=number,
+                    streams=len(range(number, arguments.streams, arguments.callers)),
+                    tokens=arguments.tokens,
+                    prompt=arguments.prompt,
+                    secret=secret,
+                )
+                argv = [sys.executable, "-m", "benchmarks.proxy_callers", msgspec.json.encode(settings).decode()]
+                processes.append(
+                    await stack.enter_async_context(running(folder, f"callers.{number}", argv, asked=True))
+                )
+            yield cls(processes, folder)
+
+    async def tell(self, target: Target | None) -> None:
+        """Returns when all are under way, or have stopped. Raises RuntimeError when one has ended instead."""
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(target) + b"\n")
+        for number, process in enumerate(self._processes):
+            assert process.stdout is not None
+            answer = (await process.stdout.readline()).decode().strip()
+            if answer != ("stopped" if target is None else "calling"):
+                raise RuntimeError(
+                    f"callers.{number} ended: {(self._folder / f'callers.{number}.log').read_text()[-2000:]}"
+                )
+
+
+def give_cores(count: int) -> None:
+    """To the engine core, for itself: the last `count` of those that everything else may use until now."""
+    cores = sorted(os.sched_getaffinity(0))
+    for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
+        own = PARTS["engine core"] in " ".join(process.cmdline())
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, cores[-count:] if own else cores[:-count])
+
+
 async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str, Any]]:
     """Figures and detail."""
     async with contextlib.AsyncExitStack() as stack:
@@ -95,6 +148,8 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         engine = await stack.enter_async_context(
             EngineProcess(job.policies["main"], port=port, log_path=folder / "engine.log", progress=print)
         )
+        if arguments.engine_cores:
+            give_cores(arguments.engine_cores)
         policy["engine"]["urls"] = [engine.url]
         job = SwarmJob.build({**tree, "proxy": {"count": arguments.proxies}})
         (folder / "job.toml").write_text(job.to_toml())
@@ -103,6 +158,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
             await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
         drain = [sys.executable, "-m", "benchmarks.proxy_drain", node.amqp_url, RUN]
         await stack.enter_async_context(running(folder, "drain", drain))
+        callers = await stack.enter_async_context(Callers.started(folder, secret, arguments))
         http = await stack.enter_async_context(
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=600))
         )
@@ -115,15 +171,15 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         proxies = [f"http://127.0.0.1:{own}/v1" for own in ports]
         plain = ([f"{engine.url}/v1"], str(folder / "model"))
         ways = {
-            "direct": (*plain, False),
-            "direct_logprobs": (*plain, True),
-            "proxy": (proxies, "main", False),
+            "direct": Target(*plain, logprobs=False),
+            "direct_logprobs": Target(*plain, logprobs=True),
+            "proxy": Target(proxies, "main", logprobs=False),
         }
         rates: dict[str, list[float]] = {name: [] for name in ways}
         busy: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         for measured in (False, *[True] * arguments.repeats):
-            for name, (urls, model, logprobs) in ways.items():
-                tokens_per_s, spent = await rate(http, engine.url, urls, model, secret, logprobs, arguments)
+            for name, target in ways.items():
+                tokens_per_s, spent = await rate(http, engine.url, callers, target, arguments.seconds)
                 each = ", ".join(f"{part} {micros:.0f}" for part, micros in spent.items())
                 print(f"{name}: {tokens_per_s:.0f} tokens/s; us of processor a token: {each}", flush=True)
                 if measured:
@@ -149,59 +205,31 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
     }
 
 
-def processor_seconds() -> dict[str, float]:
-    """What the parts have spent until now, by part, over all their processes."""
-    seconds: dict[str, float] = {}
+def processor_seconds() -> dict[tuple[str, int], float]:
+    """What the parts' processes have spent until now, by part and process id."""
+    seconds: dict[tuple[str, int], float] = {}
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error, OSError):
             line = " ".join(process.cmdline())
             part = next((name for name, mark in PARTS.items() if mark in line), None)
             if part is not None:
-                seconds[part] = seconds.get(part, 0.0) + report.processor_s(process.pid)
+                seconds[part, process.pid] = report.processor_s(process.pid)
     return seconds
 
 
 async def rate(
-    http: aiohttp.ClientSession,
-    engine: str,
-    urls: list[str],
-    model: str,
-    secret: bytes,
-    logprobs: bool,
-    arguments: Any,
+    http: aiohttp.ClientSession, engine: str, callers: Callers, target: Target, seconds: float
 ) -> tuple[float, dict[str, float]]:
-    """Sampled tokens a second with so many streams always open, and microseconds of processor a token, by part."""
-    dice, answered, over = random.Random(7), set[int](), False
-
-    async def call(url: str) -> None:
-        body = {
-            "model": model,
-            "messages": [{"role": "user", "content": "one two three " * (arguments.prompt // 8)}],
-            "max_tokens": dice.randint(arguments.tokens // 2, 3 * arguments.tokens // 2),
-            "ignore_eos": True,
-            "temperature": 1.0,
-            "logprobs": logprobs,
-        }
-        async with contextlib.aclosing(streamed(http, url, episode_key(secret, mode="eval"), body)) as blocks:
-            async for _ in blocks:
-                pass
-
-    async def caller(number: int) -> None:
-        while not over:
-            await call(urls[number % len(urls)])
-            answered.add(number)
-
-    async with asyncio.TaskGroup() as callers:
-        for number in range(arguments.streams):
-            callers.create_task(caller(number))
-        while len(answered) < arguments.streams:  # noqa: ASYNC110 - a glance is all there is to do
-            await asyncio.sleep(0.05)
-        before, counted, began = processor_seconds(), await sampled(http, engine), time.perf_counter()
-        await asyncio.sleep(arguments.seconds)
-        tokens, took_s = await sampled(http, engine) - counted, time.perf_counter() - began
-        spent = {part: 1e6 * (now - before.get(part, 0.0)) / tokens for part, now in processor_seconds().items()}
-        over = True
-    return tokens / took_s, spent
+    """Sampled tokens a second with all streams open, and microseconds of processor a token, by part."""
+    await callers.tell(target)
+    before, counted, began = processor_seconds(), await sampled(http, engine), time.perf_counter()
+    await asyncio.sleep(seconds)
+    tokens, took_s = await sampled(http, engine) - counted, time.perf_counter() - began
+    spent: Counter[str] = Counter()
+    for (part, process), now in processor_seconds().items():
+        spent[part] += 1e6 * (now - before.get((part, process), now)) / tokens
+    await callers.tell(None)
+    return tokens / took_s, dict(spent)
 
 
 async def sampled(http: aiohttp.ClientSession, engine: str) -> float:
@@ -217,9 +245,11 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=256, help="sampled in a call, on average")
     parser.add_argument("--prompt", type=int, default=512, help="tokens, about")
-    parser.add_argument("--seconds", type=float, default=6.0, help="for which tokens are counted each time")
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=4.0, help="for which tokens are counted each time")
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--proxies", type=int, default=4)
+    parser.add_argument("--callers", type=int, default=4, help="processes that share out the streams")
+    parser.add_argument("--engine-cores", type=int, default=0, help="for vLLM's core alone")
     parser.add_argument("--device", default="cpu", help="where the weights are made: cuda is quicker")
     arguments = parser.parse_args()
     limit = max(OPEN_FILES, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
