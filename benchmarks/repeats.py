@@ -1,6 +1,6 @@
 """Same seed, same batches: two processes, one after the other, come to the same loss and gradient to the last bit.
 
-    python -m benchmarks.repeats                # CPU, FP32
+    python -m benchmarks.repeats                # on a GPU where there is one; FP32
 
 Each makes the same small model, trains the same batches of random tokens and tells loss and gradient norm of every step
 as the bits of a double. Other processes on the machine change nothing but the time.
@@ -36,6 +36,7 @@ def main() -> None:
     if arguments.into:
         arguments.into.write_text(json.dumps(train()))
         return
+    place = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as folder:
         runs = [run(Path(folder) / f"{number}.json") for number in range(2)]
     pairs = list(zip(*runs, strict=True))
@@ -45,7 +46,14 @@ def main() -> None:
         for number, (one, other) in enumerate(pairs, 1)
     ]
     print(report.table(("step", *TOLD, "equal"), rows))
-    print(report.save("repeats_cpu", {"steps": STEPS, "steps_equal": equal}, detail={"runs": runs}, out=arguments.out))
+    print(
+        report.save(
+            f"repeats_{report.place(place)}",
+            {"steps": STEPS, "steps_equal": equal},
+            detail={"runs": runs},
+            out=arguments.out,
+        )
+    )
 
 
 def run(into: Path) -> list[dict[str, str]]:
@@ -56,7 +64,15 @@ def run(into: Path) -> list[dict[str, str]]:
 
 def train() -> list[dict[str, str]]:
     """The bits of what every step says."""
-    settings = Train(seed=SEED, deterministic=True, learning_rate=1e-3, warmup_steps=0, token_log=False, trackers=())
+    settings = Train(
+        mixed_precision="no",
+        seed=SEED,
+        deterministic=True,
+        learning_rate=1e-3,
+        warmup_steps=0,
+        token_log=False,
+        trackers=(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         make_model(MODEL, folder, torch.device("cpu"))
         trainer = Trainer(folder, settings)

@@ -247,6 +247,7 @@ class Train(Settings, frozen=True, kw_only=True):
     """Where the figures of every step go besides the run's events; TensorBoard's lie in `<run>/<policy>/trackers`."""
     seed: int = 0
     deterministic: bool = False
+    """A step that is made again, on the same kind of machine, comes out the same to the bit. Slower on a GPU."""
 
     def __post_init__(self) -> None:
         if self.cpu_offload and self.sharding != "full":

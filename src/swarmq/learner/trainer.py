@@ -87,7 +87,7 @@ class Trainer:
         """Load the weights in `source`; `initial` is the run's first model, where that is another. Raises LearnerError
         when a model cannot be loaded or does not fit."""
         set_seed(train.seed)
-        torch.use_deterministic_algorithms(train.deterministic)
+        _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
         self._held = _check_memory(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered from pass to pass."""
@@ -341,6 +341,13 @@ class Trainer:
 
     def _sum(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
+
+
+def _repeat(deterministic: bool) -> None:
+    """Whether what is computed again comes out the same to the bit."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
+    torch.use_deterministic_algorithms(deterministic)
 
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:

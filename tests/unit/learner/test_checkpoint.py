@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from swarmq.learner.trainer import Trainer
 pytestmark = pytest.mark.slow
 
 OURS = Identity(run="r", policy="main", model="m")
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, deterministic=True)
 
 
@@ -55,6 +57,16 @@ def save(folder: Path, trainer: Trainer, keep: int = 3, model: str = "") -> int:
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
     return {name: tensor.numpy().tobytes() for name, tensor in trainer.named_tensors()}
+
+
+@pytest.mark.parametrize(("set_by_user", "taken"), [(None, ":4096:8"), (":16:8", ":16:8")])
+def test_a_gpu_is_asked_for_products_that_repeat(tiny_qwen: Path, set_by_user: str | None, taken: str) -> None:
+    """Without it torch refuses the first product that is to repeat."""
+    with mock.patch.dict(os.environ, {CUBLAS: set_by_user} if set_by_user else {}):
+        if set_by_user is None:
+            os.environ.pop(CUBLAS, None)
+        Trainer(str(tiny_qwen), TRAIN)
+        assert os.environ[CUBLAS] == taken
 
 
 def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
