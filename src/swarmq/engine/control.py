@@ -103,6 +103,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     """That of the weights it computes with, e.g. `bfloat16`."""
     pid: int
+    nccl: str = ""
+    """The version of the library that it would broadcast with; empty where it has none."""
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):

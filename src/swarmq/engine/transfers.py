@@ -41,6 +41,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """Floating weights are sent as this; None: as they are."""
     workers: tuple[int, ...] = ()
     """Their process ids."""
+    nccl: tuple[str, ...] = ()
+    """The versions that they would broadcast with, each once."""
 
 
 class Transfer(Protocol):
@@ -66,6 +68,7 @@ def route_to(url: str, facts: Sequence[Facts], own_gpu: str) -> Route:
         reason=reason,
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         workers=tuple(worker.pid for worker in facts),
+        nccl=tuple(sorted({worker.nccl for worker in facts})),
     )
 
 
@@ -188,6 +191,12 @@ class NcclTransfer:
         self._groups: dict[str, tuple[tuple[int, ...], weights_nccl.Group]] = {}
 
     async def prepare(self, engine: EngineControl, route: Route) -> None:
+        own = weights_nccl.version()
+        if not own or route.nccl != (own,):  # who waits for a peer that cannot come waits for ever
+            raise EngineError(
+                f"the learner broadcasts with NCCL {own or 'nothing'}, the engine with {', '.join(route.nccl) or 'nothing'}: "
+                "name a library that vLLM can use in VLLM_NCCL_SO_PATH, the same for both"
+            )
         workers, group = self._groups.get(engine.url, ((), None))
         if group is not None and workers == route.workers:
             return

@@ -5,6 +5,7 @@ A peer that dies in a broadcast leaves the others' GPUs waiting: the learner loo
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -43,6 +44,17 @@ class Group:
         self._communicator.destroy()
 
 
+@functools.cache
+def version() -> str:
+    """Of the NCCL library that vLLM's wrapper loads in this process; empty where it finds none that it can use."""
+    try:
+        from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary  # noqa: PLC0415 - an extra, and slow
+
+        return str(NCCLLibrary().ncclGetVersion())
+    except Exception:
+        return ""
+
+
 def join(address: str, port: int, *, rank: int, world_size: int, device: torch.device) -> Group:
     """Meet the others; returns when all are there. The learner, rank 0, is the one who listens."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 - an extra, and slow
@@ -57,6 +69,6 @@ def join(address: str, port: int, *, rank: int, world_size: int, device: torch.d
             communicator = PyNcclCommunicator(met, device=device)
     except Exception as error:  # of sockets, stores and NCCL alike
         raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error
-    if communicator.disabled:  # and its broadcasts do nothing
-        raise EngineError("vLLM finds no NCCL library here: name one in VLLM_NCCL_SO_PATH")
+    if communicator.disabled:
+        raise EngineError("vLLM's communicator is disabled here, and its broadcasts would do nothing")
     return Group(communicator, device)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from swarmq.engine import weights_nccl
 from swarmq.engine.weights_ipc import gpu_uuid
 
 
 class WorkerFacts:
     def swarmq_facts(self: Any) -> dict[str, Any]:
         """As in `swarmq.engine.control.Facts`."""
+        on_gpu = self.device.type == "cuda"
         return {
-            "gpu": gpu_uuid(self.device) if self.device.type == "cuda" else "",
+            "gpu": gpu_uuid(self.device) if on_gpu else "",
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "pid": os.getpid(),
+            "nccl": weights_nccl.version() if on_gpu else "",
         }

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from swarmq.engine.control import Facts, Parcel, Timeouts
 from swarmq.engine.push import DOUBTS, WeightPusher
-from swarmq.engine.transfers import FOLDER_PREFIX, FileTransfer, distinct, route_to
+from swarmq.engine.transfers import FOLDER_PREFIX, FileTransfer, NcclTransfer, Staging, distinct, route_to
 from swarmq.errors import EngineError
 
 GONE = "http://127.0.0.1:9"
@@ -175,6 +175,19 @@ async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(v
     vllm.workers = [worker(HERE, pid=8)]
     await asyncio.to_thread(pusher.push, weights, 7)
     assert ways["ipc"].published == 2, "one that was started again is asked again"
+
+
+@pytest.mark.parametrize(("own", "engines"), [("", "2.29.2"), ("2.29.2", ""), ("2.28.9", "2.29.2")])
+async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
+    vllm, weights, tmp_path, ways, monkeypatch, capsys, own, engines
+):
+    monkeypatch.setattr("swarmq.engine.weights_nccl.version", lambda: own)
+    vllm.workers = [worker(THERE) | {"nccl": engines}]
+    ways["nccl"] = NcclTransfer(Staging())
+    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
+    assert report.ways == {vllm.url: "file"}
+    said = f"NCCL {own or 'nothing'}, the engine with {engines or 'nothing'}"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", ["prepare", "publish"])
