@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, main, need, one_policy, stored
+from swarmq.cli.base import RUN, main, need, one_policy, private_files, stored
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
@@ -23,7 +23,9 @@ from swarmq.errors import ConfigError
 @click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: batches or episodes, one a line, or the episode.")
 @click.option(
-    "--html", type=click.Path(path_type=Path), help="Write the episode to this file, one self-contained page."
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write the episode to this file, one self-contained page that only you can read.",
 )
 def inspect(
     run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
@@ -71,7 +73,11 @@ def inspect(
         return
     view = find_episode(folder, chosen, episode, decoder_of(job.policies[chosen].model))
     if html:
-        html.write_text(page(view), encoding="utf-8")
+        try:
+            with private_files():
+                html.write_text(page(view), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written ({error.strerror})") from error
     if as_json:
         click.echo(msgspec.json.encode(view))
     elif not html:

@@ -345,6 +345,12 @@ def test_of_an_episode_that_was_dropped_it_is_said_when_and_why(run):
 def test_the_page_is_written_to_the_file(run, tmp_path):
     assert inspect(run, "second-0", "--html", tmp_path / "e.html") == ""
     assert "second-0" in (tmp_path / "e.html").read_text()
+    assert (tmp_path / "e.html").stat().st_mode & 0o77 == 0, "prompts are in it"
+    nowhere = CliRunner().invoke(main, ["inspect", str(run), "second-0", "--html", str(tmp_path / "no" / "e.html")])
+    assert (nowhere.exit_code, "no/e.html: cannot be written (No such file or directory)" in nowhere.output) == (
+        1,
+        True,
+    )
     refused = CliRunner().invoke(main, ["inspect", str(run), "--html", str(tmp_path / "x.html")])
     assert refused.exit_code == 1
     assert "which EPISODE" in refused.output
