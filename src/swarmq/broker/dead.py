@@ -7,7 +7,7 @@ looking loses nothing, and two people looking at once merely see fewer letters e
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Collection, Container
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
 from swarmq.broker.publisher import send
 from swarmq.broker.session import Session, open_session
+from swarmq.errors import BrokerError
 
 LIST_LIMIT = 1000
 SHOWN_BYTES = 400
@@ -48,6 +49,13 @@ class Requeued(msgspec.Struct, frozen=True, kw_only=True):
     """id -> why it stays dead."""
 
 
+async def find(url: str, wanted: str) -> DeadLetter:
+    """The dead letter of this id. Raises BrokerError when there is none."""
+    found = {letter.id: letter for letter in await letters(url)}
+    _check([wanted], found)
+    return found[wanted]
+
+
 async def letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
     """The oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
     async with open_session(url, name=CONNECTION) as session:
@@ -66,10 +74,13 @@ def show(letter: DeadLetter) -> str:
 
 
 async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
-    """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here."""
+    """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here.
+
+    Raises BrokerError for an id that no letter has; nothing was sent then."""
     sent, left = 0, {}
     async with open_session(url, name=CONNECTION) as session:
         chosen = [(letter, message) async for letter, message in _read(session) if ids is None or letter.id in ids]
+        _check(ids or (), [letter.id for letter, _ in chosen])
         for letter, message in chosen:
             reason = await _send_back(session, letter)
             if reason is None:
@@ -81,16 +92,23 @@ async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
 
 
 async def purge(url: str, ids: Collection[str] | None = None) -> int:
-    """Forget letters for good; None means all. Returns how many."""
+    """Forget letters for good; None means all. Returns how many. Raises BrokerError for an id that no letter has; then none is
+    forgotten."""
     async with open_session(url, name=CONNECTION) as session:
         if ids is None:
             queue = await session.channel.get_queue(topology.DEAD, ensure=False)
             answer = await session.call(queue.purge())
             return int(answer.message_count or 0)
-        chosen = [message async for letter, message in _read(session) if letter.id in ids]
-        for message in chosen:
+        chosen = [(letter.id, message) async for letter, message in _read(session) if letter.id in ids]
+        _check(ids, [name for name, _ in chosen])
+        for _, message in chosen:
             await session.call(message.ack())
         return len(chosen)
+
+
+def _check(ids: Collection[str], found: Container[str]) -> None:
+    if missing := [one for one in ids if one not in found]:
+        raise BrokerError(f"no dead letter has the id {missing[0]!r}: `swarmq dead list` shows them")
 
 
 async def _read(

@@ -8,7 +8,7 @@ import click
 
 from swarmq.cli.base import RUN, main, resolved, run_until_signalled
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerError, ConfigError
+from swarmq.errors import ConfigError
 
 
 @main.group()
@@ -61,13 +61,9 @@ def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
 
 
 async def _dead_show(job: SwarmJob, wanted: str) -> None:
-    from swarmq.broker.dead import letters, show
+    from swarmq.broker.dead import find, show
 
-    for letter in await letters(job.broker.url or ""):
-        if letter.id == wanted:
-            click.echo(show(letter))
-            return
-    raise BrokerError(f"no dead letter has the id {wanted!r}: `swarmq dead list` shows them")
+    click.echo(show(await find(job.broker.url or "", wanted)))
 
 
 @dead.command("requeue")
@@ -103,7 +99,7 @@ def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
     swarmq dead purge runs/demo 01a1fa68c1d27c0e
     swarmq dead purge runs/demo --all
     """
-    if not ids and not everything:
+    if bool(ids) == everything:
         raise ConfigError("say which dead letters to forget, by id, or --all")
     run_until_signalled(_dead_purge(resolved(run), None if everything else ids))
 

@@ -136,6 +136,9 @@ async def test_the_command_line_lists_shows_requeues_and_forgets(
     assert (status, '"episode_id": "e0"' in said) == (0, True)
     status, said = await dead("show", "nobody", num=3)
     assert (status, "no dead letter has the id 'nobody'" in said) == (1, True)
+    for verb in ("requeue", "purge"):
+        status, said = await dead(verb, first, "nobody", num=3)
+        assert (status, "no dead letter has the id 'nobody'" in said) == (1, True), "and all stay"
     assert await dead("requeue", first, num=3) == (0, "1 sent back\n")
     assert (await broker.depths([topology.inbox(run_name)]))[topology.inbox(run_name)].ready == 1
     assert await dead("purge", second, num=2) == (0, "1 forgotten\n")

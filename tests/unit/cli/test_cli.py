@@ -72,6 +72,7 @@ def test_the_commands_that_people_are_told_of_are_there():
         (["requeue"], "not the folder of a run"),
         (["purge", "--all"], "not the folder of a run"),
         (["purge"], "say which dead letters to forget, by id, or --all"),
+        (["purge", "ID", "--all"], "say which dead letters to forget, by id, or --all"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
@@ -131,6 +132,28 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(tmp_path, command):
     result = swarmq(command, tmp_path)
     assert result.exit_code == 1
     assert "not the folder of a run" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b'run = "\xff"', "resolved.toml: not TOML: 'utf-8' codec can't decode"),
+        (b"run = ", "resolved.toml: not TOML"),
+        (b"", "resolved.toml: Object missing required field `run`"),
+        (None, "resolved.toml: cannot be read (Is a directory)"),
+    ],
+)
+def test_settings_that_cannot_be_read_are_named(tmp_path, content, says):
+    path = tmp_path / "resolved.toml"
+    path.mkdir() if content is None else path.write_bytes(content)
+    result = swarmq("status", tmp_path)
+    assert (result.exit_code, says in result.output) == (1, True), result.output
+
+
+@pytest.mark.parametrize("command", ["status", "inspect"])
+def test_a_folder_that_cannot_be_looked_into_is_named_with_the_reason(tmp_path, command):
+    result = swarmq(command, tmp_path / ("x" * 300))
+    assert (result.exit_code, "resolved.toml: cannot be read (File name too long)" in result.output) == (1, True)
 
 
 def test_a_worker_without_an_invite_is_told_where_to_get_one():
