@@ -32,7 +32,8 @@ def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = 
     """The tasks of a data set, in its own order, read as they are needed.
 
     A row is named by its `id` or `task_id`; where no row has one, by the source's name and its number. `require` lists fields that every
-    row must have. Raises TaskError for a row that breaks this and for an id that comes twice, naming the line.
+    row must have. Raises TaskError for a row that breaks this and for an id that comes twice, naming the line, and where there is
+    no row at all.
     """
     seen: dict[str, str] = {}
     has_ids: bool | None = None
@@ -49,18 +50,20 @@ def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = 
             raise TaskError(f"{where}: the id {task.id!r} is that of {seen[task.id]} too")
         seen[task.id] = where
         yield task
+    if not seen:
+        raise TaskError(f"{source}: there is no task in it")
 
 
 def _rows(source: str) -> Iterator[Row]:
     scheme, colon, rest = source.partition(":")
-    if scheme in _SCHEMES and colon:
+    if scheme in _SCHEMES and rest:
         return _SCHEMES[scheme](rest)
     suffix = Path(source).suffix.lower()
-    if Path(source).expanduser().is_dir():
+    if source and Path(source).expanduser().is_dir():
         return _hugging_face(source)
     if suffix in _SUFFIXES:
         return _file(Path(source).expanduser(), _SUFFIXES[suffix])
-    if colon:
+    if colon and scheme not in _SCHEMES:
         return _python(source)
     raise TaskError(
         f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
@@ -192,12 +195,26 @@ def _environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
 
 
 def _python(target: str) -> Iterator[Row]:
-    found: Any = load(target)
-    values: Iterable[Any] = found() if inspect.isroutine(found) else found
+    values: Any = load(target)
+    if inspect.isroutine(values):
+        _check_plain(target, values)
+        values = values()
     if not isinstance(values, Iterable):
         raise TaskError(f"{target}: returned a {type(values).__name__}, which cannot be iterated")
     for number, value in enumerate(values, 1):
         yield f"{target} item {number}", value
+
+
+def _check_plain(target: str, function: Callable[..., Any]) -> None:
+    """Raise TaskError for a function that cannot be called without arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one in C that does not say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TaskError(f"{target}: must be callable without arguments ({error}), and give an iterable") from error
 
 
 def _check_fields(where: str, row: Any, require: Sequence[str]) -> None:

@@ -33,7 +33,7 @@ def replay(
     LearnerError when the checkpoint is not sound, or the log does not go on after it.
     """
     identity, settings = Identity.of(job, policy), job.policies[policy]
-    if to_folder.exists() and any(to_folder.iterdir()):
+    if to_folder.exists() and (not to_folder.is_dir() or any(to_folder.iterdir())):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
     trainer = Trainer(

@@ -9,6 +9,7 @@ sharding, accumulation, memory. Under `accelerate launch` every process is a ran
 
 from __future__ import annotations
 
+import contextlib
 import random
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ import msgspec
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.children import own_rank
+from swarmq.learner.files import mapped
+from swarmq.learner.model import load_config
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
@@ -65,10 +68,43 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
     that would have done harm."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
+    load_config(plan.model)  # which says best what is wrong with it
     tokenizer = _tokenizer(plan.model)
     episodes = list(read(plan.demonstrations, tokenizer))
-    train = _supervised(plan.train)
-    trainer = Trainer(plan.model, train)
+    if not episodes:
+        raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
+    with _draft(plan.out) as draft:
+        trainer = Trainer(plan.model, _supervised(plan.train))
+        _train(trainer, episodes, plan, report)
+        with mapped(draft):
+            trainer.save_weights(draft)
+            if _is_main():
+                tokenizer.save_pretrained(draft)
+
+
+@contextlib.contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """The folder that becomes `out` when all went well. Raises LearnerError where there can be none."""
+    draft = out.with_name(out.name + ".partial")
+    if not _is_main():
+        yield draft
+        return
+    shutil.rmtree(draft, ignore_errors=True)
+    with mapped(draft):
+        draft.mkdir(parents=True)
+    try:
+        yield draft
+        draft.rename(out)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _is_main() -> bool:
+    return own_rank() in (None, 0)
+
+
+def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: Callable[[Progress], None]) -> None:
+    train = trainer.train
     short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
     if not short:
         raise TaskError(f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens")
@@ -83,14 +119,6 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
             )
         left_out = len(episodes) - len(short)
         report(Progress(step=number, steps=len(batches), loss=fields["loss"], left_out=left_out))
-    partial, is_main = plan.out.with_name(plan.out.name + ".partial"), own_rank() in (None, 0)
-    if is_main:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    trainer.save_weights(partial)
-    if is_main:
-        tokenizer.save_pretrained(partial)
-        partial.rename(plan.out)
 
 
 def _supervised(train: Train) -> Train:
@@ -109,9 +137,11 @@ def _supervised(train: Train) -> Train:
 def read(path: Path, tokenizer: Any) -> Iterator[Episode]:
     """An episode for every line. Raises TaskError naming file and line."""
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of line
     except OSError as error:
         raise TaskError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path}: not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
             yield demonstration(line, tokenizer, where=f"{path}, line {number}")

@@ -58,6 +58,8 @@ def test_a_limit_reads_no_further(file):
         ("a.csv", "id,q\n1,2,3\n", "line 2: more values than the 2 columns"),
         ("a.csv", "id,q\n1,2\n3\n", "line 3: no value for q"),
         ("a.csv", 'id,q\n1,"2\n', "not CSV"),
+        ("a.jsonl", "\n", "a.jsonl: there is no task in it"),
+        ("a.csv", "id,q\n", "a.csv: there is no task in it"),
     ],
 )
 def test_what_is_wrong_names_its_line(file, name, text, says):
@@ -72,8 +74,9 @@ def test_a_required_field_that_is_missing_names_line_and_field(file):
 
 
 def test_a_source_that_is_none_says_what_would_be_one(tmp_path):
-    with pytest.raises(TaskError, match="is no data set: give a .jsonl"):
-        read("questions.txt")
+    for source in ("questions.txt", "", "hf:", "reasoning-gym:", "verifiers:"):
+        with pytest.raises(TaskError, match=f"'{source}' is no data set: give a .jsonl"):
+            read(source)
     with pytest.raises(TaskError, match="cannot be read"):
         read(str(tmp_path / "none.jsonl"))
 
@@ -83,11 +86,14 @@ def test_a_python_iterable_is_a_source(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_data_set.py").write_text(
         "def rows():\n    yield {'id': 'a'}\n    yield {'id': 'b'}\nlisted = [{'id': 'c'}]\ndef wrong():\n    return 3\n"
+        "def scaled(factor):\n    return []\n"
     )
     assert [task.id for task in read("my_data_set:rows")] == ["a", "b"]
     assert [task.id for task in read("my_data_set:listed")] == ["c"]
     with pytest.raises(TaskError, match="cannot be iterated"):
         read("my_data_set:wrong")
+    with pytest.raises(TaskError, match="my_data_set:scaled: must be callable without arguments .*'factor'"):
+        read("my_data_set:scaled")
     with pytest.raises(TaskError, match="did you mean 'rows'"):
         read("my_data_set:row")
 

@@ -244,8 +244,9 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         got = load_file(tmp_path / name / "step-00000003" / "model.safetensors")
         assert all(t.numpy().tobytes() == weights(trainer)[n] for n, t in got.items())
     assert steps == [1, 2, 3, 3]
-    with pytest.raises(LearnerError, match="not empty"):
-        replay(job, "main", job.run_folder, to_folder=tmp_path / "a")
+    for taken in (tmp_path / "a", tiny_qwen / "config.json"):
+        with pytest.raises(LearnerError, match="not empty"):
+            replay(job, "main", job.run_folder, to_folder=taken)
     (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
     copy = job.run_folder.path.rename(tmp_path / "moved")
     start = copy / "main" / "checkpoints" / "step-00000002"

@@ -63,6 +63,40 @@ def test_a_line_that_cannot_be_used_is_named(line: str, match: str, tokenizer: A
         list(read(path, tokenizer))
 
 
+def test_a_line_ends_where_json_lines_end(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "demonstrations.jsonl"
+    chat = [CHAT[0], {"role": "assistant", "content": "one\u2028paragraph"}]
+    path.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    [episode] = read(path, tokenizer)
+    assert "one\u2028paragraph" in text(tokenizer, episode.turns[0].sampled_ids)
+
+
+@pytest.mark.parametrize(
+    ("model", "written", "out", "says"),
+    [
+        (None, b"\n", "warm", "demonstrations.jsonl: there is no demonstration in it"),
+        (None, b"\xff", "warm", "demonstrations.jsonl: not UTF-8 text"),
+        (
+            None,
+            json.dumps({"messages": CHAT}).encode(),
+            "demonstrations.jsonl/warm",
+            "Not a directory: check the folder",
+        ),
+        ("/nowhere", json.dumps({"messages": CHAT}).encode(), "warm", "model /nowhere: there is no such folder"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_trained(
+    model: str | None, written: bytes, out: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("swarmq.learner.warm.Trainer")
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_bytes(written)
+    plan = WarmStart(model=model or str(tiny_model()), demonstrations=path, out=tmp_path / out, train=TRAIN)
+    with pytest.raises((TaskError, LearnerError), match=says):
+        warm(plan, lambda _: None)
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     path.write_text("\n".join([json.dumps({"messages": CHAT})] * 4 + [json.dumps({"messages": LONG})]))
