@@ -412,7 +412,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
             tree = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); name a job file") from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
         return cls.build(tree, sets=sets, origin=str(path))
 

@@ -13,6 +13,7 @@ from swarmq.cli.base import JOB, RUN, SETS, main, private_files, resolved
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.keys import Role
+from swarmq.messages import NAME
 
 
 @main.command("invite")
@@ -179,6 +180,7 @@ def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke:
             members.remove(member, now=time.time())
         click.echo(f"the tokens of {name} are refused from now on")
         return
+    _check_name(name)
     if member in read_members(folder.clients):
         raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
     root = keys.load_root(folder.root_secret)
@@ -208,6 +210,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
         api.remove(user)
         click.echo(f"{user} is removed")
         return
+    _check_name(name)
     api.add_viewer(user, password := secrets.token_urlsafe(18))
     click.echo(f"{api.url}  user {user}  password {password}")
 
@@ -233,6 +236,11 @@ def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
     if url is None and (node := read_identity(folder.broker)):
         url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"
     return Management.of(job.broker.url or "", url)
+
+
+def _check_name(name: str) -> None:
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"--name {name!r}: 1 to 40 lower-case letters, digits or dashes")
 
 
 def _day(at: float | None) -> str:

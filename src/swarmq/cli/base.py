@@ -127,7 +127,11 @@ def resolved(run: Path) -> SwarmJob:
 def stored(run: Path) -> SwarmJob:
     """The settings of a run that was up, by its folder or a copy of it; its files are those of `RunFolder(run)`."""
     path = RunFolder(run).resolved
-    if not path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not there:
         raise ConfigError(
             f"{run}: not the folder of a run that was up (no resolved.toml); it is runs/NAME by default. Where the parts "
             "are started one by one, `swarmq invite JOB` makes it"

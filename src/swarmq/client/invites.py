@@ -32,11 +32,11 @@ def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite
 def _read(path: Path, where: str) -> str:
     if "\n" in str(path) or len(str(path)) > os.pathconf("/", "PC_PATH_MAX"):
         raise KeyRefusedError(f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a path")
-    if path.is_dir():
-        path = RunFolder(path).invite
-        if not path.exists():
-            raise KeyRefusedError(f"{path} does not exist: is the run up? `swarmq up JOB` writes it")
     try:
+        if path.is_dir():
+            path = RunFolder(path).invite
+            if not path.exists():
+                raise KeyRefusedError(f"{path} does not exist: is the run up? `swarmq up JOB` writes it")
         return path.read_text()
     except FileNotFoundError as error:
         raise KeyRefusedError(

@@ -347,6 +347,10 @@ class EngineControl:
                 return response.content_type, await response.read()
         except TimeoutError as error:
             raise EngineError(f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it") from error
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
+            raise EngineError(
+                f"engine {self.url!r}: no address of a vLLM, which is like http://127.0.0.1:8000"
+            ) from error
         except aiohttp.ClientError as error:
             raise EngineError(f"engine {self.url} cannot be reached: {error}") from error
 

@@ -137,6 +137,13 @@ def test_a_token_is_made_for_roles_or_revoked(run, arguments):
     assert (done.exit_code, "--role: say what the token is for" in done.output) == (1, True)
 
 
+@pytest.mark.parametrize("name", ["", "Ada", "a b", "../a"])
+def test_a_token_and_a_viewer_have_a_name_that_can_be_said_again(run, name):
+    for command in ("token", "viewer"):
+        done = swarmq(command, run, "--name", name, *(["--role", "read"] if command == "token" else []))
+        assert (done.exit_code, f"--name {name!r}: 1 to 40 lower-case letters" in done.output) == (1, True)
+
+
 def test_a_run_folder_is_its_owners_alone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "job.toml").write_text('run = "r"\n[policies.main]\nmodel = "m"\nengine.urls = ["http://h"]\n')

@@ -46,5 +46,7 @@ def test_each_wrong_path_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("SWARMQ_INVITE", "oops")
     with pytest.raises(KeyRefusedError, match=r"\$SWARMQ_INVITE is neither"):
         find_invite()
+    with pytest.raises(KeyRefusedError, match="cannot be read: .*File name too long"):
+        find_invite("x" * 300)
     with pytest.raises(KeyRefusedError, match="nor a path"):
         find_invite("two\nlines")

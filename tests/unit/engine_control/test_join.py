@@ -19,6 +19,9 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
     dead = "http://127.0.0.1:9"
     with pytest.raises(EngineError, match="cannot be reached"):
         await add(Roster(job), "main", dead)
+    for text in ("localhost", "ftp://localhost:8000", "http://localhost:99999", ""):
+        with pytest.raises(EngineError, match=f"engine '{text}': no address of a vLLM, which is like http://127"):
+            await add(Roster(job), "main", text)
     assert Roster(job).urls() == {"main": (vllm.url,)}
     vllm.label = "7"
     [seen] = await look(Roster(job))
