@@ -23,7 +23,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner import checkpoint, fits
+from swarmq.learner import checkpoint, fits, tree
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
@@ -58,6 +58,7 @@ def main(model: str, train: Train, target: Path) -> None:
             "what is not found is not compiled"
         )
         let_go(model, train, gradient)
+        one_by_one(model, train, gradient)
         resumed(trainer, model, train, target.parent)
         precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient, target.parent / "precise")
     trainer.accelerator.end_training()
@@ -130,6 +131,27 @@ def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
     with gatherings:
         trainer.accumulate(work, train)
     assert gathered.call_count > len(work.passes) * len(parts(trainer))
+    same(trainer, wanted)
+
+
+def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
+    """A model that computes row after row gathers its layers for each of them, on every rank as often as on the others."""
+    for held in (False, True):
+        AcceleratorState._reset_state()
+        with (
+            mock.patch.object(fits, "holds_whole", return_value=held),
+            mock.patch.object(tree, "why_not", return_value="for a test"),
+        ):
+            trainer = Trainer(model, train)
+            world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
+            work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+            assert any(len(one.layout.node_starts) > 1 for one in work.passes)
+            trainer.accumulate(work, train)
+        same(trainer, wanted)
+
+
+def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
+    """Whether this is the gradient that the ranks made."""
     scale = max(float(each.abs().max()) for each in wanted.values())
     for name, parameter in trainer.lm.named_parameters():
         assert float((whole(parameter.grad) - wanted[name]).abs().max()) < 1e-5 * scale, name

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import msgspec
 import numpy as np
@@ -18,7 +19,7 @@ from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight, units
 from swarmq.messages import Episode
-from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone
+from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone, with_rows
 
 FloatArray = NDArray[np.float32]
 
@@ -98,8 +99,9 @@ def work_of(
     mine = _dealt(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
+    passes += [idle()] * (max(map(len, mine)) - len(passes))
     return Work(
-        passes=passes + [idle()] * (max(map(len, mine)) - len(passes)),
+        passes=_in_step(passes, mine) if engine.rows_only else passes,
         plan=whole,
         num_episodes=len(episodes),
         totals=weigh.totals,
@@ -191,6 +193,16 @@ def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[Reso
     rounds = math.ceil(tokens / (world * budget))
     longest = max(len(turn) for turns in episodes for turn in turns)
     return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
+
+
+def _in_step(passes: Sequence[Pass], dealt: Sequence[Sequence[Layout]]) -> list[Pass]:
+    """With as many rows as the same pass has on any rank: computed one by one, each gathers the layers that ranks share out, and
+    who waits for another's collective waits for ever."""
+    rows = [max(len(layout.node_starts) for layout in side) for side in zip_longest(*dealt, fillvalue=idle().layout)]
+    return [
+        msgspec.structs.replace(one, layout=with_rows(one.layout, count))
+        for one, count in zip(passes, rows, strict=True)
+    ]
 
 
 def _dealt(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:

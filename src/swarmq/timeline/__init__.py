@@ -7,7 +7,7 @@
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold
-from swarmq.timeline.layout import Layout, lay_rows
+from swarmq.timeline.layout import Layout, lay_rows, with_rows
 from swarmq.timeline.pack import pack
 from swarmq.timeline.plan import Cost, Plan, plan, row_layouts
 from swarmq.timeline.tree import PrefixTree
@@ -28,4 +28,5 @@ __all__ = [
     "row_layouts",
     "standalone",
     "unfold",
+    "with_rows",
 ]

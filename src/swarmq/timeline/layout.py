@@ -72,6 +72,19 @@ def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
     )
 
 
+def with_rows(layout: Layout, count: int) -> Layout:
+    """Packed rows, followed by as many of one token that train nothing as make them `count`."""
+    extra = np.arange(layout.num_tokens, layout.num_tokens + count - len(layout.node_starts), dtype=np.int32)
+    return msgspec.structs.replace(
+        layout,
+        token_ids=np.concatenate([layout.token_ids, 0 * extra]),
+        positions=np.concatenate([layout.positions, 0 * extra]),
+        exits=np.concatenate([layout.exits, extra + 1]),
+        node_starts=np.concatenate([layout.node_starts, extra]),
+        node_parents=np.concatenate([layout.node_parents, 0 * extra - 1]),
+    )
+
+
 def node_spans(layout: Layout) -> list[tuple[int, int]]:
     """Start and end of every node, as indices into the tokens."""
     edges = [*layout.node_starts.tolist(), layout.num_tokens]

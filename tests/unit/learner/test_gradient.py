@@ -85,9 +85,12 @@ def unfolded(trainer: Trainer, train: Train) -> Work:
 
 def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
     """Ranks average their gradients after each multiplied its own by their number: a plain sum."""
+    return gradient_of_parts(trainer, train, [work(trainer, train, rank=rank, world=world) for rank in range(world)])
+
+
+def gradient_of_parts(trainer: Trainer, train: Train, parts: list[Work]) -> Gradient:
     trainer.optimizer.zero_grad()
-    for rank in range(world):
-        part = work(trainer, train, rank=rank, world=world)
+    for part in parts:
         total = part.totals.of(train.normalisation)
         for one in [*part.passes, idle()]:
             sums, trained = Sums(torch.device("cpu")), torch.zeros(len(batch()))
@@ -288,6 +291,19 @@ def test_a_model_that_cannot_compute_trees_trains_rows_and_refuses_to_be_asked_f
     assert_same(gradient(trainer, PLAIN), gradient(trainer, PLAIN, unfolded(trainer, PLAIN)))
     with pytest.raises(LearnerError, match=r"train.layout: .* cannot compute trees .*; set it to 'auto'"):
         Trainer(str(tmp_path), msgspec.structs.replace(PLAIN, layout="tree"))
+
+
+def test_ranks_compute_as_many_rows_as_each_other_where_rows_are_computed_one_by_one(trainer: Trainer) -> None:
+    """Each gathers the layers that ranks share out; what is added trains nothing."""
+    train = msgspec.structs.replace(PLAIN, layout="rows", micro_batch_tokens=LONGEST)
+    one_by_one = msgspec.structs.replace(trainer.engine, rows_only="for a test")
+    parts = [work_of(batch(), train, one_by_one, rank=rank, world=5) for rank in range(5)]
+    rows = [[len(one.layout.node_starts) for one in part.passes] for part in parts]
+    assert rows == [rows[0]] * 5
+    assert max(rows[0]) > 1
+    plain = [[len(one.layout.node_starts) for one in work(trainer, train, rank=r, world=5).passes] for r in range(5)]
+    assert any(of != plain[0] for of in plain), "nothing to make even"
+    assert_same(gradient_of_parts(trainer, train, parts), gradient(trainer, train))
 
 
 def test_a_model_with_dropout_is_trained_without_it(trainer: Trainer, tiny_qwen: Path, tmp_path: Path) -> None:
