@@ -9,6 +9,7 @@ python learner_ranks.py MODEL TRAIN_JSON TARGET
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner import checkpoint, fits, tree
+from swarmq.learner import checkpoint, fits, kernel_check, tree
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
@@ -135,14 +136,18 @@ def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
 
 
 def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
-    """A model that computes row after row gathers its layers for each of them, on every rank as often as on the others."""
+    """A model that computes row after row gathers its layers for each of them, on every rank as often as on the others.
+
+    One alone cannot compile its attention."""
+    last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
     for held in (False, True):
         AcceleratorState._reset_state()
         with (
             mock.patch.object(fits, "holds_whole", return_value=held),
-            mock.patch.object(tree, "why_not", return_value="for a test"),
+            mock.patch.object(tree, "agreed", side_effect=lambda _: kernel_check.agreed("refused" if last else None)),
         ):
             trainer = Trainer(model, train)
+            assert trainer.engine.rows_only == "refused"
             world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
             work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
             assert any(len(one.layout.node_starts) > 1 for one in work.passes)

@@ -27,6 +27,9 @@ SHARE = 0.8
 """Of what will be free beside gradients, one layer's recomputation and the inputs of all others, which may be kept: the head
 needs some, and memory is never without gaps."""
 
+GATHERED = 2
+"""Layers at once of those that are gathered for their turn alone: the one that is computed and the one after it."""
+
 
 class Kept:
     """What the backward pass of one layout finds ready."""
@@ -78,9 +81,20 @@ class Checkpointing:
         for layer in layers:
             layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
 
+    @staticmethod
+    def share_out(lm: Any, *, held: bool) -> None:
+        """Say that ranks share the layers out, where this decides for them; `held`: they stay gathered from pass to pass."""
+        for layer in lm.modules():
+            if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), Checkpointing):
+                decide.held = held
+
     def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
         """`parameters` are those that the model has now: sharding puts others in their places."""
         self._num_layers, self._parameters = num_layers, parameters
+        self.held: bool | None = None
+        """Whether ranks that share the layers out keep them gathered from pass to pass; None where each has them all."""
+        self._passes = 0
+        """Of those that learn, since layers that stay gathered were gathered."""
         self._told: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
@@ -90,6 +104,7 @@ class Checkpointing:
             return checkpoint(layer, *inputs, use_reentrant=False)
         kept, hidden = visibility.kept, inputs[0]
         if kept.layers is None:
+            self._begin()
             free = self._room(hidden)
             kept.layers, kept.room = 0, free / self._num_layers
             if LAYER_BYTES * hidden.numel() < free:
@@ -112,14 +127,30 @@ class Checkpointing:
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
     def _room(self, hidden: Tensor) -> float:
-        """Bytes that may be kept beside what cannot be helped: gradients that do not exist yet, under autocast or gathered the
-        weights in BF16, the input of every layer, and one layer when it is computed again."""
-        parameters = list(self._parameters())
-        later = sum(4 * p.numel() for p in parameters if p.requires_grad and p.grad is None)
-        if torch.is_autocast_enabled("cuda") or any(isinstance(p, DTensor) for p in parameters):
-            later += 2 * sum(p.numel() for p in parameters)
-        later += self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
+        """Bytes that may be kept beside what cannot be helped: weights and gradients that are not there yet, the input of every
+        layer, and one layer when it is computed again."""
+        later = self._later(hidden) + self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
         return SHARE * (room(hidden.device) - later)
+
+    def _begin(self) -> None:
+        """Parameters that stay gathered do not show the gradient that a pass has left."""
+        if any(isinstance(p, DTensor) for p in self._parameters()):
+            self._passes = 0
+        self._passes += torch.is_grad_enabled()
+
+    def _later(self, hidden: Tensor) -> int:
+        """Bytes that weights, as computed with, and gradients will take beside what they take now, before the first layer."""
+        parameters = list(self._parameters())
+        trained = [p for p in parameters if p.requires_grad and p.grad is None]
+        if self.held is None:
+            cast = 2 * sum(p.numel() for p in parameters) if torch.is_autocast_enabled("cuda") else 0
+            return cast + sum(4 * p.numel() for p in trained)
+        apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
+        ends = sum(p.numel() for p in parameters) - apart  # which are gathered by now
+        if self.held:
+            return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * (apart + ends))
+        shares = sum(p.to_local().numel() for p in trained if isinstance(p, DTensor) and p.device == hidden.device)
+        return 4 * shares + (hidden.itemsize + 4) * (ends + GATHERED * apart // self._num_layers)
 
     def _tell(self, kept: int, hidden: Tensor) -> None:
         if kept != self._told:

@@ -78,6 +78,16 @@ def refusal(
     return None
 
 
+def agreed(reason: str | None) -> str | None:
+    """The same on every rank, for compilers may fail on one alone: ranks that plan differently would train some tokens twice and
+    others never, or wait for each other for ever. Every rank calls it."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return reason
+    said: list[str | None] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(said, reason)
+    return next(filter(None, said), None)
+
+
 def _error(values: Tensor, expected: Tensor) -> float:
     """Relative to the largest; where a gradient should vanish there is nothing but rounding to be relative to."""
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))

@@ -35,6 +35,7 @@ from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
+from swarmq.learner.kept import Checkpointing
 from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
@@ -102,6 +103,8 @@ class Trainer:
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        if is_sharded(self.model):
+            Checkpointing.share_out(policy, held=self._held)
         if not train.lora:  # adapters inside of layers are best left alone
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError
 from swarmq.learner import tree_attention
-from swarmq.learner.kernel_check import Recorded, refusal
+from swarmq.learner.kernel_check import Recorded, agreed, refusal
 from swarmq.learner.tree_attention import Visibility, placed
 from swarmq.learner.tree_head import Scored, head_of, score, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
@@ -87,7 +87,8 @@ class LayoutModel(nn.Module):
         """Why trees cannot be computed; None when they can."""
         self._windows: list[int | None] = []
         """How far back each layer sees, where that was found out."""
-        self._check(device or self.model.device, dtype or self.model.dtype)
+        self._device = device or self.model.device
+        self._check(self._device, dtype or self.model.dtype)
 
     @property
     def cost(self) -> Cost:
@@ -105,9 +106,11 @@ class LayoutModel(nn.Module):
     def compile_layers(self) -> None:
         """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
         lengths, in the first pass. A layer that the compiler refuses is computed as it is, and torch says so."""
-        if self.rows_only or self.model.device.type != "cuda":
+        if self.rows_only or self._device.type != "cuda":  # weights may be kept in host memory meanwhile
             return
-        torch._dynamo.config.suppress_errors = True  # noqa: SLF001 - the only home of this switch
+        config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
+        config.suppress_errors = True
+        config.optimize_ddp = False  # which cuts a layer up for the sake of overlaps that there are from layer to layer
         for layer in decoder_layers(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
@@ -142,6 +145,7 @@ class LayoutModel(nn.Module):
                 if self.rows_only is None and device.type == "cuda":
                     trained = any(parameter.requires_grad for parameter in self.parameters())
                     self.rows_only = refusal(recorded.calls, tree, device, dtype, backward=trained)
+                self.rows_only = agreed(self.rows_only)
                 if self.rows_only is not None:
                     self.model.set_attn_implementation(plain)
         if self.rows_only or not self.head_apart:

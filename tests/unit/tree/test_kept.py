@@ -140,3 +140,48 @@ def test_attention_of_a_layer_has_its_share_of_what_is_free_beside_all_that_cann
     decoder = Decoder(monkeypatch, layers, HELD + 600)
     decoder.gradient()
     assert decoder.visibility.kept.room == 600 / LAYERS
+
+
+class Share:
+    """A parameter of `size` numbers, of which this rank of four has a part."""
+
+    requires_grad, grad, device = True, None, torch.device("cpu")
+
+    def __init__(self, size):
+        self.size = size
+
+    def numel(self):
+        return self.size
+
+    def to_local(self):
+        return Share(self.size // 4)
+
+
+HIDDEN = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
+ENDS, LAYER = 100, 1000
+WEIGHT, GRADIENT = 2, 4
+
+
+def later(monkeypatch, *, held, passes):
+    """What is counted before each of `passes`, of which only those that learn leave a gradient."""
+    monkeypatch.setattr(keeping, "DTensor", Share)
+    layers = [Share(LAYER) for _ in range(LAYERS)]
+    checkpointing = Checkpointing(LAYERS, lambda: [torch.zeros(ENDS, requires_grad=True), *layers])
+    checkpointing.held = held
+    for learns in passes:
+        with torch.set_grad_enabled(learns):
+            checkpointing._begin()
+            yield checkpointing._later(HIDDEN)
+        if held:
+            layers[:] = [torch.zeros(LAYER) for _ in layers]
+
+
+def test_what_stays_gathered_from_pass_to_pass_is_counted_before_it_is_there_and_no_more(monkeypatch):
+    weights, gradient = WEIGHT * LAYERS * LAYER, GRADIENT * (LAYERS * LAYER + ENDS)
+    assert list(later(monkeypatch, held=True, passes=[True, True, True])) == [weights + gradient, 0, 0]
+    assert list(later(monkeypatch, held=True, passes=[False, True, True])) == [weights + gradient, gradient, 0]
+
+
+def test_layers_that_are_gathered_for_their_turn_alone_are_not_counted_whole(monkeypatch):
+    counted = GRADIENT * LAYERS * LAYER // 4 + (WEIGHT + GRADIENT) * (ENDS + 2 * LAYER)
+    assert list(later(monkeypatch, held=False, passes=[True, True])) == [counted, counted]

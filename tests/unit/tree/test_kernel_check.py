@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._dynamo.utils import get_optimize_ddp_mode
 
 from swarmq.learner import tree, tree_attention
 from swarmq.learner.batched_attention import attend_in_batches
@@ -137,6 +138,31 @@ def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(
     model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16)
     assert tried == [(1, CUDA, torch.bfloat16, trained)]
     assert model.rows_only == "its attention cannot be compiled for this GPU: too wide"
+    assert lm.config._attn_implementation == "sdpa"
+
+
+def test_layers_are_compiled_whole_for_the_gpu_that_computes_them_wherever_their_weights_are_kept(
+    make_model, monkeypatch
+):
+    compiled = []
+    monkeypatch.setattr(tree, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
+    model = LayoutModel(make_model("mistral"), device=CUDA)
+    with torch._dynamo.config.patch(optimize_ddp=True, suppress_errors=False):  # which are the process's
+        model.compile_layers()
+        assert get_optimize_ddp_mode() == "no_optimization"
+    assert len(compiled) == model.model.config.num_hidden_layers
+
+
+def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monkeypatch):
+    monkeypatch.setattr(tree, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(
+        torch.distributed, "all_gather_object", lambda said, ours: said.__setitem__(slice(None), [ours, "not here"])
+    )
+    lm = make_model("mistral")
+    assert LayoutModel(lm, device=CUDA).rows_only == "not here"
     assert lm.config._attn_implementation == "sdpa"
 
 
