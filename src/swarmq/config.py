@@ -6,6 +6,7 @@ Every default has its home here. Unknown keys and values out of range are errors
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import re
 import tomllib
@@ -503,6 +504,18 @@ class RunFolder:
 
     def checkpoints(self, policy: str) -> Path:
         return self.path / policy / "checkpoints"
+
+
+def make_folder(path: Path) -> None:
+    """Raises ConfigError where there can be none, or nothing can be written there."""
+    reason = os.strerror(errno.EACCES)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        writable = os.access(path, os.W_OK | os.X_OK)
+    except OSError as error:
+        writable, reason = False, error.strerror or str(error)
+    if not writable:
+        raise ConfigError(f"{path}: nothing can be written there ({reason}): choose another `folder`")
 
 
 def _check_shares(where: str, mix: dict[str, float]) -> None:

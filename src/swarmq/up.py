@@ -35,7 +35,7 @@ from swarmq.broker.install import find_server
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
 from swarmq.client.invitations import host_invite
-from swarmq.config import Policy, SwarmJob, amqp_url
+from swarmq.config import Policy, SwarmJob, amqp_url, make_folder
 from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
 from swarmq.engine.model import Model, size_of
@@ -173,7 +173,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     for line in untrainable_calls(job, models):
         report(f"warning: {line}")
     folder = job.run_folder
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.path)
     folder.path.chmod(0o700)  # prompts and completions are in it
     with _exclusive(folder.path / "up.lock", job.run):
         async with contextlib.AsyncExitStack() as stack:

@@ -121,12 +121,15 @@ def _workers(client: AsyncSwarmClient, kind: str | None, function: AgentFunction
 
 
 def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan | None = None) -> None:
-    """`run_workers` in so many processes until they are told to stop. Raises TaskError when one of them died.
+    """`run_workers` in so many processes until they are told to stop. Raises EpisodeError for a kind the run does not have,
+    TaskError when a process died.
 
     A function given as an object must be importable by its name from another process.
     """
     plan = msgspec.structs.replace(plan or Plan(), progress=False)
-    for target in targets.values():
+    client = AsyncSwarmClient(invite)
+    for kind, target in targets.items():
+        client.known_kind(kind)
         _check_sendable(target, _function(target))
     context = multiprocessing.get_context("spawn")
     arguments = (invite.encode(), dict(targets), plan, os.getpid())

@@ -11,7 +11,8 @@ import msgspec
 
 from swarmq import keys
 from swarmq.broker.access import MAX_CHANNELS, MAX_CONNECTIONS, Management
-from swarmq.config import RunFolder, SwarmJob, amqp_url
+from swarmq.broker.faults import address
+from swarmq.config import RunFolder, SwarmJob, amqp_url, make_folder
 from swarmq.errors import ConfigError
 from swarmq.keys import Invite
 from swarmq.members import Member, Members
@@ -56,7 +57,7 @@ def host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None =
 def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = None) -> Invite:
     """For a run whose parts were started one by one: what `swarmq up` would write into its folder, so that every command
     finds broker and settings, and its invite. `amqp` and `proxy` are the addresses for clients, where they have others
-    than we. Raises ConfigError; then nothing is written."""
+    than we. Raises ConfigError, BrokerError; then nothing is written."""
     folder, url = job.run_folder, amqp_url(job.broker)
     if folder.endpoints.exists():
         raise ConfigError(f"{folder.path}: this run was started by `swarmq up`, whose invite is in {folder.invite}")
@@ -64,8 +65,10 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
         raise ConfigError("broker.url: say which RabbitMQ the parts of this run use, there or in $SWARMQ_AMQP_URL")
     if proxy is None and not job.proxy.port:
         raise ConfigError("--proxy: say where clients find the proxy, or set proxy.port and proxy.host to where it is")
+    address(url)  # which says what is wrong with it
     _check_url("--amqp", amqp or "", ("amqp", "amqps"))
     _check_url("--proxy", proxy or "", ("http", "https"))
+    make_folder(folder.path)
     resolved = msgspec.structs.replace(
         job, folder=str(Path(job.folder).resolve()), broker=msgspec.structs.replace(job.broker, url=url)
     )

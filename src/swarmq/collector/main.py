@@ -16,7 +16,7 @@ from swarmq import logs
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
-from swarmq.config import SwarmJob, amqp_url
+from swarmq.config import SwarmJob, amqp_url, make_folder
 from swarmq.errors import ConfigError
 
 log = structlog.get_logger()
@@ -31,6 +31,7 @@ def run(job: SwarmJob) -> None:
     url = amqp_url(job.broker)
     if url is None:
         raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
+    make_folder(job.run_folder.path)
     asyncio.run(_collect(job, url))
 
 

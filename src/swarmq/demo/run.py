@@ -21,7 +21,7 @@ from rich.table import Table
 
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.config import SwarmJob
+from swarmq.config import SwarmJob, make_folder
 from swarmq.demo.closing import Account, account_of_demo, table_of
 from swarmq.demo.make_model import made_model
 from swarmq.demo.play import Play
@@ -68,6 +68,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """The whole demo. Raises SwarmqError when a part cannot start, or when an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
+    make_folder(Path(_named(options, options.run, "").folder))  # what is wrong is said before a model is made
     model = options.model or await made_model(options.cache, report)
     model_s = time.monotonic() - began
     job = demo_settings(options, model)
@@ -111,17 +112,20 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
 
 def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
     """The demo's job under a run name that had no folder yet; makes the folder."""
-    tree = msgspec.to_builtins(demo_job(model, run=options.run, seed=options.seed, size=options.size))
     number = 1
     while True:
-        name = options.run if number == 1 else f"{options.run}-{number}"
-        job = SwarmJob.build(tree | {"run": name, "folder": options.folder}, sets=options.sets, origin="demo")
+        job = _named(options, options.run if number == 1 else f"{options.run}-{number}", model)
         try:
             job.run_folder.path.mkdir(parents=True)
         except FileExistsError:
             number += 1
         else:
             return job
+
+
+def _named(options: DemoOptions, run: str, model: str) -> SwarmJob:
+    tree = msgspec.to_builtins(demo_job(model, run="demo", seed=options.seed, size=options.size))
+    return SwarmJob.build(tree | {"run": run, "folder": options.folder}, sets=options.sets, origin="demo")
 
 
 def _reporter(console: Console, began: float) -> Callable[[str], None]:

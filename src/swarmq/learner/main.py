@@ -13,7 +13,7 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from swarmq import logs
-from swarmq.config import SwarmJob
+from swarmq.config import SwarmJob, make_folder
 from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError
 from swarmq.learner.children import collector_beside, own_rank, run_ranks
@@ -36,6 +36,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
     rank = own_rank()
     with contextlib.ExitStack() as stack:
         if rank in (None, 0):
+            make_folder(job.run_folder.path)
             stack.enter_context(exclusive(job.run_folder.path / policy / "lock"))
             if with_collector:
                 stack.enter_context(collector_beside(job, policy))

@@ -23,7 +23,7 @@ from litestar import Litestar
 
 from swarmq import keys, logs
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
-from swarmq.config import Proxy, SwarmJob, amqp_url
+from swarmq.config import Proxy, SwarmJob, amqp_url, make_folder
 from swarmq.engine.client import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
@@ -65,6 +65,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
     for name, policy in job.policies.items():
         if not policy.engine.urls:
             raise ConfigError(f"policies.{name}.engine.urls: the proxy needs at least one; `swarmq up` fills them in")
+    make_folder(job.run_folder.path)
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(job.proxy.host, job.proxy.port))
         port = listener.getsockname()[1]

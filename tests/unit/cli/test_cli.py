@@ -121,6 +121,29 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("command", ["up", "invite", "proxy", "learner", "collector", "demo"])
+def test_a_run_folder_that_cannot_be_is_named_before_anything_starts(tmp_path, monkeypatch, command):
+    monkeypatch.delattr("swarmq.demo.run.made_model")
+    monkeypatch.setattr("swarmq.logs.configure", lambda **_: None)
+    monkeypatch.chdir(tmp_path)
+    extra = 'engine.urls = ["http://127.0.0.1:1"]\n[broker]\nurl = "amqp://u:p@127.0.0.1:1/"\n[proxy]\nport = 8000\n'
+    job = write_job(tmp_path, folder_of_model(tmp_path / "model", CAUSAL), extra)
+    folder = ["--folder", "job.toml"] if command == "demo" else [job, "--set", "folder=job.toml"]
+    result = swarmq(command, *folder)
+    assert (result.exit_code, "job.toml" in result.output) == (1, True), result.output
+    assert "nothing can be written there (" in result.output
+    assert "choose another `folder`" in result.output
+
+
+def test_what_is_wrong_with_a_demo_is_said_before_its_model_is_made(tmp_path, monkeypatch):
+    monkeypatch.delattr("swarmq.demo.run.made_model")
+    monkeypatch.chdir(tmp_path)
+    for option, says in ((["--run", "A B"], "run: 'A B' must be"), (["--set", "nope=1"], "unknown field `nope`")):
+        result = swarmq("demo", *option)
+        assert (result.exit_code, says in result.output) == (1, True), result.output
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_job_file_that_does_not_exist_is_named():
     result = swarmq("up", "/nowhere/job.toml")
     assert result.exit_code == 1

@@ -88,6 +88,7 @@ def test_several_runs_must_be_told_apart(run):
     ("arguments", "says"),
     [
         ([], "broker.url: say which RabbitMQ"),
+        (["--set", "broker.url=nonsense", "--proxy", "http://h/v1"], "the broker's url needs amqp:// or amqps://"),
         (["--set", "broker.url=amqp://u:p@h/"], "--proxy: say where clients find the proxy"),
         (["--set", "broker.url=amqp://u:p@h/", "--proxy", "h:8000"], "--proxy 'h:8000': give http:// or https://"),
         (["--set", "broker.url=amqp://u:p@h/", "--proxy", "http://h/v1", "--amqp", "h"], "--amqp 'h': give amqp://"),

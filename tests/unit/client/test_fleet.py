@@ -7,7 +7,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.client.fleet import Plan, parse_targets, run_processes, work
-from swarmq.errors import TaskError
+from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task
 
 
@@ -41,6 +41,8 @@ def test_a_function_that_other_processes_cannot_have_is_refused_before_any_start
         run_processes(make_invite(), {None: "no_such_module:attempt"}, 2)
     with pytest.raises(TaskError, match="is not a function"):
         run_processes(make_invite(), {None: 3}, 2)
+    with pytest.raises(EpisodeError, match="kind 'nope' is not part of the run: its kinds are "):
+        run_processes(make_invite(), {"nope": "no_such_module:attempt"}, 2)
 
 
 def task(number, mode):
