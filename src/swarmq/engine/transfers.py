@@ -8,13 +8,16 @@ anything else     file  in shared memory on this host, else on a disk that all s
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,6 +29,8 @@ from swarmq.engine.control import EngineControl, Facts, Parcel
 from swarmq.engine.packing import Deferred, NamedTensors, Packed, Tensors, checksum, made
 from swarmq.errors import EngineError
 from swarmq.process import free_port
+
+T = TypeVar("T")
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
 FOLDER_PREFIX = "swarmq-weights-"
@@ -204,14 +209,14 @@ class NcclTransfer:
             self._forget(engine.url)
         world_size, port = 1 + len(route.workers), free_port()
         device = torch.device("cuda", torch.cuda.current_device())
-        joining = asyncio.create_task(
-            asyncio.to_thread(
-                weights_nccl.join, LOOPBACK, port, rank=weights_nccl.LEARNER, world_size=world_size, device=device
-            )
+        joining = _abandonable(
+            partial(weights_nccl.join, LOOPBACK, port, rank=weights_nccl.LEARNER, world_size=world_size, device=device)
         )
         try:
             await engine.rendezvous(address=LOOPBACK, port=port, world_size=world_size)
-            self._groups[engine.url] = (route.workers, await joining)
+            self._groups[engine.url] = (route.workers, await asyncio.wait_for(joining, weights_nccl.MEET_S))
+        except TimeoutError as error:
+            raise EngineError(f"learner and engine did not meet within {weights_nccl.MEET_S} s") from error
         finally:
             joining.cancel()
 
@@ -232,6 +237,22 @@ class NcclTransfer:
 
     def _forget(self, url: str) -> None:
         self._groups.pop(url)[1].destroy()
+
+
+def _abandonable(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` returns, in a thread for which nobody waits in the end: NCCL waits for ever for a peer that was killed on its
+    way, and `asyncio.run` for the threads of `asyncio.to_thread`."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    return asyncio.wrap_future(done)
 
 
 def is_loopback(url: str) -> bool:

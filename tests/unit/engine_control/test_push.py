@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,22 @@ async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
     assert report.ways == {vllm.url: "file"}
     said = f"NCCL {own or 'nothing'}, the engine with {engines or 'nothing'}"
     assert said in capsys.readouterr().out
+
+
+async def test_a_rendezvous_that_the_engine_misses_is_waited_for_by_nobody(vllm, weights, tmp_path, ways, monkeypatch):
+    missed = threading.Event()
+    monkeypatch.setattr("swarmq.engine.weights_nccl.version", lambda: "2.29.2")
+    monkeypatch.setattr("swarmq.engine.weights_nccl.join", lambda *_, **__: missed.wait())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    vllm.workers = [worker(THERE) | {"nccl": "2.29.2"}]
+    vllm.fail["/init_weight_transfer_engine"] = "a worker was killed"
+    ways["nccl"] = NcclTransfer(Staging())
+    pushing = asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
+    try:
+        report = await asyncio.wait_for(pushing, 60)
+    finally:
+        missed.set()
+    assert report.ways == {vllm.url: "file"}
 
 
 @pytest.mark.parametrize("step", ["prepare", "publish"])
