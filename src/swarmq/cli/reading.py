@@ -152,9 +152,13 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     job, folder = stored(run), RunFolder(run)
     name = one_policy(job, policy)
     steps: dict[int, dict[str, Any]] = {}
-    if folder.events.exists():
+    try:
         events = (e for e in read_events(folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
         steps = {int(event.fields["version"]): event.fields for event in events}
+    except FileNotFoundError:
+        pass  # which the signs say
+    except OSError as error:
+        raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
     wrong = False
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
     found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)

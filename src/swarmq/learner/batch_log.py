@@ -171,19 +171,20 @@ class BatchLog:
 def scan(folder: Path, identity: Identity | None = None, *, cut: bool = False) -> list[Place]:
     """Every record's place and index. A torn tail is left out, and with `cut` removed from the file.
 
-    Raises LearnerError when the log is damaged, newer than this reader, or not of `identity`.
+    Raises LearnerError when the log cannot be read, is damaged, newer than this reader, or not of `identity`.
     """
     places: list[Place] = []
-    segments = _segments(folder)
-    for segment in segments:
-        end = _scan_segment(segment, identity, places, is_last=segment == segments[-1])
-        torn = segment.stat().st_size - end
-        if torn:
-            log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn, cut=cut)
-            if cut:
-                with segment.open("rb+") as file:
-                    file.truncate(end)
-                    os.fsync(file.fileno())
+    with mapped(folder):
+        segments = _segments(folder)
+        for segment in segments:
+            end = _scan_segment(segment, identity, places, is_last=segment == segments[-1])
+            torn = segment.stat().st_size - end
+            if torn:
+                log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn, cut=cut)
+                if cut:
+                    with segment.open("rb+") as file:
+                        file.truncate(end)
+                        os.fsync(file.fileno())
     for before, place in pairwise(places):
         if place.index.record != before.index.record + 1:
             raise _damaged(place.segment, place.offset, f"record {place.index.record} follows {before.index.record}")
@@ -304,7 +305,10 @@ def _decode_index(raw: bytes, segment: Path, offset: int) -> Index:
 
 
 def _segments(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.log"))
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".log")
+    except FileNotFoundError:
+        return []
 
 
 def _write_all(descriptor: int, data: bytes, offset: int) -> None:

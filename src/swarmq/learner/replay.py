@@ -30,19 +30,21 @@ def replay(
     """Write the checkpoint that training to version `until` (the log's end by default) gives; that version.
 
     Starts from the initial model without `from_checkpoint`. `report` gets the figures of every step. Raises
-    LearnerError when the checkpoint is not sound, or the log does not go on after it.
+    LearnerError when the checkpoint is not sound, or the log is empty or does not go on after it.
     """
     identity, settings = Identity.of(job, policy), job.policies[policy]
     if to_folder.exists() and (not to_folder.is_dir() or any(to_folder.iterdir())):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
+    places = [place for place in batch_log.scan(folder.batch_log(policy), identity) if place.index.trained]
+    if not places:
+        raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
     trainer = Trainer(
         str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
     )
     if start:
         checkpoint.restore(trainer, start)
-    places = batch_log.scan(folder.batch_log(policy), identity)
-    wanted = [p for p in places if p.index.trained and p.index.version > trainer.version]
+    wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(
             f"the batch log goes on with version {wanted[0].index.version}, not {trainer.version + 1}: "

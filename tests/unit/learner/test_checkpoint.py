@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from support.disk import Disk
 from support.episodes import make_group, make_qwen
 from swarmq import cli
-from swarmq.config import SwarmJob, Train
+from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
 from swarmq.learner.batch_log import BatchLog
@@ -244,6 +244,9 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         got = load_file(tmp_path / name / "step-00000003" / "model.safetensors")
         assert all(t.numpy().tobytes() == weights(trainer)[n] for n, t in got.items())
     assert steps == [1, 2, 3, 3]
+    with pytest.raises(LearnerError, match="none/main/batches: no batch was trained yet"):
+        replay(job, "main", RunFolder(tmp_path / "none"), to_folder=tmp_path / "d")
+    assert not (tmp_path / "d").exists()
     for taken in (tmp_path / "a", tiny_qwen / "config.json"):
         with pytest.raises(LearnerError, match="not empty"):
             replay(job, "main", job.run_folder, to_folder=taken)

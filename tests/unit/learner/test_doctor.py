@@ -225,6 +225,11 @@ def test_signs_are_said_first_also_where_nothing_can_be_replayed(
     assert f"{job.run_folder.path}/main/batches: no batch was trained yet" in made.output
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "nothing takes a GPU from those that train"
     copy = shutil.copytree(job.run_folder.path, tmp_path / "copy")
+    unreadable = shutil.copytree(copy, tmp_path / "unreadable")
+    (unreadable / "events.jsonl").unlink()
+    (unreadable / "events.jsonl").mkdir()
+    made = CliRunner().invoke(main, ["doctor", str(unreadable)])
+    assert (made.exit_code, "events.jsonl: cannot be read (Is a directory)" in made.output) == (1, True), made.output
     job.run_folder.events.unlink()
     made = CliRunner().invoke(main, ["doctor", str(copy)])
     assert "no entropy left: 0.001" in made.output, "a copy is read where it lies"

@@ -2,6 +2,7 @@
 
 import io
 import re
+import shutil
 from html.parser import HTMLParser
 
 import msgspec
@@ -356,6 +357,16 @@ def test_the_page_is_written_to_the_file(run, tmp_path):
     assert "which EPISODE" in refused.output
     refused = CliRunner().invoke(main, ["inspect", str(run), "second-0", "--step", "2"])
     assert "leave it out to show one EPISODE" in refused.output
+
+
+@pytest.mark.parametrize("unreadable", ["batches", "batches/000000000001.log"])
+def test_a_log_that_cannot_be_read_is_not_taken_for_an_empty_one(run, unreadable):
+    path = run / "main" / unreadable
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    path.write_text("") if unreadable == "batches" else path.mkdir()
+    refused = CliRunner().invoke(main, ["inspect", str(run)])
+    assert (refused.exit_code, f"{path}: " in refused.output) == (1, True), refused.output
+    assert "check the folder and its rights" in refused.output
 
 
 def test_an_episode_that_is_not_there_or_not_meant_alone_is_refused(run):
