@@ -150,10 +150,16 @@ class FileTransfer:
 
 
 class Staging:
-    """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins."""
+    """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins.
+
+    Weights in host memory are those of a policy that ranks share out, whose next step needs all of the GPU: then it is given
+    back after a push. torch keeps what another process still has open.
+    """
 
     def __init__(self) -> None:
         self._buffer: torch.Tensor | None = None
+        self._lent = False
+        """Whether the GPU's memory is, for one push."""
 
     def packed(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
         """The weights in the buffer, and what a receiver needs to know of them. Raises EngineError when the GPU has no room."""
@@ -166,9 +172,14 @@ class Staging:
                 raise EngineError(
                     f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
                 ) from error
+        self._lent = all(isinstance(each, torch.Tensor) and not each.is_cuda for each in tensors.values())
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
         return self._buffer, {"tensors": plan.entries, "checksum": checksum(self._buffer)}
+
+    def withdraw(self) -> None:
+        if self._lent:
+            self._buffer = None
 
 
 class IpcTransfer:
@@ -185,7 +196,7 @@ class IpcTransfer:
         return Parcel(update_info={"handle": weights_ipc.exported(buffer), **facts}, size_bytes=buffer.numel())
 
     def withdraw(self) -> None:
-        pass
+        self._staging.withdraw()
 
 
 class NcclTransfer:
@@ -233,7 +244,7 @@ class NcclTransfer:
         return Parcel(update_info=facts, size_bytes=buffer.numel(), send=send)
 
     def withdraw(self) -> None:
-        pass
+        self._staging.withdraw()
 
     def _forget(self, url: str) -> None:
         self._groups.pop(url)[1].destroy()

@@ -12,8 +12,17 @@ import torch
 from safetensors.torch import load_file
 
 from swarmq.engine.control import Facts, Parcel, Timeouts
+from swarmq.engine.packing import Deferred
 from swarmq.engine.push import DOUBTS, WeightPusher
-from swarmq.engine.transfers import FOLDER_PREFIX, FileTransfer, NcclTransfer, Staging, distinct, route_to
+from swarmq.engine.transfers import (
+    FOLDER_PREFIX,
+    FileTransfer,
+    IpcTransfer,
+    NcclTransfer,
+    Staging,
+    distinct,
+    route_to,
+)
 from swarmq.errors import EngineError
 
 GONE = "http://127.0.0.1:9"
@@ -189,6 +198,20 @@ async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
     assert report.ways == {vllm.url: "file"}
     said = f"NCCL {own or 'nothing'}, the engine with {engines or 'nothing'}"
     assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("transfer", [IpcTransfer, NcclTransfer])
+def test_ranks_that_share_a_policy_out_get_the_memory_of_a_push_back_for_their_next_step(monkeypatch, transfer):
+    """Their weights are in host memory; a GPU that has the whole policy has counted the buffer in."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    staging, ones = Staging(), torch.ones(3)
+    made_on_it = Deferred(ones.shape, ones.dtype, ones.clone)
+    for weights, kept in (({"a": ones}, False), ({"a": made_on_it}, True)):
+        staging.packed(weights, "float32")
+        transfer(staging).withdraw()
+        assert (staging._buffer is not None) is kept
 
 
 async def test_a_rendezvous_that_the_engine_misses_is_waited_for_by_nobody(vllm, weights, tmp_path, ways, monkeypatch):
