@@ -46,8 +46,10 @@ async def serving(
         yield process.url, WeightPusher([process.url], tmp_path, patience_s=0), network
 
 
+@pytest.mark.parametrize("source", ["cuda", "cpu"])
 @pytest.mark.parametrize("way", ["ipc", "nccl"])
-async def test_the_engine_samples_from_what_was_pushed(way: str, tmp_path: Path) -> None:
+async def test_the_engine_samples_from_what_was_pushed(way: str, source: str, tmp_path: Path) -> None:
+    """Ranks that share a policy out have its weights in host memory, and no GPU's memory is theirs after a push."""
     if way == "nccl" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     async with serving(tmp_path, gpu=0 if way == "ipc" else 1) as (url, pusher, network):
@@ -56,8 +58,13 @@ async def test_the_engine_samples_from_what_was_pushed(way: str, tmp_path: Path)
             with torch.no_grad():  # always as far from the first: rounding grows with the weights
                 for parameter, before in zip(network.parameters(), first, strict=True):
                     parameter.copy_(before + 0.02 * torch.randn_like(before))
-            report = await asyncio.to_thread(pusher.push, network.state_dict().items(), version)
+            weights = {name: tensor.to(source) for name, tensor in network.state_dict().items()}
+            before = torch.cuda.memory_allocated()
+            report = await asyncio.to_thread(pusher.push, weights.items(), version)
             assert report.ways == {url: way}
+            torch.cuda.ipc_collect()
+            taken, size = torch.cuda.memory_allocated() - before, sum(tensor.nbytes for tensor in weights.values())
+            assert source == "cuda" or taken < size / 2
             told, ids = await _sampled(url)
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
 
