@@ -32,6 +32,8 @@ from swarmq.sheets import changing, write_whole
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
+OPERATOR_MEMBER = "operator."
+"""Before an operator's name, among members."""
 CLOCK_LEEWAY_S = 60.0
 """How far a client's clock may run ahead or behind before its fresh keys count as expired."""
 
@@ -184,7 +186,12 @@ def operator_secret(root: bytes, name: str) -> bytes:
 
 def operator_member(name: str) -> str:
     """Under which the revocation of an operator's tokens is kept: no name that a client can have."""
-    return f"operator.{name}"
+    return f"{OPERATOR_MEMBER}{name}"
+
+
+def is_operator_member(name: str) -> bool:
+    """Whether a member is no client, but tokens that were revoked."""
+    return name.startswith(OPERATOR_MEMBER)
 
 
 def mint(secret: bytes, claims: Claims) -> str:

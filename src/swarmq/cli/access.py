@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Any, get_args
@@ -125,6 +126,8 @@ def client_list(run: Path | None) -> None:
     _, folder = _only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
     for one in read_members(folder.clients).values():
+        if keys.is_operator_member(one.name):
+            continue
         by = "RabbitMQ" if one.broker_user else "HTTP"
         table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
     Console().print(table if table.rows else "nobody was invited")
@@ -158,7 +161,11 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 )
 @click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
 @click.option(
-    "--days", default=30.0, show_default=True, type=click.FloatRange(min=0, min_open=True), help="How long it is valid."
+    "--days",
+    default=30.0,
+    show_default=True,
+    type=click.FloatRange(min=0, max=3650, min_open=True),
+    help="How long it is valid.",
 )
 @click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
 def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke: bool) -> None:
@@ -181,6 +188,8 @@ def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke:
         click.echo(f"the tokens of {name} are refused from now on")
         return
     _check_name(name)
+    if math.isnan(days):
+        raise ConfigError("--days: nan is no number of days")
     if member in read_members(folder.clients):
         raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
     root = keys.load_root(folder.root_secret)

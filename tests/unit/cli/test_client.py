@@ -127,9 +127,16 @@ def test_an_operators_tokens_are_revoked_by_name(run):
     with pytest.raises(KeyRefusedError, match="operator 'java' were revoked"):
         keys.verify_operator(root, made["java"], run="math", now=0.0, removed=removed)
     assert keys.verify_operator(root, made["ops"], run="math", now=0.0, removed=removed).name == "ops"
+    assert swarmq("client", "list").output == "nobody was invited\n", "who has a token is no client"
     again = swarmq("token", run, "--role", "read", "--name", "java")
     assert (again.exit_code, "stay so: choose another name" in again.output) == (1, True)
     assert swarmq("client", "add", "java", "--http").exit_code == 0, "a client of that name is somebody else"
+
+
+@pytest.mark.parametrize(("days", "says"), [("nan", "no number of days"), ("inf", "range"), ("3651", "range")])
+def test_every_token_ends_one_day(run, days, says):
+    done = swarmq("token", run, "--role", "read", "--days", days)
+    assert (done.exit_code > 0, says in done.output) == (True, True)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--role", "read", "--revoke"]])
