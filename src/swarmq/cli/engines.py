@@ -26,6 +26,12 @@ def engine() -> None:
 POLICY = click.option("--policy", help="Whose engine; needed when the run has several policies.")
 
 
+def _engines_of(run: Path, policy: str | None) -> tuple[Roster, str]:
+    """Those of a run that is up, and the policy that is meant."""
+    job = resolved(run)
+    return Roster(job, RunFolder(run)), one_policy(job, policy, frozen_too=True)
+
+
 @engine.command("list")
 @RUN
 def engine_list(run: Path) -> None:
@@ -57,8 +63,8 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     """
     from swarmq.engine.join import add
 
-    job = resolved(run)
-    asyncio.run(add(Roster(job, RunFolder(run)), chosen := one_policy(job, policy, frozen_too=True), url))
+    roster, chosen = _engines_of(run, policy)
+    asyncio.run(add(roster, chosen, url))
     click.echo(f"{url} serves {chosen}")
 
 
@@ -74,8 +80,8 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     """
     from swarmq.engine.join import remove
 
-    job = resolved(run)
-    remove(Roster(job, RunFolder(run)), chosen := one_policy(job, policy, frozen_too=True), url)
+    roster, chosen = _engines_of(run, policy)
+    remove(roster, chosen, url)
     click.echo(f"{url} serves {chosen} no more; stop it when nothing is open there")
 
 

@@ -80,8 +80,10 @@ def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str
 def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu | None) -> bool:
     """Whether there is room for all weights and the whole gradient between the passes of a step, beside one rank's share of
     everything. `gpu`: None where a rank computes on none."""
-    if train.cpu_offload or gpu is None:
-        return not train.cpu_offload
+    if train.cpu_offload:
+        return False
+    if gpu is None:
+        return True
     shape = shape_of(source)
     needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
     return needed <= gpu.free

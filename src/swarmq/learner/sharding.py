@@ -2,15 +2,15 @@
 
 Each decoder layer is gathered when it is computed. Where a GPU has room for the whole model beside its share, layers stay
 gathered until the last pass of a step, which alone adds gradients up over the ranks; otherwise each is freed again and its
-gradient shared out in every pass. Weights for engines and checkpoints are gathered
-whole, on every rank in the same order, and kept by rank 0 alone: for engines after every step, in the type that layers
-compute in; for checkpoints as they are, and the optimizer's state, too.
+gradient shared out in every pass. Weights for engines and checkpoints are gathered whole, on every rank in the same order,
+and kept by rank 0 alone: for engines after every step, in the type that layers compute in; for checkpoints as they are, and
+the optimizer's state, too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -106,15 +106,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 def gathered(lm: Any, *, keep: bool) -> dict[str, Tensor]:
     """Every weight as it is trained, by its Hugging Face name, in host memory where `keep`; empty elsewhere. Every rank calls it."""
-    places: dict[int, Tensor] = {}
-    weights: dict[str, Tensor] = {}
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        if id(tensor) not in places:  # a tied head is gathered once
-            full = whole(tensor)
-            places[id(tensor)] = full.cpu() if keep else full.new_empty(0)
-        if keep:
-            weights[name] = places[id(tensor)]
-    return weights
+
+    def bring(_: str, tensor: Tensor) -> Tensor:
+        full = whole(tensor)
+        return full.cpu() if keep else full.new_empty(0)
+
+    weights = _each_once(lm.state_dict(keep_vars=True), bring)
+    return weights if keep else {}
 
 
 def computed_with(model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -123,22 +121,33 @@ def computed_with(model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, T
     A layer's weights come together at once, as they do when it is computed: a tenth of the collectives. `into`: what an
     earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get.
     """
+
+    def bring(name: str, tensor: Tensor) -> Tensor:
+        return _kept(tensor.detach(), into.get(name))
+
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
-    weights = {
-        name: _kept(each, into.get(name)) for name, each in saved.items() if keep and not isinstance(each, DTensor)
-    }
+    apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
+    weights = _each_once(apart, bring) if keep else {}
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
             if keep:
                 named = lm.named_parameters(remove_duplicate=False)
                 ready = {name: each for name, each in named if name in saved and not isinstance(each, DTensor)}
-                places = {id(each): _kept(each.detach(), into.get(name)) for name, each in ready.items()}
-                weights |= {name: places[id(each)] for name, each in ready.items()}
+                weights |= _each_once(ready, bring)
             part.reshard()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return {name: weights[name] for name in saved} if keep else {}
+
+
+def _each_once(named: Mapping[str, Tensor], bring: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+    """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
+    places: dict[int, Tensor] = {}
+    for name, tensor in named.items():
+        if id(tensor) not in places:
+            places[id(tensor)] = bring(name, tensor)
+    return {name: places[id(tensor)] for name, tensor in named.items()}
 
 
 def _kept(full: Tensor, place: Tensor | None) -> Tensor:
