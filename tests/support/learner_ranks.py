@@ -17,7 +17,8 @@ from unittest import mock
 
 import msgspec
 import torch
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
@@ -67,7 +68,7 @@ def main(model: str, train: Train, target: Path) -> None:
 
 def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: Path) -> None:
     """Layers compute in BF16, and engines get their weights so; what is divided, subtracted, added up or kept is FP32."""
-    AcceleratorState._reset_state()
+    forget()
     trainer = Trainer(model, train)
     seen: set[torch.dtype] = set()
     for layer in trainer.lm.get_decoder().layers:
@@ -104,6 +105,13 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
         assert all(torch.equal(for_engines[name], tensor.bfloat16()) for name, tensor in saved.items())
 
 
+def forget() -> None:
+    """A process may make another trainer: on GPUs accelerate would take the sharding of the last one for done."""
+    AcceleratorState._reset_state()
+    if torch.cuda.is_available():
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
 def counted() -> tuple[contextlib.AbstractContextManager[Any], mock.Mock]:
     """What is called, in the context, whenever torch gathers a part of a policy."""
     gather, told = _fsdp_param_group.foreach_all_gather, mock.Mock()
@@ -123,7 +131,7 @@ def parts(trainer: Trainer) -> list[FSDPModule]:
 
 def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
     """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
-    AcceleratorState._reset_state()
+    forget()
     with mock.patch.object(fits, "holds_whole", return_value=False):
         trainer = Trainer(model, train)
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
@@ -141,7 +149,7 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
     One alone cannot compile its attention."""
     last = int(os.environ["RANK"]) + 1 == int(os.environ["WORLD_SIZE"])
     for held in (False, True):
-        AcceleratorState._reset_state()
+        forget()
         with (
             mock.patch.object(fits, "holds_whole", return_value=held),
             mock.patch.object(tree, "agreed", side_effect=lambda _: kernel_check.agreed("refused" if last else None)),
@@ -174,7 +182,7 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
         torch.save(wanted, scratch / "second")
     found = checkpoint.newest(folder, identity)
     assert found is not None
-    AcceleratorState._reset_state()
+    forget()
     again = Trainer(str(found.path), train, initial=model)
     checkpoint.restore(again, found)
     again.step(second)
