@@ -115,6 +115,21 @@ def scaling_block(known: dict[str, Any]) -> Iterator[str]:
             for n in counts
         ),
     )
+    if "split" in record["detail"]:
+        yield from split_words(record["detail"]["split"])
+
+
+def split_words(split: dict[str, Any]) -> Iterator[str]:
+    """A GPU for the learner and one for an engine."""
+    total = sum(split["staleness"].values())
+    stale = ", ".join(f"{steps} for {count / total:.0%}" for steps, count in sorted(split["staleness"].items()))
+    phases = {phase: spread["median"] for phase, spread in split["phases"].items()}
+    yield (
+        f"With one GPU for the learner and the other for an engine that gets its weights by {' and '.join(split['push_ways']).upper()}, "
+        f"the engine's is busy {split['engine_busy']:.0%} of the time in which the learner computes; a step takes "
+        f"{phases['step_s']:.2f} s, of which {phases['train_s']:.2f} s are computing and {phases['wait_s']:.2f} s waiting for episodes, "
+        f"and a push pauses the engine for {phases['pause_s']:.2f} s. Staleness of what was trained, in steps: {stale}.\n\n"
+    )
 
 
 def trl_block(known: dict[str, Any]) -> Iterator[str]:
