@@ -9,7 +9,7 @@ memory of the model there, nor the ranks that share it out.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ from torch import Tensor
 from swarmq.learner.batched_attention import Form
 from swarmq.learner.tree_attention import Visibility
 from swarmq.timeline import Layout
+
+T = TypeVar("T")
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Of the largest value, how far another may be off; ..."""
@@ -86,6 +88,15 @@ def agreed(reason: str | None) -> str | None:
     said: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(said, reason)
     return next(filter(None, said), None)
+
+
+def of_rank_0(found: T) -> T:
+    """What rank 0 found; the others may have a model without weights. Every rank calls it."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return found
+    box = [found]
+    torch.distributed.broadcast_object_list(box, src=0)
+    return box[0]
 
 
 def _error(values: Tensor, expected: Tensor) -> float:

@@ -15,14 +15,14 @@ from swarmq.errors import LearnerError
 from swarmq.learner.kept import Checkpointing
 
 
-def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
-    """The causal LM in a folder or of a name, as FP32 master weights and without dropout, as engines compute it. Raises
-    LearnerError: not there, not one."""
+def load_lm(source: str, *, gradient_checkpointing: bool, empty: bool = False) -> Any:
+    """The causal LM in a folder or of a name, as FP32 master weights and without dropout, as engines compute it; `empty`: on
+    the meta device, for a rank that is handed its part. Raises LearnerError: not there, not one."""
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
     try:
-        lm = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+        lm = _without_weights(config) if empty else _with_weights(source, config)
     except (OSError, ValueError, RuntimeError) as error:
         raise LearnerError(f"model {source}: its weights cannot be loaded: {error}") from error
     lm.train()
@@ -32,6 +32,15 @@ def load_lm(source: str, *, gradient_checkpointing: bool) -> Any:
     if gradient_checkpointing:
         Checkpointing.enable(lm)
     return lm
+
+
+def _with_weights(source: str, config: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+
+
+def _without_weights(config: Any) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def _drop_nothing(config: Any) -> None:

@@ -17,14 +17,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.handing_out import hand_out
 
 PRECISION = {
     "no": None,
@@ -84,13 +85,35 @@ def accumulate(model: Any, *, last: bool) -> None:
     model.set_reshard_after_backward(last)
 
 
+def shares_out(accelerator: Accelerator) -> bool:
+    """Whether the ranks hold a part of every model each. Rank 0 alone loads them then."""
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def without_weights(accelerator: Accelerator) -> bool:
+    """Whether this rank builds models empty, to be handed its part by rank 0."""
+    return shares_out(accelerator) and not accelerator.is_main_process
+
+
+def prepared(model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> Any:
+    """The model that is trained, laid out over the ranks, and what `optimizer` makes of its trained parameters."""
+    if shares_out(accelerator):
+        sharded = hand_out(model, accelerator)
+        return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
+    return accelerator.prepare(model, optimizer(_trained(model)))
+
+
+def _trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
 def frozen(model: nn.Module, accelerator: Accelerator) -> Any:
     """A model that is never trained, on the accelerator's device; shared out over the ranks if the policy is."""
-    if accelerator.distributed_type == DistributedType.FSDP:
+    if shares_out(accelerator):
         plan = accelerator.state.fsdp_plugin  # which knows the policy's layers by now
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
         plan.reshard_after_forward = True
-        return fsdp2_prepare_model(accelerator, model).eval()
+        return hand_out(model, accelerator).eval()
     return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 import structlog
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, InitProcessGroupKwargs, set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -52,7 +53,10 @@ from swarmq.learner.sharding import (
     hold,
     is_sharded,
     plugin,
+    prepared,
     shard_on_cpu,
+    shares_out,
+    without_weights,
 )
 from swarmq.learner.steps import merged, parts_of
 from swarmq.learner.throughput import matrix_rate, model_flops
@@ -95,14 +99,13 @@ class Trainer:
         if self._held:
             hold(self.accelerator)
         self.train, self.version = train, version
-        lm = _policy_lm(source, initial or source, train)
+        lm = _policy_lm(source, initial or source, train, empty=without_weights(self.accelerator))
         policy = LayoutModel(lm, device=self.accelerator.device, dtype=compute_dtype(self.accelerator))
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
-        trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
-        optimizer = torch.optim.AdamW(trained, lr=train.learning_rate, fused=True)
-        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
+        self.model, self.optimizer = prepared(policy, self.accelerator, adamw)
         if is_sharded(self.model):
             Checkpointing.share_out(policy, held=self._held)
         if not train.lora:  # adapters inside of layers are best left alone
@@ -376,7 +379,7 @@ def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
 
     Raises LearnerError when it does not fit what is free of this rank's GPU now.
     """
-    ranks, full, gpu = accelerator.num_processes, accelerator.distributed_type == DistributedType.FSDP, None
+    ranks, full, gpu = accelerator.num_processes, shares_out(accelerator), None
     if accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(accelerator.device)
         gpu = fits.Gpu(total=total, free=free)
@@ -400,9 +403,10 @@ def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
             )
 
 
-def _policy_lm(source: str, initial: str, train: Train) -> Any:
-    """The model to train. Adapters go into the initial model, since a checkpoint's weights hold them already."""
-    lm = load_lm(initial if train.lora else source, gradient_checkpointing=train.gradient_checkpointing)
+def _policy_lm(source: str, initial: str, train: Train, *, empty: bool) -> Any:
+    """The model to train, `empty` where rank 0 hands its weights out. Adapters go into the initial model, since a checkpoint's weights hold them already."""
+    loaded = initial if train.lora else source
+    lm = load_lm(loaded, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if train.lora:
         lora.add_lora(lm, train.lora, source)
         if train.gradient_checkpointing:

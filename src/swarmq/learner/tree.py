@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError
 from swarmq.learner import tree_attention
-from swarmq.learner.kernel_check import Recorded, agreed, refusal
+from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
 from swarmq.learner.tree_attention import Visibility, placed
 from swarmq.learner.tree_head import Scored, head_of, score, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
@@ -130,24 +130,19 @@ class LayoutModel(nn.Module):
         """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
-        few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
-        recorded = Recorded(tree, self.model.device)
-        with _evaluating(self.model):
-            expected = _by_the_book(self.model, few)
-            self.head_apart = self._flaw(few, expected) is None
-            self.rows_only = why_not(self.model)
-            if self.rows_only is None:
-                plain = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
-                AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
-                self.model.set_attn_implementation(tree_attention.NAME)
-                self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
-                self._windows = [] if self.rows_only else recorded.windows
-                if self.rows_only is None and device.type == "cuda":
-                    trained = any(parameter.requires_grad for parameter in self.parameters())
-                    self.rows_only = refusal(recorded.calls, tree, device, dtype, backward=trained)
-                self.rows_only = agreed(self.rows_only)
-                if self.rows_only is not None:
-                    self.model.set_attn_implementation(plain)
+        plain = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
+        calls = [] if self.model.device.type == "meta" else self._tried(rows, tree)
+        self.head_apart, self.rows_only, self._windows, calls = of_rank_0(
+            (self.head_apart, self.rows_only, self._windows, calls)
+        )
+        if self.rows_only is None and device.type == "cuda":
+            trained = any(parameter.requires_grad for parameter in self.parameters())
+            self.rows_only = refusal(calls, tree, device, dtype, backward=trained)
+        self.rows_only = agreed(self.rows_only)
+        if self.rows_only is None:
+            self._attend_over_layouts()
+        elif self.model.config._attn_implementation != plain:  # noqa: SLF001
+            self.model.set_attn_implementation(plain)
         if self.rows_only or not self.head_apart:
             log.warning(
                 "slower_than_could_be",
@@ -155,6 +150,24 @@ class LayoutModel(nn.Module):
                 rows_only=self.rows_only,
                 head_apart=self.head_apart,
             )
+
+    def _tried(self, rows: Layout, tree: Layout) -> list[Call]:
+        """Find out what can be computed, and what it asks of attention."""
+        few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
+        recorded = Recorded(tree, self.model.device)
+        with _evaluating(self.model):
+            expected = _by_the_book(self.model, few)
+            self.head_apart = self._flaw(few, expected) is None
+            self.rows_only = why_not(self.model)
+            if self.rows_only is None:
+                self._attend_over_layouts()
+                self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                self._windows = [] if self.rows_only else recorded.windows
+        return recorded.calls
+
+    def _attend_over_layouts(self) -> None:
+        AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
+        self.model.set_attn_implementation(tree_attention.NAME)
 
     def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
         try:

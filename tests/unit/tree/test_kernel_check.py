@@ -158,6 +158,7 @@ def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monke
     monkeypatch.setattr(tree, "refusal", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda box, **_: box)
     monkeypatch.setattr(
         torch.distributed, "all_gather_object", lambda said, ours: said.__setitem__(slice(None), [ours, "not here"])
     )
