@@ -11,21 +11,24 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import msgspec
 import torch
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner import checkpoint, fits, kernel_check, tree
+from swarmq.learner import checkpoint, fits, kernel_check, sharding, tree
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
@@ -36,7 +39,12 @@ EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0
 
 
 def main(model: str, train: Train, target: Path) -> None:
-    trainer = Trainer(model, train)
+    with loading() as (held, read):
+        trainer = Trainer(model, train)
+    if is_sharded(trainer.model):
+        models, mine = 1 + len(trainer.frozen.of(train)), int(trainer.accelerator.is_main_process)
+        assert read.call_count == models * mine, "rank 0 alone reads weights"
+        assert held == [trainer.num_parameters * mine] * models, "the others hold none until they get their shares"
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
     gatherings, gathered = counted()
@@ -67,6 +75,23 @@ def main(model: str, train: Train, target: Path) -> None:
         resumed(trainer, model, train, target.parent)
         precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient, target.parent / "precise")
     trainer.accelerator.end_training()
+
+
+@contextlib.contextmanager
+def loading() -> Iterator[tuple[list[int], mock.Mock]]:
+    """How many parameters this rank has values of when a model is about to be shared out, and its reading of weights."""
+    held: list[int] = []
+    hand_out, from_pretrained = sharding.hand_out, AutoModelForCausalLM.from_pretrained
+
+    def telling(model: torch.nn.Module, accelerator: Accelerator) -> Any:
+        held.append(sum(parameter.numel() for parameter in model.parameters() if not parameter.is_meta))
+        return hand_out(model, accelerator)
+
+    with (
+        mock.patch.object(sharding, "hand_out", telling),
+        mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=from_pretrained) as read,
+    ):
+        yield held, read
 
 
 def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: Path) -> None:

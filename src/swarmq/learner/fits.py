@@ -1,19 +1,25 @@
-"""Whether a policy fits the GPUs it is given: whole on every rank, sharded, or an error before it is loaded."""
+"""Whether a policy fits the GPUs and the host it is given: whole on every rank, sharded, or an error before it is loaded."""
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+import structlog
 import torch
 from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, judges, learner_bytes, whole_bytes
+from swarmq.learner import host
+from swarmq.learner.host import Room
+from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, host_bytes, judges, learner_bytes, whole_bytes
 from swarmq.learner.model import load_config
+
+log = structlog.get_logger()
 
 
 class Gpu(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,6 +34,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
+@functools.cache
 def shape_of(source: str) -> Shape:
     """Raises LearnerError when there is no such model."""
     config: Any = load_config(source)
@@ -103,6 +110,52 @@ def check_shape(
         f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {OR_LESS}"
         + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
     )
+
+
+def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[Room] | None = None) -> None:
+    """That this host's ranks can load their models and write checkpoints; the first of them looks, and warns of memory that
+    is short now and may not be later. `rooms`: by default what there is.
+
+    Raises LearnerError where there cannot be enough, saying how much is missing and what to change: a kernel kills without a word.
+    """
+    here = ranks_here()
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    shape, judged_by = shape_of(source), _judged_by(source, train)
+    needed = host_bytes(shape, train, here=here, ranks=num_ranks(), full=full, cuda=cuda, judged_by=judged_by)
+    for room in host.rooms() if rooms is None else rooms:
+        said = f"the {len(here)} ranks of this host take about {needed / GIB:.1f} GiB of its memory, {room.whose} has "
+        instead = _instead(train, full=full, ranks=len(here), judged=bool(judged_by))
+        if room.bound is not None and needed > room.bound:
+            raise LearnerError(
+                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} of "
+                f"{room.total / GIB:.1f} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
+            )
+        if needed > room.free:
+            missing = (
+                f"{room.free / GIB:.1f} free of {room.total / GIB:.1f}, {(needed - room.free) / GIB:.1f} are missing"
+            )
+            log.warning(
+                "host_memory_short", what=said + missing, consequence="the kernel may kill a rank", instead=instead
+            )
+
+
+def _instead(train: Train, *, full: bool, ranks: int, judged: bool) -> str:
+    """What to change where a host has too little memory."""
+    ways = ["raise the limit of the container, or take a host with more"]
+    if not full and ranks > 1 and not train.lora:
+        ways.append("set train.sharding = 'full', with which one rank loads for all")
+    if full and train.cpu_offload:
+        ways.append("leave train.cpu_offload out, or spread the ranks over several hosts")
+    if judged:
+        ways.append("a reference or teacher takes its share, too: train.loss.kl, train.teacher")
+    return "; ".join(ways)
+
+
+def ranks_here() -> range:
+    """Those of this process's host."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
 
 
 def _judged_by(source: str, train: Train) -> list[int]:

@@ -1,8 +1,10 @@
-"""What learning takes of a GPU's memory. Pure: numbers in, bytes out.
+"""What learning takes of a GPU's memory, and of the host's. Pure: numbers in, bytes out.
 
 Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; where
 several ranks hold the whole model each, gradients are added up over them in buckets, 4.
 Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
+
+Models are loaded in host memory, in FP32: by every rank that holds the whole of them, else by rank 0 for all.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ BUCKET_BYTES = 4
 FROZEN_BYTES = 4
 HALF_BYTES = 2
 WHOLE_BYTES = 4
+MOMENTS_BYTES = 8
 KEPT_BYTES = 2
 """Per token, hidden unit and layer: a layer's input in BF16, kept by gradient checkpointing."""
 LAYER_BYTES = 70
@@ -89,3 +92,21 @@ def state_bytes(
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
     own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
     return (own + FROZEN_BYTES * frozen) // parts + whole
+
+
+def host_bytes(
+    shape: Shape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
+) -> int:
+    """Of the memory of a host that has the ranks `here` of all `ranks`, at the most: when models are loaded, or when a
+    checkpoint is written. Other arguments as `learner_bytes` has them.
+
+    Rank 0 of those that share a policy out also gathers its weights for engines, and the optimizer's moments for checkpoints.
+    """
+    gathering = full and 0 in here
+    saved = MOMENTS_BYTES * shape.parameters if gathering else 0
+    kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
+    if not cuda or (full and train.cpu_offload):
+        own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
+        kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
+    copies = int(gathering) if full else len(here) if cuda else 0  # which stay what they are on a CPU
+    return kept + max(WHOLE_BYTES * max(shape.parameters, *judged_by, 0) * copies, saved)

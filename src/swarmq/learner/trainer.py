@@ -377,13 +377,14 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
     """Whether the policy is sharded and every rank has room for the whole of it beside its share.
 
-    Raises LearnerError when it does not fit what is free of this rank's GPU now.
+    Raises LearnerError when it does not fit what is free of this rank's GPU now, or the memory of its host.
     """
     ranks, full, gpu = accelerator.num_processes, shares_out(accelerator), None
     if accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(accelerator.device)
         gpu = fits.Gpu(total=total, free=free)
         log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=gpu))
+    fits.check_host(source, train, full=full, cuda=gpu is not None)
     if not full:
         return False
     roomy = torch.tensor([fits.holds_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device)

@@ -1,0 +1,70 @@
+"""How much memory the host has for this process: what will never be exceeded, and what is free now.
+
+A cgroup's limit is exact: whoever needs more is killed, so it bounds what may be planned. What the kernel calls available is a
+guess, which others' memory may join at any time; and a virtual machine may be given more as it uses what it has, so that
+even its total bounds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+PAGE_CACHE = ("active_file", "inactive_file")
+"""In a cgroup's `memory.stat`: counted as used, and given up when asked for. In version 1 of all below it: `total_...`."""
+
+
+class Room(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of memory; swap is memory, too."""
+
+    whose: str
+    total: int
+    free: int
+    bound: int | None
+    """More than this cannot be taken, whatever others give up; None: nobody knows."""
+
+
+def rooms(root: Path = Path("/")) -> list[Room]:
+    """Of every cgroup that this process is in and that has a limit, and of the host; none on systems without /proc.
+
+    `root`: of the file system.
+    """
+    proc = root / "proc"
+    if not (proc / "meminfo").is_file():
+        return []
+    memory = {name: 1024 * value for name, value in _table(proc / "meminfo").items()}
+    total, free = memory["MemTotal"] + memory["SwapTotal"], memory["MemAvailable"] + memory["SwapFree"]
+    virtual = "hypervisor" in (proc / "cpuinfo").read_text().split()
+    host = Room(whose="the host", total=total, free=free, bound=None if virtual else total)
+    return [*_limits(root, swap=memory["SwapFree"]), host]
+
+
+def _limits(root: Path, *, swap: int) -> Iterator[Room]:
+    mount = root / "sys/fs/cgroup"
+    for line in (root / "proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            yield from _above(mount, path, ("memory.max", "memory.current", ""), swap=swap)
+        elif "memory" in controllers.split(","):
+            files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            yield from _above(mount / "memory", path, files, swap=swap)
+
+
+def _above(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) -> Iterator[Room]:
+    """The cgroup and all that it is in, as far as this process sees them: a container sees its own as the mount."""
+    limit_file, used_file, prefix = files
+    own = mount / path.lstrip("/")
+    for folder in (own, *own.parents):
+        limit = folder / limit_file
+        if folder.is_relative_to(mount) and limit.is_file() and (said := limit.read_text().strip()) != "max":
+            stat = _table(folder / "memory.stat")
+            used = int((folder / used_file).read_text()) - sum(stat[prefix + name] for name in PAGE_CACHE)
+            free = int(said) - used + swap
+            yield Room(whose=f"the cgroup of {limit}", total=int(said) + swap, free=free, bound=free)
+
+
+def _table(file: Path) -> dict[str, int]:
+    rows = (line.replace(":", " ").split() for line in file.read_text().splitlines())
+    return {name: int(value) for name, value, *_ in rows}
