@@ -124,7 +124,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     shape, judged_by = shape_of(source), _judged_by(source, train)
     needed = host_bytes(shape, train, here=here, ranks=num_ranks(), full=full, cuda=cuda, judged_by=judged_by)
     for room in host.rooms() if rooms is None else rooms:
-        said = f"the {len(here)} ranks of this host take about {needed / GIB:.1f} GiB of its memory, {room.whose} has "
+        said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.whose} has "
         instead = _instead(train, full=full, ranks=len(here), judged=bool(judged_by))
         if room.bound is not None and needed > room.bound:
             raise LearnerError(

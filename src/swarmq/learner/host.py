@@ -32,18 +32,19 @@ def rooms(root: Path = Path("/")) -> list[Room]:
     `root`: of the file system.
     """
     proc = root / "proc"
-    if not (proc / "meminfo").is_file():
-        return []
     memory = {name: 1024 * value for name, value in _table(proc / "meminfo").items()}
-    total, free = memory["MemTotal"] + memory["SwapTotal"], memory["MemAvailable"] + memory["SwapFree"]
-    virtual = "hypervisor" in (proc / "cpuinfo").read_text().split()
+    if "MemTotal" not in memory:
+        return []
+    swap = memory.get("SwapFree", 0)
+    total, free = memory["MemTotal"] + memory.get("SwapTotal", 0), memory["MemAvailable"] + swap
+    virtual = any("hypervisor" in line.split() for line in _lines(proc / "cpuinfo"))
     host = Room(whose="the host", total=total, free=free, bound=None if virtual else total)
-    return [*_limits(root, swap=memory["SwapFree"]), host]
+    return [*_limits(root, swap=swap), host]
 
 
 def _limits(root: Path, *, swap: int) -> Iterator[Room]:
     mount = root / "sys/fs/cgroup"
-    for line in (root / "proc/self/cgroup").read_text().splitlines():
+    for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             yield from _above(mount, path, ("memory.max", "memory.current", ""), swap=swap)
@@ -58,13 +59,19 @@ def _above(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) ->
     own = mount / path.lstrip("/")
     for folder in (own, *own.parents):
         limit = folder / limit_file
-        if folder.is_relative_to(mount) and limit.is_file() and (said := limit.read_text().strip()) != "max":
+        said = "".join(_lines(limit)) if folder.is_relative_to(mount) else ""
+        if said.isdecimal():  # else there is none: "max"
             stat = _table(folder / "memory.stat")
-            used = int((folder / used_file).read_text()) - sum(stat[prefix + name] for name in PAGE_CACHE)
+            used = int((folder / used_file).read_text()) - sum(stat.get(prefix + name, 0) for name in PAGE_CACHE)
             free = int(said) - used + swap
-            yield Room(whose=f"the cgroup of {limit}", total=int(said) + swap, free=free, bound=free)
+            yield Room(whose=str(limit), total=int(said) + swap, free=free, bound=free)
 
 
 def _table(file: Path) -> dict[str, int]:
-    rows = (line.replace(":", " ").split() for line in file.read_text().splitlines())
+    rows = (line.replace(":", " ").split() for line in _lines(file))
     return {name: int(value) for name, value, *_ in rows}
+
+
+def _lines(file: Path) -> list[str]:
+    """None where there is no such file."""
+    return file.read_text().splitlines() if file.is_file() else []

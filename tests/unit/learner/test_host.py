@@ -1,0 +1,147 @@
+"""What a learner takes of its host's memory is compared with what the kernel will give it: by the cgroup, by the machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+from structlog.testing import capture_logs
+
+from swarmq.config import Loss, Train
+from swarmq.errors import LearnerError
+from swarmq.learner import trainer
+from swarmq.learner.fits import check_host, ranks_here, shape_of
+from swarmq.learner.host import Room, rooms
+from swarmq.learner.memory import GIB, Shape, host_bytes
+
+SHARED = Train(sharding="full", mixed_precision="bf16")
+SHAPE = Shape(parameters=1000, hidden=8, layers=2)
+NODE = range(8)
+
+
+def make_host(root: Path, *, cgroup: str = "0::/\n", flags: str = "fpu", **files: str) -> Path:
+    """A file system whose host has 64 GiB, 48 of them free, and 2 of swap."""
+    memory = {"MemTotal": 64, "MemFree": 1, "MemAvailable": 48, "SwapTotal": 2, "SwapFree": 2}
+    rows = "".join(f"{name}:  {gib * GIB // 1024} kB\n" for name, gib in memory.items())
+    files |= {"proc/meminfo": rows, "proc/cpuinfo": f"flags\t\t: {flags}\n", "proc/self/cgroup": cgroup}
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(content)
+    return root
+
+
+def cgroup_files(folder: str, names: tuple[str, str, str], limit: str) -> dict[str, str]:
+    """Of one that holds 20 GiB, 6 of them files that it would give up."""
+    limit_file, used_file, prefix = names
+    stat = f"anon {14 * GIB}\n{prefix}active_file {2 * GIB}\n{prefix}inactive_file {4 * GIB}\nshmem {GIB}\n"
+    return {f"{folder}/{limit_file}": limit, f"{folder}/{used_file}": str(20 * GIB), f"{folder}/memory.stat": stat}
+
+
+NEW = ("memory.max", "memory.current", "")
+OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def test_a_machine_of_metal_has_what_it_has_and_a_virtual_one_may_be_given_more(tmp_path: Path) -> None:
+    (metal,) = rooms(make_host(tmp_path / "metal"))
+    assert metal == Room(whose="the host", total=66 * GIB, free=50 * GIB, bound=66 * GIB)
+    (virtual,) = rooms(make_host(tmp_path / "virtual", flags="fpu hypervisor sse"))
+    assert virtual == msgspec.structs.replace(metal, bound=None)
+    assert rooms(tmp_path / "another system") == []
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "mount", "names"),
+    [
+        ("0::/\n", "sys/fs/cgroup", NEW),
+        ("0::/pods/mine\n", "sys/fs/cgroup/pods/mine", NEW),
+        ("0::/pods/mine\n", "sys/fs/cgroup/pods", NEW),
+        ("4:cpu,cpuacct:/\n9:memory:/\n0::/\n", "sys/fs/cgroup/memory", OLD),
+        ("9:memory:/docker/abc\n", "sys/fs/cgroup/memory", OLD),
+    ],
+    ids=["container", "own", "of one above", "first version", "first version, seen from inside"],
+)
+def test_a_limit_of_a_cgroup_bounds_what_is_not_held_but_for_files(
+    cgroup: str, mount: str, names: tuple[str, str, str], tmp_path: Path
+) -> None:
+    files = cgroup_files(mount, names, str(32 * GIB))
+    limited, host = rooms(make_host(tmp_path, cgroup=cgroup, **files))
+    assert names[0] in limited.whose
+    assert limited.free == limited.bound == (32 - (20 - 6) + 2) * GIB
+    assert limited.total == 34 * GIB
+    assert host.whose == "the host"
+
+
+def test_a_cgroup_without_a_limit_says_nothing(tmp_path: Path) -> None:
+    files = cgroup_files("sys/fs/cgroup/mine", NEW, "max\n")
+    assert [room.whose for room in rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
+
+
+def needed(here: range = NODE, *, full: bool = True, cuda: bool = True, **changed: object) -> float:
+    """Bytes for each parameter of the policy."""
+    train = msgspec.structs.replace(SHARED, **changed)
+    return host_bytes(SHAPE, train, here=here, ranks=16, full=full, cuda=cuda, judged_by=[]) / SHAPE.parameters
+
+
+def test_one_rank_loads_for_all_that_share_a_policy_out() -> None:
+    assert needed() == 2 + 8, "weights for engines, and the moments of a checkpoint, which take more than loading"
+    assert needed(range(8, 16)) == 0, "the other host"
+    assert needed(full=False, sharding="none") == 8 * 4
+    judge = host_bytes(SHAPE, SHARED, here=NODE, ranks=16, full=True, cuda=True, judged_by=[5000])
+    assert judge == 2 * 1000 + 4 * 5000, "a larger teacher is loaded by rank 0, too"
+
+
+def test_what_is_kept_in_host_memory_between_uses_counts_there() -> None:
+    assert needed(cpu_offload=True) == needed() + 16 / 2
+    assert needed(range(8, 16), cpu_offload=True) == 16 / 2
+    assert needed(range(1), full=False, cuda=False) == 16
+
+
+def here(free: int, *, bound: int | None) -> list[Room]:
+    return [Room(whose="the host", total=1 << 20, free=free, bound=bound)]
+
+
+def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shape, source = shape_of(str(tiny_qwen)), str(tiny_qwen)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    room = 4 * 4 * shape.parameters
+    with capture_logs() as logs:
+        check_host(source, Train(), full=False, cuda=True, rooms=here(room, bound=room))
+    assert logs == []
+    with pytest.raises(
+        LearnerError, match=r"its ranks here \(4\) take about .* are missing; raise .*sharding = 'full'"
+    ):
+        check_host(source, Train(), full=False, cuda=True, rooms=here(room, bound=room - 1))
+    offloaded = msgspec.structs.replace(SHARED, cpu_offload=True, loss=Loss(kl=0.1), reference=source)
+    with pytest.raises(LearnerError, match="leave train.cpu_offload out.*a reference or teacher"):
+        check_host(source, offloaded, full=True, cuda=True, rooms=here(0, bound=0))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    check_host(source, Train(), full=False, cuda=True, rooms=here(0, bound=0))  # the first of a host's ranks looks
+
+
+def test_memory_that_others_may_give_up_is_a_warning(tiny_qwen: Path) -> None:
+    for bound in (None, 1 << 40):
+        with capture_logs() as logs:
+            check_host(str(tiny_qwen), Train(), full=False, cuda=True, rooms=here(0, bound=bound))
+        assert [line["event"] for line in logs] == ["host_memory_short"]
+        assert "are missing" in logs[0]["what"]
+
+
+def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer.fits.host, "rooms", lambda: here(0, bound=0))
+    monkeypatch.setattr(trainer, "load_lm", lambda *_, **__: pytest.fail("it loads"))
+    with pytest.raises(LearnerError, match="does not fit the host"):
+        trainer.Trainer(str(tiny_qwen), Train(token_log=False, trackers=()))
+
+
+def test_ranks_of_a_host_are_counted_as_their_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks_here() == range(1)
+    monkeypatch.setattr(os, "environ", {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"})
+    assert ranks_here() == range(4)
+    monkeypatch.setattr(os, "environ", {"RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"})
+    assert ranks_here() == range(8, 16)
