@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
 from collections.abc import Sequence
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -34,7 +34,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-@functools.cache
+@cache
 def shape_of(source: str) -> Shape:
     """Raises LearnerError when there is no such model."""
     config: Any = load_config(source)
@@ -118,38 +118,29 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
 
     Raises LearnerError where there cannot be enough, saying how much is missing and what to change: a kernel kills without a word.
     """
-    here = ranks_here()
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    shape, judged_by = shape_of(source), _judged_by(source, train)
-    needed = host_bytes(shape, train, here=here, ranks=num_ranks(), full=full, cuda=cuda, judged_by=judged_by)
+    here, shape, judged_by = ranks_here(), shape_of(source), _judged_by(source, train)
+    taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
+    needed = taking(full=full)
+    instead = "raise the limit of the container, or take a host with more"
+    if not train.lora and taking(full=True) < needed:
+        instead += "; or set train.sharding = 'full', with which one rank loads for all"
+    if full and train.cpu_offload:
+        instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
+    if judged_by:
+        instead += "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
     for room in host.rooms() if rooms is None else rooms:
+        total = f"of {room.total / GIB:.1f}"
         said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.whose} has "
-        instead = _instead(train, full=full, ranks=len(here), judged=bool(judged_by))
         if room.bound is not None and needed > room.bound:
             raise LearnerError(
-                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} of "
-                f"{room.total / GIB:.1f} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
+                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} "
+                f"{total} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
             )
         if needed > room.free:
-            missing = (
-                f"{room.free / GIB:.1f} free of {room.total / GIB:.1f}, {(needed - room.free) / GIB:.1f} are missing"
-            )
-            log.warning(
-                "host_memory_short", what=said + missing, consequence="the kernel may kill a rank", instead=instead
-            )
-
-
-def _instead(train: Train, *, full: bool, ranks: int, judged: bool) -> str:
-    """What to change where a host has too little memory."""
-    ways = ["raise the limit of the container, or take a host with more"]
-    if not full and ranks > 1 and not train.lora:
-        ways.append("set train.sharding = 'full', with which one rank loads for all")
-    if full and train.cpu_offload:
-        ways.append("leave train.cpu_offload out, or spread the ranks over several hosts")
-    if judged:
-        ways.append("a reference or teacher takes its share, too: train.loss.kl, train.teacher")
-    return "; ".join(ways)
+            what = f"{said}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing"
+            log.warning("host_memory_short", what=what, consequence="the kernel may kill a rank", instead=instead)
 
 
 def ranks_here() -> range:

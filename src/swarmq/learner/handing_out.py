@@ -20,6 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from swarmq.errors import LearnerError
+from swarmq.learner.kernel_check import of_rank_0
 
 
 class Outline(NamedTuple):
@@ -36,7 +37,9 @@ class Outline(NamedTuple):
 def hand_out(model: nn.Module, accelerator: Accelerator) -> Any:
     """The model, every rank with its shards of the values that rank 0 has; the others' is on the meta device. Every rank calls
     it. Raises LearnerError when the ranks' models are not made alike."""
-    outlines = _of_rank_0(outlined(model))
+    ours = outlined(model)
+    outlines = of_rank_0(ours)
+    _check_alike(ours, outlines)
     values = {} if on_meta(model) else {name: each.detach() for name, each in _named(model, once=True)}
     _make_empty(model, outlines)
     sharded = fsdp2_prepare_model(accelerator, model)
@@ -67,15 +70,12 @@ def _named(model: nn.Module, *, once: bool = False) -> Iterable[tuple[str, Tenso
     yield from model.named_buffers(remove_duplicate=once)
 
 
-def _of_rank_0(outlines: dict[str, Outline]) -> dict[str, Outline]:
-    box = [outlines]
-    torch.distributed.broadcast_object_list(box, src=0)
-    if different := sorted(box[0].keys() ^ outlines.keys()):
+def _check_alike(ours: dict[str, Outline], outlines: dict[str, Outline]) -> None:
+    if different := sorted(ours.keys() ^ outlines.keys()):
         raise LearnerError(
             f"the model's weights are not those that its config.json describes: {different[0]} (and {len(different) - 1} more) "
             "is in one of them alone; ranks cannot share it out: set train.sharding = 'none', or mend the model's folder"
         )
-    return box[0]
 
 
 def _make_empty(model: nn.Module, outlines: dict[str, Outline]) -> None:

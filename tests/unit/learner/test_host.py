@@ -115,6 +115,11 @@ def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
         LearnerError, match=r"its ranks here \(4\) take about .* are missing; raise .*sharding = 'full'"
     ):
         check_host(source, Train(), full=False, cuda=True, rooms=here(room, bound=room - 1))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        LearnerError, match="with more$"
+    ):  # a checkpoint of shared weights takes more than loading twice
+        check_host(source, Train(), full=False, cuda=True, rooms=here(0, bound=0))
     offloaded = msgspec.structs.replace(SHARED, cpu_offload=True, loss=Loss(kl=0.1), reference=source)
     with pytest.raises(LearnerError, match="leave train.cpu_offload out.*a reference or teacher"):
         check_host(source, offloaded, full=True, cuda=True, rooms=here(0, bound=0))
