@@ -189,6 +189,7 @@ def job_of(folder: Path, model: Path, size: Size, seed: int, loss: str, steps: i
         f"policies.main.train.loss.name={loss}",
         "policies.main.train.checkpoint_every=1000000",
         "policies.main.train.token_log=false",
+        "groups.when_dry=lend",  # one kind is solved before the other
     ]
     if cuda:
         sets += ["policies.main.train.mixed_precision=bf16", "policies.main.engine.dtype=bfloat16"]

@@ -116,10 +116,12 @@ class Groups(Settings, frozen=True, kw_only=True):
     silence_s: Positive = 600.0
     """An episode without a sign of life for this long expires."""
     when_dry: Literal["wait", "lend"] = "wait"
-    """What batches do when nobody attempts a kind of the mix: wait for it, or lend its share to the others until it is
-    back. What was lent is not paid back."""
+    """What batches do when a kind of the mix has nothing for them: wait for it, or lend its share to the others until it
+    is back. What was lent is not paid back."""
     dry_after_s: Positive = 120.0
-    """A kind has run dry when its tickets have lain untouched for this long with none of its episodes running."""
+    """A kind has run dry when its tickets have lain untouched for this long with none of its episodes running, ..."""
+    flat_after: Count = 16
+    """... or when so many of its groups in a row, for each that a batch wants, taught nothing: their rewards were equal."""
 
 
 class Engine(Settings, frozen=True, kw_only=True):

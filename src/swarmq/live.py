@@ -36,6 +36,7 @@ LIVE = (
     "groups.silence_s",
     "groups.when_dry",
     "groups.dry_after_s",
+    "groups.flat_after",
     "eval.every",
     "eval.k",
     "eval.deadline_s",

@@ -41,6 +41,9 @@ MAX_LOGPROB = 1e-3
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 """Runs, policies and kinds name queues: lower case, digits and dashes, at most 40."""
 
+EQUAL_REWARDS = "equal_rewards"
+"""Why a learner drops a group whose members it cannot tell apart; the collector counts these."""
+
 RESPONSE = "resp_"
 """What a call id is told with as the id of a response, by which clients know such ids."""
 

@@ -44,7 +44,18 @@ from swarmq.collector.steering import Steering, refusal
 from swarmq.collector.tickets import Credit
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.messages import Command, Consumed, Control, EpisodeBegin, EpisodeEnd, Message, RefusedTurn, Task, Turn
+from swarmq.messages import (
+    EQUAL_REWARDS,
+    Command,
+    Consumed,
+    Control,
+    EpisodeBegin,
+    EpisodeEnd,
+    Message,
+    RefusedTurn,
+    Task,
+    Turn,
+)
 
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUNDS = "eval_rounds"
@@ -308,14 +319,21 @@ class Core:
             return [*effects, *self.lost({topology.ready(self.rules.run, report.policy)})]
         fates = [(episode_id, "trained", "") for episode_id in report.trained]
         fates += [(episode_id, "dropped", reason) for episode_id, reason in report.dropped.items()]
+        taught, equal = dict[str, str](), dict[str, str]()
         for episode_id, state, reason in fates:
             group_id = self.groups.place.get(episode_id, "")
             if not self.groups.report(episode_id, report.policy, trained=state == "trained"):
                 self.counts["consumed_unknown"] += 1
                 continue
+            if state == "trained":
+                taught[group_id] = self.groups.published[group_id].kind
+            elif reason == EQUAL_REWARDS:
+                equal[group_id] = self.groups.published[group_id].kind
             effects.append(do.Outcome(episode_id, report.policy, group_id, state, report.version, reason))
             effects.append(do.Forwarded(episode_id, report.policy))
             effects += self._reported(episode_id, group_id, state, reason)
+        if self.steering:
+            self.steering.heard(report.policy, taught=Counter(taught.values()), equal=Counter(equal.values()))
         return effects
 
     # ------------------------------------------------------------------------------------------- control
@@ -337,11 +355,11 @@ class Core:
         return [*effects, do.Emit("control", reply)]
 
     def _look(self, now: float) -> list[do.Effect]:
-        """Kinds that ran dry or came back; and whether a run that is to be drained is so."""
+        """Kinds that ran dry or came back, and whether a run that is to be drained is so."""
         if self.steering is None:
             return []
         newest = self.rules.shares(self.credit.next_batch)
-        state, warnings = self.steering.look(self.groups.usage(), self.credit.out, newest, now)
+        state, warnings = self.steering.look(self.groups.usage(), self.credit.out, newest, self.learning(), now)
         effects: list[do.Effect] = [do.Emit("warning", {"text": text}) for text in warnings]
         effects += self._steer(state) if state else []
         pending = any(episode.begin and episode.begin.mode == "train" for episode in self.open.values())
@@ -532,7 +550,8 @@ class Core:
             effects += [do.Close(state, reason, episode_id), do.ForgetTurns(episode_id)]
         if not group.pending:
             del self.groups.published[group_id]
-            self.credit.of(group.kind).trained += bool(group.trained)
+            if group.trained:
+                self.credit.train(group.kind)
             effects.append(do.SaveGroup(group_id, group.kind, group.size, "done", 0.0))
         return effects
 

@@ -40,6 +40,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     silence_s: float = 600.0
     when_dry: str = "wait"
     dry_after_s: float = 120.0
+    flat_after: int = 16
     eval: Eval = Eval()
     last_steps: dict[str, int] = {}
     """Policy -> the step at which its learner stops, where there is one."""
@@ -62,6 +63,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             silence_s=groups.silence_s,
             when_dry=groups.when_dry,
             dry_after_s=groups.dry_after_s,
+            flat_after=groups.flat_after,
             eval=job.eval,
             last_steps={
                 name: policy.train.max_steps for name, policy in job.policies.items() if policy.train.max_steps

@@ -2,8 +2,8 @@
 
 The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by
 batch in the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so
-a batch of 8 groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A kind that has run dry and lends its share is granted nothing
-and what it holds does not count. Within a kind, a slot of credit is always in exactly one place:
+a batch of 8 groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A kind that has run dry and lends its share is granted nothing, keeps
+what it holds, and that does not count. Within a kind, a slot of credit is always in exactly one place:
 
     ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
          ^___________|_______________|____________________________|   dropped: back to the same kind
@@ -68,6 +68,11 @@ class Credit:
             return []
         self.out[kind].remove(ticket_id)
         return [TicketUsed(ticket_id)]
+
+    def train(self, kind: str) -> None:
+        """A group was trained. A kind whose share is lent may have another one: it is not granted any in its turn."""
+        self.of(kind).trained += 1
+        self.of(kind).allocated += kind in self.lent
 
     def window(self, kind: str) -> int:
         """Slots that may be under way."""

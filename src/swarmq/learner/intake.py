@@ -10,7 +10,7 @@ A batch holds whole groups in the shares of the task mix, exactly: what rounding
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -20,7 +20,7 @@ from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
 from swarmq.learner.summary import add_tallies, oldest_version, tally
 from swarmq.learner.support import altered
-from swarmq.messages import Episode
+from swarmq.messages import EQUAL_REWARDS, Episode
 from swarmq.mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
 
@@ -52,8 +52,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     control: int = 0
     """Number of the control state that these limits come from."""
 
-    def shares(self, step: int) -> dict[str, float]:
-        return shares(self._stretches, step, self.lent)
+    def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
+        """`lent`: kinds without a share, where it is not those that are without one now."""
+        return shares(self._stretches, step, self.lent if lent is None else lent)
 
     @property
     def num_known(self) -> int:
@@ -141,8 +142,13 @@ class Intake:
         return self._record(version + 1, at, carry, episodes, settings)
 
     def next_batch(self, step: int) -> Dealt:
-        """Kind -> groups of the batch that makes the weights of `step`, and what rounding then owes."""
-        return deal(self.limits.shares(step), self.carry, self.limits.groups_per_batch)
+        """Kind -> groups of the batch that makes the weights of `step`, and what rounding then owes. Of kinds whose share is
+        lent, what there is of it."""
+        limits, groups = self.limits, self.limits.groups_per_batch
+        own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
+        there = {kind: min(len(self._queues[kind]), own.get(kind, 0)) for kind in limits.lent}
+        dealt = deal(limits.shares(step), self.carry, groups - sum(there.values()))
+        return Dealt(dealt.counts | there, dealt.carry)
 
     def drops(self, *, version: int, at: float) -> BatchRecord | None:
         """A record of what was dropped since the last one; None when nothing was."""
@@ -183,7 +189,7 @@ class Intake:
         elif not has_signal(usable, train):
             self._groups_equal += 1
             self._tally = add_tallies([self._tally, tally(usable)])
-            self._drop(dropped | _all(usable, "equal_rewards"))
+            self._drop(dropped | _all(usable, EQUAL_REWARDS))
         else:
             self._queues[kind].append(Group(usable=usable, dropped=dropped))
 

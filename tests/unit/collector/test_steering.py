@@ -180,6 +180,77 @@ def test_a_dry_kind_that_is_waited_for_is_said_once(steered, say):
     assert state(bench).lent == ()
 
 
+def flat(bench, say, *kinds: str, groups: int) -> None:
+    """So many groups of each kind, attempted and dropped for equal rewards."""
+    for _ in range(groups):
+        names = []
+        for kind in kinds:
+            ticket = min(bench.core.credit.out[kind], key=lambda t: int(t.split(".")[1]))
+            bench.take(
+                say.begin(ticket, ticket, kind=kind, ticket_id=ticket), say.turn(episode=ticket), say.end(ticket)
+            )
+            names.append(ticket)
+        version = bench.core.versions["main"]
+        bench.take(say.consumed(version=version, dropped=dict.fromkeys(names, "equal_rewards")))
+
+
+def test_a_kind_whose_groups_teach_nothing_lends_its_share_until_they_do_again(steered, say):
+    bench = steered(when_dry="lend", flat_after=3)  # of each batch, two groups are b's
+    train(bench, say, 1, a=2, b=2)
+    flat(bench, say, "b", groups=5)
+    bench.wait(1)
+    assert state(bench).lent == ()
+    flat(bench, say, "b", groups=1)
+    bench.wait(1)
+    assert state(bench).lent == ("b",)
+    for version in range(2, 8):  # one in four
+        before = bench.tickets
+        train(bench, say, version, a=3, b=1)
+        flat(bench, say, "b", groups=3)
+        bench.wait(1)
+        assert bench.tickets["a"] - before["a"] >= 3, "the others go on, with its share"
+        assert bench.tickets["b"] - before["b"] == 4, "and it is attempted as before"
+        assert state(bench).lent == ("b",)
+    for version in range(8, 14):
+        train(bench, say, version, a=2, b=2)
+        bench.wait(1)
+    assert state(bench).lent == ()
+    (told,) = [w["text"] for w in bench.events("warning")]
+    assert told.startswith(
+        "kind b teaches nothing now: rewards were equal in each of its last 6 groups; its share is lent"
+    )
+
+
+def test_a_kind_that_teaches_is_not_lent_however_many_of_its_groups_were_equal_in_between(steered, say):
+    bench = steered(when_dry="lend", flat_after=3)
+    for version in range(1, 5):
+        flat(bench, say, "a", "b", groups=5)
+        train(bench, say, version, a=2, b=2)
+        bench.wait(1)
+    assert state(bench).lent == ()
+    assert not bench.events("warning")
+
+
+def test_a_kind_that_teaches_nothing_is_waited_for_where_that_is_asked_and_said_once(steered, say):
+    bench = steered(when_dry="wait", flat_after=1)
+    for version in range(1, 5):
+        flat(bench, say, "b", groups=4)
+        bench.wait(1)
+        train(bench, say, version, a=2, b=2)
+        bench.wait(1)
+    assert state(bench).lent == ()
+    (told,) = [w["text"] for w in bench.events("warning")]
+    assert "batches wait for it (groups.when_dry = 'lend'" in told
+
+
+def test_where_no_kind_teaches_anything_nothing_is_lent(steered, say):
+    bench = steered(when_dry="lend", flat_after=1)
+    flat(bench, say, "a", "b", groups=4)
+    bench.wait(1)
+    assert state(bench).lent == ()
+    assert all("batches wait for it" in w["text"] for w in bench.events("warning"))
+
+
 def test_a_run_without_any_client_lends_nothing(steered):
     bench = steered(when_dry="lend", dry_after_s=60.0)
     for _ in range(5):

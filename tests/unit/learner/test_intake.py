@@ -191,6 +191,17 @@ def test_the_mix_is_exact_over_time(parts: list[int], groups: int) -> None:
             assert abs(taken[f"k{i}"] - Fraction(part, sum(parts)) * groups * batch) < len(parts)
 
 
+def test_a_batch_waits_for_no_kind_whose_share_is_lent_but_takes_what_there_is_of_it_up_to_its_share() -> None:
+    box = intake(4, mix={"a": 0.5, "b": 0.5})
+    box.change(msgspec.structs.replace(box.limits, lent=("b",)))
+    feed(box, *(make_group(f"a{number}", (0.0, 1.0), kind="a") for number in range(6)))
+    feed(box, *(make_group(f"b{number}", (0.0, 1.0), kind="b") for number in range(3)))
+    held = [Counter(episode.kind for episode in take(box, version).episodes) for version in range(2)]
+    assert held == [{"a": 4, "b": 4}, {"a": 6, "b": 2}], "two of each group"
+    feed(box, *(make_group(f"a{number}", (0.0, 1.0), kind="a") for number in range(6, 9)))
+    assert Counter(episode.kind for episode in take(box, 2).episodes) == {"a": 8}
+
+
 def test_a_batch_waits_for_the_kind_that_is_owed_also_after_a_restart() -> None:
     box = intake(1, mix={"code": 0.5, "math": 0.5})
     feed(box, make_group("m1", kind="math"), make_group("m2", kind="math"), make_group("c1", kind="code"))
