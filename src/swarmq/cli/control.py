@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.operate import ask, lines
 
-    job = resolved(run)
+    job, say = resolved(run), functools.partial(click.echo, err=True)
     async with AmqpBroker.open(job.broker.url or "", name=f"swarmq {action}") as broker:
         await broker.declare(job.run, policies=[], kinds=[])
-        for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser())):
+        for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser(), say=say)):
             click.echo(line)

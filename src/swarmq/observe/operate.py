@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -46,14 +47,15 @@ async def ask(
     *,
     sender: str = "",
     patience_s: float = PATIENCE_S,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Answer:
-    """Raises ConfigError when the run refuses, SwarmqError when its collector does not answer in time."""
+    """`say` is told when nothing has been heard for a while. Raises ConfigError when the run refuses, SwarmqError when its collector does not answer in time."""
     command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
     accepted: dict[str, Any] = {}
     applied: dict[str, dict[str, Any]] = {}
     refused = ""
     async with broker.events(run) as events:
-        sending = asyncio.create_task(_send(broker, run, command))
+        sending = asyncio.create_task(_send(broker, run, command, say))
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(patience_s):
@@ -110,9 +112,13 @@ async def bring_eval_tasks(
     return len(named)
 
 
-async def _send(broker: Broker, run: str, command: Command) -> None:
-    while True:
+async def _send(broker: Broker, run: str, command: Command, say: Callable[[str], None]) -> None:
+    for sent in itertools.count():
         await broker.publish(topology.control(run), command)
+        if sent == 1:
+            say(
+                f"no answer yet: the command waits in {topology.control(run)} and will be obeyed, also by who is started later"
+            )
         await asyncio.sleep(AGAIN_S)
 
 

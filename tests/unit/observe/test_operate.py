@@ -16,6 +16,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Control, Event
+from swarmq.observe import operate
 from swarmq.observe.operate import ask, bring_eval_tasks, lines
 from swarmq.testing import MemoryBroker
 
@@ -81,6 +82,16 @@ async def test_without_a_collector_the_command_waits_in_its_queue():
     with pytest.raises(SwarmqError, match="has not answered"):
         await ask(broker, "r", "pause", patience_s=0.1)
     assert len(broker.stored(topology.control("r"))) == 1
+
+
+async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeypatch):
+    monkeypatch.setattr(operate, "AGAIN_S", 0.01)
+    broker, told = MemoryBroker(), list[str]()
+    await broker.declare("r", policies=[], kinds=[])
+    with pytest.raises(SwarmqError, match="has not answered"):
+        await ask(broker, "r", "pause", patience_s=0.5, say=told.append)
+    (line,) = told
+    assert f"the command waits in {topology.control('r')} and will be obeyed" in line
 
 
 async def test_what_is_no_command_is_parked():
