@@ -26,7 +26,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from swarmq.engine import weights_ipc, weights_nccl
+from swarmq.engine import weights_ipc, weights_nccl, weights_reload
 from swarmq.engine.packing import Packed, checksum
 from swarmq.engine.weights_plugin import UNTOUCHED
 
@@ -92,12 +92,19 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: Update) -> None:
-        """Read all, check all, load all. Raises ValueError before the model is touched."""
+        """Read all, check all, load all. Raises ValueError before the model is touched; RuntimeError when vLLM does not load all of
+        it, which only shows afterwards."""
         with self._arrived(update_info) as tensors:
             self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, update_info.path or "push")
+            weights_reload.make_ready(self.model, self.device)
             initialize_layerwise_reload(self.model)
             self.model.load_weights(self._with_head(tensors))
+            left_out = weights_reload.left_out(self.model) if self.model_config.quantization is None else []
             finalize_layerwise_reload(self.model, self.model_config)
+            if left_out:
+                raise RuntimeError(
+                    f"this vLLM does not reload {left_out[:3]} of a {type(self.model).__name__}, which cannot be trained with it"
+                )
             if self.device.type != "cpu":
                 torch.accelerator.synchronize()  # the learner's memory may be read no longer
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,8 @@ from swarmq.process import free_port
 
 pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
 weights_receiver = pytest.importorskip("swarmq.engine.weights_receiver")
+weights_reload = pytest.importorskip("swarmq.engine.weights_reload")
+layerwise = pytest.importorskip("vllm.model_executor.model_loader.reload.layerwise")
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
 CPU = torch.device("cpu")
@@ -76,3 +81,77 @@ async def test_a_communicator_that_would_send_nothing_is_no_group(monkeypatch: p
     told = await asyncio.gather(*both, return_exceptions=True)
     assert [type(each) for each in told] == [EngineError, EngineError]
     assert all("disabled" in str(each) for each in told)
+
+
+LAYERS = "vllm.model_executor.layers."
+LAID_OUT, PLAIN = "fused_moe.experts.cpu_moe X86CPUUnquantizedExperts", "fused_moe.experts.triton_moe TritonExperts"
+FLASHINFER = "fused_moe.experts.flashinfer_cutlass_moe FlashInferExperts"
+UNQUANTIZED = "fused_moe.unquantized_fused_moe_method UnquantizedFusedMoEMethod"
+QUANTIZED = "quantization.online.int8 Int8OnlineMoEMethod"
+
+
+def experts(kernel: str, method: str = UNQUANTIZED) -> torch.nn.Module:
+    """A model with experts as vLLM has them, served by this kernel."""
+    layer = torch.nn.Module()
+    layer.quant_method = made = bare(method)
+    made.moe_kernel = SimpleNamespace(fused_experts=bare(kernel))
+    return torch.nn.ModuleDict({"layer": layer})
+
+
+def bare(place: str) -> Any:
+    """One of vLLM's, without what it needs to compute."""
+    module, name = place.split()
+    one = object.__new__(getattr(importlib.import_module(LAYERS + module), name))
+    if isinstance(one, torch.nn.Module):
+        torch.nn.Module.__init__(one)
+    return one
+
+
+def test_a_kernel_that_lays_experts_out_is_made_anew_with_the_weights_that_come() -> None:
+    model = experts(LAID_OUT)
+    for _ in range(2):  # the second time as if the first load had failed
+        weights_reload.make_ready(model, CPU)
+        assert model["layer"].quant_method.moe_kernel is None
+
+
+def test_where_it_cannot_be_made_anew_the_model_is_refused_before_it_is_touched() -> None:
+    model = experts(LAID_OUT)
+    with pytest.raises(
+        ValueError, match=rf"experts of layer for X86CPUUnquantizedExperts, {UNTOUCHED}: .*--moe-backend"
+    ):
+        weights_reload.make_ready(model, torch.device("cuda"))
+    assert model["layer"].quant_method.moe_kernel is not None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("kernel", "method"), [(PLAIN, UNQUANTIZED), (FLASHINFER, UNQUANTIZED), (LAID_OUT, QUANTIZED)])
+def test_kernels_that_reloading_is_enough_for_stay(kernel: str, method: str, device: str) -> None:
+    model = experts(kernel, method)
+    kept = model["layer"].quant_method.moe_kernel
+    weights_reload.make_ready(model, torch.device(device))
+    assert model["layer"].quant_method.moe_kernel is kept
+
+
+class Tied(torch.nn.Module):
+    """Two layers with weights of their own; a head that is tied to the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.sinks, self.head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.head.weight, self.head.bias = self.embed.weight, self.embed.bias
+
+
+@pytest.mark.parametrize(("past", "left"), [(False, []), (True, ["sinks.weight"])])
+def test_what_a_model_writes_past_the_loaders_is_noticed_and_a_tied_head_is_none_of_it(
+    past: bool, left: list[str]
+) -> None:
+    model = Tied().requires_grad_(False)
+    layerwise.record_metadata_for_reloading(model)
+    layerwise.initialize_layerwise_reload(model)
+    for layer in (model.embed, model.sinks):
+        for name, parameter in list(layer.named_parameters()):
+            if past and layer is model.sinks and name == "weight":
+                parameter.data.copy_(torch.ones(2))
+            else:
+                parameter.weight_loader(parameter, torch.ones(parameter.shape))
+    assert weights_reload.left_out(model) == left
