@@ -62,6 +62,12 @@ def tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
     return made_once(f"tiny-qwen3-{digest}", lambda folder: _make(folder, seed), cache=cache)
 
 
+def tiny_experts(family: str, cache: Path | None = None) -> Path:
+    """The folder of a mixture of experts, `qwen3_moe`, `mixtral`, `gpt_oss` or `olmoe`, of less than a million parameters."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return made_once(f"tiny-{family}-{digest}", lambda folder: _make_experts(folder, family), cache=cache)
+
+
 def made_once(name: str, make: Callable[[Path], None], *, cache: Path | None = None) -> Path:
     """The folder of this name in the cache, filled by `make` where it is not there yet."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarmq" / "tests"
@@ -104,6 +110,41 @@ def _make(folder: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+
+
+def _make_experts(folder: Path, family: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    }
+    configs = {
+        "qwen3_moe": lambda: Qwen3MoeConfig(
+            **shape, head_dim=32, intermediate_size=256, moe_intermediate_size=96, num_experts=4, norm_topk_prob=True
+        ),
+        "mixtral": lambda: MixtralConfig(**shape, intermediate_size=80, num_local_experts=4),
+        "gpt_oss": lambda: GptOssConfig(
+            **shape | {"max_position_embeddings": 4096}, head_dim=32, intermediate_size=96, num_local_experts=4
+        ),
+        "olmoe": lambda: OlmoeConfig(**shape, intermediate_size=96, num_experts=4),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
     model.save_pretrained(folder)
 
 

@@ -17,6 +17,8 @@ class Deferred(NamedTuple):
 
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
+    """Of what it is made from."""
     make: Callable[[], torch.Tensor]
 
     def is_floating_point(self) -> bool:

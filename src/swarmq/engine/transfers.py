@@ -172,7 +172,7 @@ class Staging:
                 raise EngineError(
                     f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
                 ) from error
-        self._lent = all(isinstance(each, torch.Tensor) and not each.is_cuda for each in tensors.values())
+        self._lent = all(each.device.type == "cpu" for each in tensors.values())
         plan.pack(tensors, self._buffer)
         torch.cuda.synchronize()
         return self._buffer, {"tensors": plan.entries, "checksum": checksum(self._buffer)}

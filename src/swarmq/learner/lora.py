@@ -6,7 +6,8 @@ serves full weights, by any way of pushing, and a checkpoint loads without PEFT.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from swarmq.errors import LearnerError
 ADAPTER = "adapter.safetensors"
 NAME = "default"
 MARK = ".lora_"
+WRAPPED = ".base_layer"
 
 
 def add_lora(lm: Any, lora: Lora, source: str) -> None:
@@ -36,7 +38,11 @@ def add_lora(lm: Any, lora: Lora, source: str) -> None:
         task_type="CAUSAL_LM",
     )
     try:
-        lm.add_adapter(config, adapter_name=NAME)
+        with (
+            warnings.catch_warnings()
+        ):  # the rank that PEFT itself gives to stacked experts it then misses among modules
+            warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
+            lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
         raise LearnerError(f"train.lora: {error}") from error
     if (file := Path(source) / ADAPTER).is_file():
@@ -58,11 +64,23 @@ def deferred(lm: Any) -> Iterator[tuple[str, Tensor | Deferred]]:
     """The same; what adapters add is computed when the tensor is asked for."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     for name, tensor in lm.state_dict().items():
-        owner = name.removesuffix(".base_layer.weight")
-        if owner in layers and owner != name:
-            yield f"{owner}.weight", Deferred(tensor.shape, tensor.dtype, partial(_sum, tensor, layers[owner]))
-        elif MARK not in name:
-            yield name.replace(".base_layer.", "."), tensor.detach()
+        if MARK in name:
+            continue
+        layer, plain = _adapter_of(name, layers), name.replace(WRAPPED, "")
+        if layer is None:
+            yield plain, tensor.detach()
+        else:
+            yield plain, Deferred(tensor.shape, tensor.dtype, tensor.device, partial(_sum, tensor, layer))
+
+
+def _adapter_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
+    """Stacked experts have several tensors in a module, and an adapter around it for each, one in the other."""
+    owner, _, leaf = name.rpartition(".")
+    while owner.endswith(WRAPPED):
+        owner = owner.removesuffix(WRAPPED)
+        if owner in layers and getattr(layers[owner], "parameter_name", "weight") == leaf:
+            return layers[owner]
+    return None
 
 
 def _sum(weight: Tensor, layer: Any) -> Tensor:

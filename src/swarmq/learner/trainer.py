@@ -27,13 +27,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
-from swarmq.engine.packing import Deferred
+from swarmq.engine.packing import Deferred, made
 from swarmq.errors import LearnerError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
+from swarmq.learner.folders import as_in_folder
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.kept import Checkpointing
@@ -156,8 +157,8 @@ class Trainer:
         return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
 
     def weights_to_push(self) -> Iterator[tuple[str, Tensor | Deferred]]:
-        """The same for engines: what adapters add is computed tensor by tensor, when each is packed."""
-        return lora.deferred(self.lm) if self.train.lora else self.named_tensors()
+        """The same for engines, as in the model's folder: what adapters add and what is taken apart is made when it is packed."""
+        return as_in_folder(self.lm, lora.deferred(self.lm) if self.train.lora else self.named_tensors())
 
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
@@ -170,9 +171,10 @@ class Trainer:
             return
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
-        named = weights.items() if sharded else self.named_tensors()
+        named = weights.items() if sharded else lora.deferred(self.lm)
+        kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named if name not in left_out))
         save_file(
-            {name: tensor.contiguous() for name, tensor in named if name not in left_out},
+            {name: made(tensor).contiguous() for name, tensor in kept},
             folder / "model.safetensors",
             metadata={"format": "pt"},
         )

@@ -14,27 +14,31 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from support import learner_ranks
+from support import expert_ranks, learner_ranks
 from support.episodes import make_qwen
+from support.tiny_model import tiny_experts
 from swarmq.config import Loss, Train
 from swarmq.learner import checkpoint
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
 
 TRAIN = Train(learning_rate=1e-4, warmup_steps=0, loss=Loss(name="reinforce", kl=0.5), token_log=False, trackers=())
+EXPERT = "model.layers.1.mlp.experts.3.down_proj.weight"
 
 
 def on_ranks(count: int, model: Path, train: Train, target: Path) -> dict[str, Any]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    launch(count, learner_ranks.__file__, str(model), msgspec.json.encode(train).decode(), str(target))
+    made: dict[str, Any] = torch.load(target)
+    return made
+
+
+def launch(count: int, *program: str) -> None:
+    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
     subprocess.run(
-        [
-            *(launch if count > 1 else [sys.executable]),
-            learner_ranks.__file__,
-            str(model),
-            msgspec.json.encode(train).decode(),
-            str(target),
-        ],
+        [sys.executable, *ranks, *program],
         check=True,
         env={
             **os.environ,
@@ -43,8 +47,6 @@ def on_ranks(count: int, model: Path, train: Train, target: Path) -> dict[str, A
         },
         timeout=600,
     )
-    made: dict[str, Any] = torch.load(target)
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +121,19 @@ def one_goes_on(model: Path, train: Train, folder: Path) -> None:
     for name, tensor in wanted.items():
         moved = float((tensor - before[name]).norm())
         assert float((after[name] - tensor).norm()) < 0.02 * moved, name
+
+
+@pytest.mark.slow
+def test_ranks_that_share_experts_out_push_and_save_them_as_the_folder_has_them(tmp_path: Path) -> None:
+    model = tiny_experts("qwen3_moe")
+    launch(2, expert_ranks.__file__, str(model), str(tmp_path))
+    pushed, saved, first = (
+        load_file(file)
+        for file in (tmp_path / "pushed.safetensors", tmp_path / "model.safetensors", model / "model.safetensors")
+    )
+    assert {name: tensor.shape for name, tensor in pushed.items()} == {n: t.shape for n, t in first.items()}
+    assert saved.keys() == first.keys()
+    assert all(torch.equal(pushed[name], tensor) for name, tensor in saved.items())
+    assert not torch.equal(pushed[EXPERT], first[EXPERT]), "nothing was learned"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert torch.equal(loaded["model.layers.1.mlp.experts.down_proj"][3], saved[EXPERT])

@@ -207,8 +207,9 @@ def test_ranks_that_share_a_policy_out_get_the_memory_of_a_push_back_for_their_n
     monkeypatch.setattr(torch, "empty", lambda size, dtype, device: empty(size, dtype=dtype))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     staging, ones = Staging(), torch.ones(3)
-    made_on_it = Deferred(ones.shape, ones.dtype, ones.clone)
-    for weights, kept in (({"a": ones}, False), ({"a": made_on_it}, True)):
+    made_on_it = Deferred(ones.shape, ones.dtype, torch.device("cuda"), ones.clone)
+    made_here = made_on_it._replace(device=ones.device)
+    for weights, kept in (({"a": ones, "b": made_here}, False), ({"a": made_on_it}, True)):
         staging.packed(weights, "float32")
         transfer(staging).withdraw()
         assert (staging._buffer is not None) is kept

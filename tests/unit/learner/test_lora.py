@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
+from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.engine.packing import Packed
 from swarmq.engine.transfers import distinct
@@ -36,14 +37,19 @@ def logprobs(model: torch.nn.Module, one: Pass) -> torch.Tensor:
     return model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs.detach()
 
 
-def test_adapters_learn_and_the_merged_weights_are_the_same_policy(tiny_qwen: Path, tmp_path: Path) -> None:
-    trainer = Trainer(str(tiny_qwen), TRAIN)
+@pytest.fixture(params=["dense", "experts"])
+def model(request: pytest.FixtureRequest, tiny_qwen: Path) -> Path:
+    return tiny_qwen if request.param == "dense" else tiny_experts("qwen3_moe")
+
+
+def test_adapters_learn_and_the_merged_weights_are_the_same_policy(model: Path) -> None:
+    trainer = Trainer(str(model), TRAIN)
     before = {name: value.clone() for name, value in trainer.lm.state_dict().items()}
     trainer.step(record(1))
     changed = {name for name, value in trainer.lm.state_dict().items() if not torch.equal(before[name], value)}
     assert changed
     assert all(MARK in name for name in changed)
-    plain = AutoModelForCausalLM.from_pretrained(tiny_qwen)
+    plain = AutoModelForCausalLM.from_pretrained(model)
     weights = dict(trainer.named_tensors())
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
@@ -76,15 +82,15 @@ def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch:
     assert all(torch.equal(sent[name], tensor) for name, tensor in wanted.items())
 
 
-def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(tiny_qwen: Path, tmp_path: Path) -> None:
-    trainer, identity = Trainer(str(tiny_qwen), TRAIN), Identity(run="r", policy="main", model=str(tiny_qwen))
+def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
+    trainer, identity = Trainer(str(model), TRAIN), Identity(run="r", policy="main", model=str(model))
     trainer.step(record(1))
-    checkpoint.save(tmp_path, trainer, identity, model=str(tiny_qwen), keep=1)
+    checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
     trainer.step(record(2))
     found = checkpoint.newest(tmp_path, identity)
     assert found is not None
     assert not has_lora(AutoModelForCausalLM.from_pretrained(found.path))
-    again = Trainer(str(found.path), TRAIN, initial=str(tiny_qwen))
+    again = Trainer(str(found.path), TRAIN, initial=str(model))
     checkpoint.restore(again, found)
     again.step(record(2))
     ours, wanted = dict(again.named_tensors()), dict(trainer.named_tensors())

@@ -1,0 +1,92 @@
+"""A mixture of experts goes the whole way on a real vLLM: trained, saved, served, and pushed again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from support.engine import running_engine
+from support.episodes import make_group
+from support.tiny_model import tiny_experts
+from swarmq.config import Loss, Train
+from swarmq.engine.control import EngineControl
+from swarmq.engine.push import WeightPusher
+from swarmq.errors import EngineError
+from swarmq.learner import checkpoint
+from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.trainer import Trainer
+
+from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+PROMPT = [(7 * i) % 500 for i in range(100)]
+TRAIN = Train(loss=Loss(name="reinforce"), learning_rate=1e-2, warmup_steps=0, token_log=False)
+
+
+@pytest.fixture(scope="module", params=["qwen3_moe", pytest.param("mixtral", marks=pytest.mark.slow)])
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
+    """A trainer that has taken a step, and its checkpoint."""
+    model, folder = str(tiny_experts(request.param)), tmp_path_factory.mktemp("checkpoints")
+    trainer = Trainer(model, TRAIN)
+    episodes = tuple(make_group("a", (0.0, 1.0)))
+    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=TRAIN))
+    identity = Identity(run="r", policy="main", model=model)
+    checkpoint.save(folder, trainer, identity, model=model, keep=1)
+    found = checkpoint.newest(folder, identity)
+    assert found is not None
+    return trainer, found.path
+
+
+@pytest.fixture(scope="module")
+def url(trained: tuple[Trainer, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An engine that serves the checkpoint."""
+    with running_engine(trained[1], tmp_path_factory.mktemp("vllm") / "engine.log") as engine:
+        yield engine.url
+
+
+@pytest.fixture
+async def vllm(url: str, trained: tuple[Trainer, Path]) -> AsyncIterator[Vllm]:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        yield Vllm(url, trained[1], session)
+
+
+async def test_the_engine_samples_from_a_checkpoint_and_from_every_push_after_it(
+    vllm: Vllm, trained: tuple[Trainer, Path], tmp_path: Path
+) -> None:
+    trainer, folder = trained
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    choice = await vllm.generate(PROMPT, 16)
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+    pusher = WeightPusher([vllm.url], tmp_path, patience_s=0, timeouts=PATIENT)
+    for version in (2, 3, 4):
+        before = logprobs_of(network, PROMPT, choice["token_ids"])
+        disturb(trainer.lm, version)
+        network.load_state_dict(trainer.lm.state_dict())
+        after = logprobs_of(network, PROMPT, choice["token_ids"])
+        assert max(abs(a - b) for a, b in zip(before, after, strict=True)) > 0.1, "as good as the old weights"
+        await asyncio.to_thread(pusher.push, trainer.weights_to_push(), version)
+        choice = await vllm.generate(PROMPT, 16)
+        assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
+        assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+async def test_experts_that_vllm_does_not_reload_are_not_served_as_they_were(tmp_path: Path) -> None:
+    """It writes those of gpt-oss, and its attention sinks, where nothing is while it reloads."""
+    model = tiny_experts("gpt_oss")
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with running_engine(model, tmp_path / "engine.log", "--tool-call-parser", "openai") as engine:
+        pusher = WeightPusher([engine.url], tmp_path, patience_s=0, timeouts=PATIENT)
+        with pytest.raises(EngineError, match=r"does not reload .*attn\.sinks.* of a GptOssForCausalLM"):
+            await asyncio.to_thread(pusher.push, network.state_dict().items(), 1)
+        async with EngineControl(engine.url, timeouts=PATIENT) as control:
+            status = await control.status()
+            assert status.in_doubt
+            assert status.paused
