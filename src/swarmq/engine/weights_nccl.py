@@ -5,6 +5,7 @@ A peer that dies in a broadcast leaves the others' GPUs waiting: the learner loo
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from typing import Any
@@ -59,16 +60,25 @@ def join(address: str, port: int, *, rank: int, world_size: int, device: torch.d
     """Meet the others; returns when all are there. The learner, rank 0, is the one who listens."""
     from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator  # noqa: PLC0415 - an extra, and slow
     from vllm.distributed.utils import StatelessProcessGroup  # noqa: PLC0415
-    from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415
 
     try:
         met = StatelessProcessGroup.create(
             host=address, port=port, rank=rank, world_size=world_size, store_timeout=MEET_S
         )
-        with unpinned_nccl_env():
+        with _unpinned():
             communicator = PyNcclCommunicator(met, device=device)
     except Exception as error:  # of sockets, stores and NCCL alike
         raise EngineError(f"learner and engine did not meet at {address}:{port}: {error}") from error
     if communicator.disabled:
         raise EngineError("vLLM's communicator is disabled here, and its broadcasts would do nothing")
     return Group(communicator, device)
+
+
+def _unpinned() -> contextlib.AbstractContextManager[Any]:
+    """Without the settings of NCCL that vLLM, since 0.32, makes for communicators of its own: one end alone would have them."""
+    try:
+        from vllm.utils.nccl import unpinned_nccl_env  # noqa: PLC0415 - an extra, and slow
+    except ImportError:
+        return contextlib.nullcontext()
+    unpinned: contextlib.AbstractContextManager[Any] = unpinned_nccl_env()
+    return unpinned
