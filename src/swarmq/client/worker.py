@@ -1,8 +1,12 @@
 """`swarmq worker module:function`: attempt the tasks of a queue, on as many machines as you like.
 
     tasks.<kind> --prefetch = concurrency--> hold ──> begin, agent, end confirmed ──> ack
-                                              |                     failed ──> Task(attempt + 1) confirmed ──> ack
+                                              |  ^────────── failed: once more here
+                                              |             failed again ──> Task(attempt + 1) confirmed ──> ack
                                               └── killed: RabbitMQ gives the task to another worker
+
+What goes back comes behind all tasks that wait, while those of its group wait for it and fill the window of their kind; so a first
+failure is tried again at once. A second one may be this worker's fault, and another one's turn.
 
 A task is held unacknowledged for as long as its episode takes. When the session is renewed meanwhile (the broker
 came back, or an acknowledgement was about to be overdue) the same task arrives again: it is recognised, and the
@@ -41,6 +45,8 @@ from swarmq.errors import BrokerLostError, EpisodeError, TaskError
 from swarmq.logs import log
 from swarmq.messages import Mode, Task, key_of
 
+TRIES_HERE = 2
+"""Attempts at a task before it goes back to its queue."""
 EVAL_SHARE = 4
 """A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
 REMEMBERED = 10_000
@@ -83,7 +89,7 @@ class Worker:
 
     async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
-        began = time.monotonic()
+        began, self._stop = time.monotonic(), stop
         log.info("worker_ready", kind=self._kind, concurrency=self._concurrency, client=self._client.client_id)
         with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
             async with (
@@ -116,17 +122,26 @@ class Worker:
         this = asyncio.current_task()
         assert this is not None
         try:
-            if task.attempt:
-                await asyncio.sleep(self._retry_pause_s * 2 ** (task.attempt - 1))
-            try:
-                ep = await self._begin(task)
-            except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError) as error:
-                log.warning("task_refused", task=task.slot.id, error=str(error))
-                await self._bury(self._held[key], f"not a task that can be attempted: {error}")
-                return
-            self._not_begun.discard(this)
-            done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
-            await self._settle(key, task, done)
+            for left_here in reversed(range(TRIES_HERE)):
+                if task.attempt:
+                    await asyncio.sleep(self._retry_pause_s * 2 ** (task.attempt - 1))
+                try:
+                    ep = await self._begin(task)
+                except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError) as error:
+                    log.warning("task_refused", task=task.slot.id, error=str(error))
+                    await self._bury(self._held[key], f"not a task that can be attempted: {error}")
+                    return
+                self._not_begun.discard(this)
+                done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+                following = msgspec.structs.replace(task, attempt=task.attempt + 1)
+                again = not done.finished and following.attempt < self._max_attempts
+                if not (again and left_here) or self._stop.is_set():
+                    await self._settle(key, task, done, following if again else None)
+                    return
+                self._tally.add(done)
+                self._display.update(self._tally, done)
+                self._not_begun.add(this)
+                task = following
         finally:
             self._not_begun.discard(this)
             self._held.pop(key, None)
@@ -147,20 +162,18 @@ class Worker:
             lifetime_s=self._attempt_timeout_s,
         )
 
-    async def _settle(self, key: str, task: Task, done: Attempted) -> None:
+    async def _settle(self, key: str, task: Task, done: Attempted, following: Task | None) -> None:
         """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
-        again = not done.finished and task.attempt + 1 < self._max_attempts
-        if again:
-            following = msgspec.structs.replace(task, attempt=task.attempt + 1)
+        if following:
             await self._client.broker.publish(self._queue, following)
         self._settled[key] = None
         if len(self._settled) > REMEMBERED:
             self._settled.popitem(last=False)
         await _ack(self._held[key])
         self._tally.add(done)
-        self._tally.slots += not again
-        self._tally.given_up += not (again or done.finished)
-        if not (again or done.finished):
+        self._tally.slots += not following
+        self._tally.given_up += not (following or done.finished)
+        if not (following or done.finished):
             log.warning("task_given_up", task=task.slot.id, attempts=task.attempt + 1)
         self._display.update(self._tally, done)
 

@@ -56,6 +56,7 @@ from swarmq.messages import (
     Task,
     Turn,
 )
+from swarmq.mix import most_dealt
 
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUNDS = "eval_rounds"
@@ -90,7 +91,7 @@ class Core:
         self._drained = False
         self._tags_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
-        self._wanted: dict[str, dict[str, float]] = {}
+        self._wanted: dict[str, dict[str, int]] = {}
         """Policy -> kind -> groups of the next batch, under what they were computed for."""
         self._astray: dict[str, tuple[frozenset[str], float]] = {}
         """Kind -> the tickets that are out while its queue is empty, and since when it is those."""
@@ -219,8 +220,7 @@ class Core:
         if self._wanted_for != (rules, lent, steps):
             self._wanted_for = (rules, lent, steps)
             self._wanted = {
-                policy: {kind: share * rules.groups_per_batch for kind, share in rules.shares(step, lent).items()}
-                for policy, step in steps.items()
+                policy: most_dealt(rules.shares(step, lent), rules.groups_per_batch) for policy, step in steps.items()
             }
         return self.groups.short_of(self._wanted)
 

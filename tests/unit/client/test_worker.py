@@ -103,6 +103,35 @@ def _only_begins(real):
     return publish
 
 
+async def test_a_task_that_fails_is_tried_again_here_before_others_and_then_goes_behind_them(swarm):
+    async def agent(ep):
+        if ep.task.id == "a":
+            raise ConnectionError("no sandbox")
+        return 1.0
+
+    for name in "abc":
+        await swarm.broker.publish(TASKS, task(name))
+    async with working(swarm, agent, concurrency=1, max_attempts=3) as worker:
+        await worker.until(lambda: len(swarm.ends) == 5)
+        summary = await worker.drained()
+    tried = [(begin.slot.task_id, begin.attempt) for begin in swarm.begins]
+    assert tried == [("a", 0), ("a", 1), ("b", 0), ("c", 0), ("a", 2)]
+    assert swarm.arrived(TASKS) == []
+    assert (summary.finished, summary.failed, summary.given_up, summary.slots) == (2, 3, 1, 3)
+
+
+async def test_a_worker_that_is_told_to_stop_begins_no_further_attempt(swarm):
+    async def agent(ep):
+        worker.stop.set()
+        raise ConnectionError("no sandbox")
+
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent) as worker:
+        await worker.running
+    assert [begin.attempt for begin in swarm.begins] == [0]
+    assert [message.attempt for message in swarm.arrived(TASKS)] == [1]
+
+
 async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used_up(swarm, capsys):
     def agent(ep):
         raise ConnectionError("no sandbox")

@@ -233,6 +233,21 @@ def test_a_kind_that_is_short_gets_its_tickets_though_learners_have_plenty_of_an
     assert len(bench.core.credit.out["b"]) == 1
 
 
+def test_a_kind_gets_tickets_for_what_rounding_owes_it(make_bench, say):
+    """Of a third of two groups a batch holds one, or none, or what earlier ones owe: the learner alone knows which."""
+    bench = make_bench(mix={"a": 1 / 3, "b": 2 / 3}, group_size=2, groups_per_batch=3, max_staleness=1)
+    for repeat in range(2):
+        ticket = min(bench.core.credit.out["a"])
+        bench.take(say.begin(f"a{repeat}", "a", repeat, kind="a", group_size=2, ticket_id=ticket))
+        bench.take(say.turn(episode=f"a{repeat}"), say.end(f"a{repeat}"))
+    for number in range(2):
+        name, ticket = f"half{number}", min(bench.core.credit.out["a"])
+        bench.take(say.begin(name, name, kind="a", group_size=2, ticket_id=ticket), say.turn(episode=name))
+        bench.take(say.end(name))
+    assert bench.core.groups.ready_of["main"] == {"a": 1}
+    assert len(bench.core.credit.out["a"]) == 1
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_a_policy_at_its_last_step_keeps_no_tickets_from_the_others(make_bench, say, restarted):
     both = ("a", "b")
