@@ -70,13 +70,6 @@ def deal(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> D
     return Dealt(counts, {kind: round(wanted[kind] - counts[kind], ROUNDING) for kind in wanted})
 
 
-def most_dealt(mix: Mapping[str, float], groups: int) -> dict[str, int]:
-    """Of each kind the most groups that a batch may hold, whatever earlier ones owe it."""
-    if len(mix) == 1:
-        return dict.fromkeys(mix, groups)
-    return {kind: min(groups, math.ceil(round(share * groups, ROUNDING)) + 1) for kind, share in mix.items()}
-
-
 def _scheduled(stretch: Stretch, step: int) -> Shares:
     schedule = stretch.schedule
     if schedule is None:

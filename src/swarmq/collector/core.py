@@ -56,7 +56,6 @@ from swarmq.messages import (
     Task,
     Turn,
 )
-from swarmq.mix import most_dealt
 
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUNDS = "eval_rounds"
@@ -91,7 +90,7 @@ class Core:
         self._drained = False
         self._tags_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
-        self._wanted: dict[str, dict[str, int]] = {}
+        self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch, under what they were computed for."""
         self._astray: dict[str, tuple[frozenset[str], float]] = {}
         """Kind -> the tickets that are out while its queue is empty, and since when it is those."""
@@ -196,11 +195,13 @@ class Core:
     def settle(self) -> list[do.Effect]:
         """Close a batch: tickets for the credit it freed, and the counters that changed."""
         usage = self.groups.usage()
-        short = self.short_of() if self.credit.is_quiet(usage) else set()
+        starved, short = (
+            (bool(self.short_of()), self.short_of(owed=1)) if self.credit.is_quiet(usage) else (False, set())
+        )
         lacking = {kind: slots for kind, slots in self.groups.lacking().items() if kind in short} if short else {}
         learning = self.learning()
         idle = self.groups.held_by_others(learning) if 0 < len(learning) < len(self.rules.trained) else 0
-        effects = self.credit.settle(usage, starved=bool(short), lacking=lacking, idle=idle)
+        effects = self.credit.settle(usage, starved=starved, lacking=lacking, idle=idle)
         self.counts[TICKETS_ISSUED] = self.credit.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:
@@ -213,16 +214,17 @@ class Core:
         last = self.rules.last_steps
         return tuple(policy for policy in self.rules.trained if not 0 < last.get(policy, 0) <= self.versions[policy])
 
-    def short_of(self) -> set[str]:
-        """Kinds without which no learner can fill its next batch."""
+    def short_of(self, *, owed: int = 0) -> set[str]:
+        """Kinds without which no learner can fill its next batch, if rounding owes it so many groups of each: at most one."""
         rules, lent = self.rules, self.credit.lent
         steps = {policy: self.versions[policy] + 1 for policy in self.learning()}
         if self._wanted_for != (rules, lent, steps):
             self._wanted_for = (rules, lent, steps)
             self._wanted = {
-                policy: most_dealt(rules.shares(step, lent), rules.groups_per_batch) for policy, step in steps.items()
+                policy: {kind: share * rules.groups_per_batch for kind, share in rules.shares(step, lent).items()}
+                for policy, step in steps.items()
             }
-        return self.groups.short_of(self._wanted)
+        return self.groups.short_of(self._wanted, owed=owed)
 
     # ------------------------------------------------------------------------------------------- pieces
 

@@ -7,6 +7,7 @@ may still make a group among themselves. Once published a group takes nobody in 
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping
 
@@ -135,11 +136,16 @@ class Groups:
         """Whether no learner has as many groups as a batch waiting."""
         return all(self.ready[policy] < self.rules.groups_per_batch for policy in policies)
 
-    def short_of(self, wanted: Mapping[str, Mapping[str, int]]) -> set[str]:
-        """Kinds that may keep learners waiting; empty when one surely has the groups of its batch. `wanted`: policy -> kind ->
-        groups that its next batch may hold. A learner that has many groups of one kind may lack another."""
+    def short_of(self, wanted: Mapping[str, Mapping[str, float]], *, owed: int = 0) -> set[str]:
+        """Kinds that keep learners waiting; empty when one has the groups of its batch. `wanted`: policy -> kind ->
+        groups of the next batch, before rounding, which may owe it one more where there are several kinds. A learner that
+        has many groups of one kind may lack another."""
         short = [
-            {kind for kind, most in kinds.items() if self.ready_of[policy][kind] < most}
+            {
+                kind
+                for kind, share in kinds.items()
+                if self.ready_of[policy][kind] < math.ceil(round(share, 6)) + (owed if len(kinds) > 1 else 0)
+            }
             for policy, kinds in wanted.items()
         ]
         return set().union(*short) if all(short) else set()

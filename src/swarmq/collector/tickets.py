@@ -15,10 +15,11 @@ The window can be full of what no learner can use: half-open groups whose siblin
 policy's learner still holds while another's has dropped them. So when every learner lacks groups of some kind for its
 batch, and that kind has no ticket out and nothing running,
 
-* the slots that its nearest half-open group lacks are ticketed beyond the window;
+* the slots that its nearest half-open group lacks are ticketed beyond the window, also where a learner only may lack one group
+  of the kind more than its share: what rounding owes a batch is the learner's to know;
 * if no kind has anything out or running, one group more is granted, to be paid back by the next that is trained.
 
-A learner that has a batch waiting stops both, so staleness grows only while learners starve.
+A learner that surely has a batch waiting stops both, so staleness grows only while learners starve.
 
 A policy that has reached its last step trains no more: the window is wider by the groups that wait for such learners alone.
 """
@@ -93,12 +94,12 @@ class Credit:
     def settle(
         self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int], idle: int = 0
     ) -> list[Effect]:
-        """Grant what was freed and issue tickets. `lacking`: per kind, slots its nearest half-open group lacks;
-        `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for learners at their last step."""
+        """Grant what was freed and issue tickets. `lacking`: per kind that a learner may wait for, slots its nearest
+        half-open group lacks; `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for learners at their last step."""
         if not self.is_open:
             return [*self._changed()]
         self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._granted())
-        effects = self._issue(usage, lacking if starved else {})
+        effects = self._issue(usage, lacking)
         idle = not any(tickets for kind, tickets in self.out.items() if kind not in self.lent)
         if starved and idle and not any(used.running for used in usage.values()):
             self._grant(1)

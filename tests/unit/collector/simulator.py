@@ -598,7 +598,7 @@ class World:
         """Tickets are issued within the window; beyond it only for a group that lacks members while learners starve,
         and only when the kind has no ticket out and nothing running."""
         usage = core.groups.usage()
-        starved = bool(core.short_of())
+        starved = bool(core.short_of(owed=1))
         for kind, num in issued.items():
             used, out = usage.get(kind, Usage()), len(core.credit.out[kind])
             if out + used.running + used.waiting + used.published > core.credit.window(kind):
