@@ -185,6 +185,22 @@ async def test_only_admins_change_engines(stage):
         assert status == 403
 
 
+async def test_tokens_of_an_engine_that_does_not_say_which_weights_sampled_them_are_those_of_the_oldest(stage):
+    """vLLM before 0.32. A push may come while a call is under way."""
+    gate = asyncio.Event()
+    stage.engine.tells_versions, stage.engine.version = False, 7
+    await _some_probes()
+    stage.engine.say("abcdef", gate=gate)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(stage.ask(HI))
+        await stage.engine.asked.wait()
+        stage.engine.version = 8
+        await _some_probes()
+        gate.set()
+    [turn] = stage.turns()
+    assert [span.version for span in turn.versions] == [7]
+
+
 async def test_calls_wait_through_a_pause_for_weights_and_go_on(stage):
     """As vLLM does it: requests are kept, tokens before and after have their versions."""
     gate = asyncio.Event()

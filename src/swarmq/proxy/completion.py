@@ -53,6 +53,8 @@ class Begun(msgspec.Struct, kw_only=True):
     rendered: Rendered
     asked: Asked
     overridden: tuple[str, ...]
+    version: int
+    """Of the engine's weights before it was asked, as far as is known."""
     first: list[Delta]
     deltas: AsyncGenerator[list[Delta], None]
     reserved: Reservation | None
@@ -216,6 +218,7 @@ class Completions:
                 tuned.params.setdefault("stream_interval", lane.together)
             fresh = pack_ids(rendered.token_ids)
             rendered = msgspec.structs.replace(rendered, token_ids=prompt_ids, sampling=tuned.params)
+            version = lane.version or 0
             deltas = lane.engine.generate(rendered, stream=call.stream, detailed=bool(chat.get("logprobs")))
             pace = Pace()
             if rests:
@@ -245,7 +248,7 @@ class Completions:
         )
         return Begun(
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
-            overridden=tuned.overridden, first=first, deltas=deltas, reserved=reserved, pace=pace,
+            overridden=tuned.overridden, version=version, first=first, deltas=deltas, reserved=reserved, pace=pace,
         )  # fmt: skip
 
     @contextmanager
@@ -285,7 +288,7 @@ class Completions:
             index=choice.index,
             token_ids=choice.token_ids,
             logprobs=choice.logprobs,
-            versions=choice.versions or (VersionSpan(version=0, start=0, end=len(choice.token_ids)),),
+            versions=choice.versions or (VersionSpan(version=begun.version, start=0, end=len(choice.token_ids)),),
             finish_reason="tool_calls" if calls_tools else choice.finish_reason,
             message=choice.message,
             cut=isinstance(choice.stop_reason, str),

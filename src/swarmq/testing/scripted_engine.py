@@ -106,6 +106,8 @@ class ScriptedEngine:
         self.max_model_len = max_model_len
         self.lines: deque[Line] = deque()
         self.version = 0
+        self.tells_versions = True
+        """Of the weights that sampled each token."""
         self.down = False
         self.parsed = False
         self.sees = False
@@ -241,7 +243,7 @@ class ScriptedEngine:
             logprobs=[-0.5] * len(ids),
             entries=[Logprob(token=_spell(token), logprob=-0.5) for token in ids],
             finish_reason=line.finish_reason if len(ids) == len(line.token_ids) else "length",
-            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),),
+            versions=(VersionSpan(version=self.version, start=0, end=len(ids)),) if self.tells_versions else (),
         )
 
 
