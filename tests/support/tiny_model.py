@@ -68,6 +68,12 @@ def tiny_experts(family: str, cache: Path | None = None) -> Path:
     return made_once(f"tiny-{family}-{digest}", lambda folder: _make_experts(folder, family), cache=cache)
 
 
+def tiny_tied(family: str, cache: Path | None = None) -> Path:
+    """The folder of a model with a tied head that is neither a Qwen nor a Llama, `gemma2` or `bloom`, of less than a million parameters."""
+    digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+    return made_once(f"tiny-{family}-{digest}", lambda folder: _make_tied(folder, family), cache=cache)
+
+
 def made_once(name: str, make: Callable[[Path], None], *, cache: Path | None = None) -> Path:
     """The folder of this name in the cache, filled by `make` where it is not there yet."""
     cache = cache or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "swarmq" / "tests"
@@ -141,6 +147,38 @@ def _make_experts(folder: Path, family: str) -> None:
             **shape | {"max_position_embeddings": 4096}, head_dim=32, intermediate_size=96, num_local_experts=4
         ),
         "olmoe": lambda: OlmoeConfig(**shape, intermediate_size=96, num_experts=4),
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def _make_tied(folder: Path, family: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config
+
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    shape = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    }
+    configs = {
+        "gemma2": lambda: Gemma2Config(
+            **shape,
+            intermediate_size=256,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=32,
+            max_position_embeddings=2048,
+        ),
+        "bloom": lambda: BloomConfig(**shape, n_layer=2, n_head=4),
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

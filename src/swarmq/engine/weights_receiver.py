@@ -97,10 +97,12 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
         with self._arrived(update_info) as tensors:
             self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, update_info.path or "push")
             weights_reload.make_ready(self.model, self.device)
+            named = list(self._with_head(tensors))
             initialize_layerwise_reload(self.model)
-            self.model.load_weights(self._with_head(tensors))
+            self.model.load_weights(named)
             left_out = weights_reload.left_out(self.model) if self.model_config.quantization is None else []
             finalize_layerwise_reload(self.model, self.model_config)
+            weights_reload.pack_tied_heads(self.model)
             if left_out:
                 raise RuntimeError(
                     f"this vLLM does not reload {left_out[:3]} of a {type(self.model).__name__}, which cannot be trained with it"
@@ -152,9 +154,10 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
     def _with_head(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-        """On a CPU the head is a packed copy of the embedding: though tied, it must be loaded as well."""
-        yield from tensors.items()
-        if HEAD not in tensors and self._tied:
+        """Without the head where it is the embedding: several models of vLLM (Gemma 2, BLOOM) fail at it by its name."""
+        own = weights_reload.has_own_head(self.model)
+        yield from ((name, tensor) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
+        if HEAD not in tensors and self._tied and own:
             yield from ((HEAD, tensor) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
 
 

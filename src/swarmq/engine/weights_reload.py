@@ -4,6 +4,8 @@ Some kernels lay experts out in an order of their own, once, when they are made.
 weights in their place: log-probabilities that look sound and are of another model. A CPU's kernels are made anew with the
 weights that come. Others may be part of a captured graph: their model is refused.
 
+A tied head shares its weight with the embedding, but on a CPU computes with a packed copy, which is made anew after each reload.
+
 Some models write weights past the loaders that vLLM watches. What it has not seen it leaves as it was.
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from swarmq.engine.weights_plugin import UNTOUCHED
@@ -46,6 +49,28 @@ def _lays_out(module: Any) -> bool:
     return (
         isinstance(method, UnquantizedFusedMoEMethod) and done_when_made.__qualname__.split(".")[0] not in AS_THEY_COME
     )
+
+
+def has_own_head(model: torch.nn.Module) -> bool:
+    """Whether there is a head whose weight is not an embedding's."""
+    return len(_heads(model)) > len(_tied_heads(model))
+
+
+def pack_tied_heads(model: torch.nn.Module) -> None:
+    """After a reload. Does nothing where there is no packed copy, as on a GPU."""
+    for head in _tied_heads(model):
+        if isinstance(head.quant_method, UnquantizedEmbeddingMethod):
+            head.quant_method.process_weights_after_loading(head)
+
+
+def _heads(model: torch.nn.Module) -> list[Any]:
+    return [module for module in model.modules() if isinstance(module, ParallelLMHead)]
+
+
+def _tied_heads(model: torch.nn.Module) -> list[Any]:
+    others = (module for module in model.modules() if not isinstance(module, ParallelLMHead))
+    places = {id(parameter) for module in others for parameter in module.parameters(recurse=False)}
+    return [head for head in _heads(model) if id(head.weight) in places]
 
 
 def left_out(model: torch.nn.Module) -> list[str]:

@@ -7,18 +7,23 @@ import copy
 import os
 from pathlib import Path
 
+import aiohttp
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from support.engine import running_engine
+from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
 from swarmq.engine.control import EngineControl, Parcel, Status
+from swarmq.engine.push import WeightPusher
 from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY
 from swarmq.errors import EngineError
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
 from swarmq.timeline import lay_rows, standalone, unfold
 
-from .conftest import PATIENT, TOLERANCE, disturb, logprobs_in, logprobs_of
+from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 
 pytestmark = pytest.mark.vllm
 
@@ -53,6 +58,24 @@ async def test_what_adapters_learned_is_what_the_engine_samples_from(vllm, netwo
     with torch.no_grad():
         learner = trainer.model(Placed.of(layout, torch.device("cpu"))).logprobs
     assert adapted == pytest.approx(learner.tolist(), abs=TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["gemma2", "bloom"])
+async def test_a_tied_head_is_pushed_with_the_embedding_whatever_vllm_calls_them(family, tmp_path):
+    model = tiny_tied(family)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with running_engine(model, tmp_path / "engine.log") as engine:
+        pusher = WeightPusher([engine.url], tmp_path, patience_s=0, timeouts=PATIENT)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+            vllm = Vllm(engine.url, model, session)
+            for version in (1, 2):
+                disturb(network, version)
+                await asyncio.to_thread(pusher.push, network.state_dict().items(), version)
+                choice = await vllm.generate(PROMPT, 16)
+                expected = logprobs_of(network, PROMPT, choice["token_ids"])
+                assert logprobs_in(choice) == pytest.approx(expected, abs=1e-3)  # its GELU is a rougher one
 
 
 async def test_a_prefix_that_was_cached_under_old_weights_is_computed_again(vllm, network, push):
