@@ -101,11 +101,14 @@ def measured(log: list[Any], *, asked_at: int, changed_from: int) -> Mixed:
     rows = []
     for record in log:
         held = Counter(kind for _, kind in {(e.group_id, e.kind) for e in record.episodes})
-        wanted = {kind: share * GROUPS for kind, share in record.index.mix.items()}
-        taken.update(held)
+        shared = sum(
+            count for kind, count in held.items() if kind in record.index.mix
+        )  # a kind that lends may have some left
+        wanted = {kind: share * shared for kind, share in record.index.mix.items()}
+        taken.update({kind: held[kind] for kind in wanted})
         owed.update(wanted)
-        error = max([error, *(abs(held[kind] - wanted.get(kind, 0.0)) for kind in FIRST)])
-        drift = max([drift, *(abs(taken[kind] - owed[kind]) for kind in FIRST)])
+        error = max([error, *(abs(held[kind] - count) for kind, count in wanted.items())])
+        drift = max([drift, *(abs(taken[kind] - owed[kind]) for kind in wanted)])
         rows.append({"step": record.index.version, "held": dict(held), "wanted": wanted})
     lent = [row["step"] for row in rows if "letters" not in row["wanted"]]
     return Mixed(
