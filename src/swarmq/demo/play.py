@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -50,7 +51,7 @@ class ClientProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
-                preexec_fn=die_with_parent,
+                preexec_fn=partial(die_with_parent, signal.SIGKILL),
             )
 
     async def kill(self) -> None:

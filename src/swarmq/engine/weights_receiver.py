@@ -12,6 +12,7 @@ behind in the engine, except a communicator that the next rendezvous replaces.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from swarmq.engine import weights_ipc, weights_nccl, weights_reload
 from swarmq.engine.packing import Packed, checksum
 from swarmq.engine.weights_plugin import UNTOUCHED
 
+INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
 
@@ -162,8 +164,11 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
 
 
 def _checkpoint_shapes(folder: Path) -> dict[str, Shape]:
+    """Of what vLLM has loaded from there: where there is an index, the files in it, and not others that lie beside them."""
     shapes: dict[str, Shape] = {}
-    for path in folder.glob("*.safetensors"):
+    index = folder / INDEX
+    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
+    for path in [folder / name for name in named] or folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
             shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
     return shapes

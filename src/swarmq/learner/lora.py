@@ -22,7 +22,8 @@ from swarmq.config import Lora
 from swarmq.engine.packing import Deferred, made
 from swarmq.errors import LearnerError
 
-ADAPTER = "adapter.safetensors"
+ADAPTER = Path("adapter", "adapter.safetensors")
+"""In a checkpoint. Of all safetensors files beside a model's, vLLM believes that they are the model's."""
 NAME = "default"
 MARK = ".lora_"
 WRAPPED = ".base_layer"
@@ -38,9 +39,8 @@ def add_lora(lm: Any, lora: Lora, source: str) -> None:
         task_type="CAUSAL_LM",
     )
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # the rank that PEFT itself gives to stacked experts it then misses among modules
+        with warnings.catch_warnings():
+            # the rank that PEFT itself gives to stacked experts it then misses among modules
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
             lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
@@ -90,5 +90,6 @@ def _sum(weight: Tensor, layer: Any) -> Tensor:
 
 
 def save_adapter(lm: Any, folder: Path) -> None:
-    """Write the adapters beside the merged weights."""
+    """Write the adapters into a folder beside the merged weights."""
+    (folder / ADAPTER).parent.mkdir(exist_ok=True)
     save_file({name: value.contiguous() for name, value in lm.state_dict().items() if MARK in name}, folder / ADAPTER)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from swarmq.engine import weights_nccl
 from swarmq.engine.packing import Packed, checksum
@@ -51,6 +53,14 @@ def sent(plan: Packed) -> torch.Tensor:
     buffer = torch.zeros(plan.size_bytes, dtype=torch.uint8)
     plan.pack(WEIGHTS, buffer)
     return buffer
+
+
+def test_what_lies_beside_the_files_of_an_index_is_not_of_the_model(tmp_path: Path) -> None:
+    """Some models are published in two formats, in one folder."""
+    save_file({"a": torch.ones(2, 3)}, tmp_path / "model-00001-of-00001.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    save_file({"layers.a": torch.ones(2, 3)}, tmp_path / "consolidated.safetensors")
+    assert weights_receiver._checkpoint_shapes(tmp_path) == {"a": (2, 3)}
 
 
 def test_the_bytes_that_were_sent_are_the_weights(plan: Packed, sent: torch.Tensor) -> None:
