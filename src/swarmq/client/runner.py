@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from swarmq.client.attempts import ATTEMPT_TIMEOUT_S, Agent, AgentFunction, Attempted, attempt, check_timeout
+from swarmq.client.outage import Outage
 from swarmq.client.progress import Display
 from swarmq.client.report import EvalReport, RunSummary, Tally, eval_report
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
@@ -198,7 +199,7 @@ class _Lanes:
         if concurrency < 1:
             raise TaskError(f"concurrency is {concurrency}: it must be at least 1")
         began = time.monotonic()
-        turn = asyncio.Lock()
+        turn, self._outage = asyncio.Lock(), Outage(lanes=concurrency, pause_s=self._retry_pause_s)
         try:
             async with asyncio.TaskGroup() as lanes:
                 for _ in range(concurrency):
@@ -222,10 +223,12 @@ class _Lanes:
         for number in range(self._max_attempts):
             if number:
                 await asyncio.sleep(self._retry_pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.5))
+            await self._outage.may_begin()
             ep = await self._client.begin_episode(
                 following.task, slot=following.slot, group_size=following.group_size, attempt=number, **self._begin
             )
             done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+            self._outage.heard(finished=done.finished)
             self.tally.add(done)
             last = done.finished or number + 1 == self._max_attempts
             self.tally.slots += last

@@ -35,6 +35,7 @@ from swarmq.client.attempts import (
     check_timeout,
 )
 from swarmq.client.episode import AsyncEpisode
+from swarmq.client.outage import Outage
 from swarmq.client.progress import Display
 from swarmq.client.report import RunSummary, Tally
 from swarmq.client.runner import RETRY_PAUSE_S
@@ -86,6 +87,7 @@ class Worker:
         self._settled: OrderedDict[str, None] = OrderedDict()
         self._not_begun: set[asyncio.Task[None]] = set()
         self._tally = Tally()
+        self._outage = Outage(lanes=concurrency, pause_s=retry_pause_s)
 
     async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
@@ -125,6 +127,7 @@ class Worker:
             for left_here in reversed(range(TRIES_HERE)):
                 if task.attempt:
                     await asyncio.sleep(self._retry_pause_s * 2 ** (task.attempt - 1))
+                await self._outage.may_begin()
                 try:
                     ep = await self._begin(task)
                 except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError) as error:
@@ -133,6 +136,7 @@ class Worker:
                     return
                 self._not_begun.discard(this)
                 done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+                self._outage.heard(finished=done.finished)
                 following = msgspec.structs.replace(task, attempt=task.attempt + 1)
                 again = not done.finished and following.attempt < self._max_attempts
                 if not (again and left_here) or self._stop.is_set():

@@ -1,0 +1,66 @@
+"""When all attempts fail they go on one at a time, until one succeeds."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from support.virtual_time import run
+from swarmq.client.outage import LEAST_IN_A_ROW, LONGEST_PAUSE_S, Outage
+
+LANES = 16
+
+
+async def _attempts(fails, *, until_s: float) -> list[float]:
+    """When lanes began their attempts, each of which takes a tenth of a second. `fails`: whether all do, now."""
+    outage, begun = Outage(lanes=LANES, pause_s=1.0), list[float]()
+    now = asyncio.get_running_loop().time
+
+    async def lane() -> None:
+        while now() < until_s:
+            await outage.may_begin()
+            begun.append(now())
+            await asyncio.sleep(0.1)
+            outage.heard(finished=not fails(now()))
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(LANES):
+            tasks.create_task(lane())
+    return begun
+
+
+def test_while_all_fail_one_begins_at_a_time_after_longer_and_longer_pauses():
+    begun = run(_attempts(lambda _: True, until_s=600.0))
+    before = 3 * LANES  # two failures of every lane, and those that were under way
+    assert len(begun) < before + 2 * LANES, "otherwise each lane would begin 600 a minute"
+    pauses = [later - earlier for earlier, later in pairwise(begun[before:])]
+    assert pauses[0] >= 1.0
+    assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
+
+
+def test_the_first_that_succeeds_lets_all_go_on():
+    begun = run(_attempts(lambda now: 10.0 < now < 100.0, until_s=200.0))
+    assert sum(20.0 < at < 100.0 for at in begun) < 10
+    assert sum(160.0 < at < 170.0 for at in begun) == pytest.approx(100 * LANES, rel=0.1)
+
+
+def test_attempts_of_which_some_succeed_are_not_held_up():
+    outage = Outage(lanes=1, pause_s=1.0)
+    for _ in range(10):
+        for _ in range(LEAST_IN_A_ROW - 1):
+            outage.heard(finished=False)
+        assert not outage.is_on
+        outage.heard(finished=True)
+
+
+def test_an_outage_is_said_once_and_so_is_its_end(capsys):
+    outage = Outage(lanes=1, pause_s=0.0)
+    for _ in range(3 * LEAST_IN_A_ROW):
+        outage.heard(finished=False)
+    outage.heard(finished=True)
+    outage.heard(finished=True)
+    said = capsys.readouterr().err
+    assert said.count("attempts_keep_failing") == 1
+    assert said.count("attempts_succeed_again") == 1
