@@ -7,6 +7,7 @@ working ──too many failures in a row──> down: one attempt begins at a ti
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from swarmq.logs import log
 
@@ -22,7 +23,7 @@ class Outage:
         self._enough = max(LEAST_IN_A_ROW, 2 * lanes)
         self._first_pause_s = self._pause_s = pause_s
         self._in_a_row = 0
-        self._next = asyncio.Lock()
+        self._next, self._over = asyncio.Lock(), asyncio.Event()
 
     @property
     def is_on(self) -> bool:
@@ -33,7 +34,9 @@ class Outage:
         while self.is_on:
             async with self._next:
                 if self.is_on:
-                    await asyncio.sleep(self._pause_s)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(self._pause_s):
+                            await self._over.wait()
                     return
 
     def heard(self, *, finished: bool) -> None:
@@ -42,11 +45,13 @@ class Outage:
             if self.is_on:
                 log.info("attempts_succeed_again", failed_in_a_row=self._in_a_row)
             self._in_a_row, self._pause_s = 0, self._first_pause_s
+            self._over.set()
             return
         if self.is_on:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._in_a_row += 1
         if self._in_a_row == self._enough:
+            self._over.clear()
             log.warning(
                 "attempts_keep_failing",
                 failed_in_a_row=self._in_a_row,

@@ -61,6 +61,6 @@ def test_an_outage_is_said_once_and_so_is_its_end(capsys):
         outage.heard(finished=False)
     outage.heard(finished=True)
     outage.heard(finished=True)
-    said = capsys.readouterr().err
+    said = "".join(capsys.readouterr())
     assert said.count("attempts_keep_failing") == 1
     assert said.count("attempts_succeed_again") == 1
