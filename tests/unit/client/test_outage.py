@@ -36,7 +36,7 @@ def test_while_all_fail_one_begins_at_a_time_after_longer_and_longer_pauses():
     before = 3 * LANES  # two failures of every lane, and those that were under way
     assert len(begun) < before + 2 * LANES, "otherwise each lane would begin 600 a minute"
     pauses = [later - earlier for earlier, later in pairwise(begun[before:])]
-    assert pauses[0] >= 1.0
+    assert 1.0 <= pauses[0] < 5.0
     assert max(pauses) == pytest.approx(LONGEST_PAUSE_S)
 
 
