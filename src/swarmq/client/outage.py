@@ -19,7 +19,7 @@ class Outage:
     """Shared by lanes that attempt tasks side by side."""
 
     def __init__(self, *, lanes: int, pause_s: float) -> None:
-        """`pause_s`: before the first attempt of an outage; doubled whenever one fails, up to a minute."""
+        """`pause_s`: before the first attempt of an outage; doubled for each further one, up to a minute."""
         self._enough = max(LEAST_IN_A_ROW, 2 * lanes)
         self._first_pause_s = self._pause_s = pause_s
         self._in_a_row = 0
@@ -34,8 +34,9 @@ class Outage:
         while self.is_on:
             async with self._next:
                 if self.is_on:
+                    pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, LONGEST_PAUSE_S)
                     with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(self._pause_s):
+                        async with asyncio.timeout(pause_s):
                             await self._over.wait()
                     return
 
@@ -47,8 +48,6 @@ class Outage:
             self._in_a_row, self._pause_s = 0, self._first_pause_s
             self._over.set()
             return
-        if self.is_on:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._in_a_row += 1
         if self._in_a_row == self._enough:
             self._over.clear()
