@@ -6,9 +6,9 @@
 Weights are random. So many streams carry one call after another, from several processes; answers are half to one and a half
 times `--tokens` long (`ignore_eos`), so that calls end and begin at any moment, as those of agents do. When calls are of every
 age, tokens are counted for `--seconds`, by vLLM's own counter. Every call is an episode of its own and its turn is confirmed by
-a real RabbitMQ. The ways take turns in one run, forwards and backwards; the first round is not counted. vLLM is asked directly for text alone, and once more for text with the
-log-probabilities without which nothing can be trained. vLLM's core is one busy thread: `--engine-cores` gives it cores of its
-own, so that what it happens to share one with decides nothing.
+a real RabbitMQ. The ways take turns in one run, forwards and backwards; the first round is not counted. vLLM is asked directly
+for text alone, and once more for text with the log-probabilities without which nothing can be trained. vLLM's core is one busy
+thread: `--engine-cores` gives it cores of its own, so that what it happens to share one with decides nothing.
 """
 
 from __future__ import annotations
@@ -178,9 +178,8 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         rates: dict[str, list[float]] = {name: [] for name in ways}
         busy: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
         for number in range(1 + arguments.repeats):
-            for name, target in [*ways.items()][
-                :: -1 if number % 2 else 1
-            ]:  # a machine gets quicker or slower meanwhile
+            order = reversed(ways.items()) if number % 2 else ways.items()  # machines get quicker or slower meanwhile
+            for name, target in order:
                 tokens_per_s, spent = await rate(http, engine.url, callers, target, arguments.seconds)
                 each = ", ".join(f"{part} {micros:.0f}" for part, micros in spent.items())
                 print(f"{name}: {tokens_per_s:.0f} tokens/s; us of processor a token: {each}", flush=True)

@@ -101,9 +101,7 @@ def measured(log: list[Any], *, asked_at: int, changed_from: int) -> Mixed:
     rows = []
     for record in log:
         held = Counter(kind for _, kind in {(e.group_id, e.kind) for e in record.episodes})
-        shared = sum(
-            count for kind, count in held.items() if kind in record.index.mix
-        )  # a kind that lends may have some left
+        shared = sum(held[kind] for kind in record.index.mix)  # a kind that lends may have some left, too
         wanted = {kind: share * shared for kind, share in record.index.mix.items()}
         taken.update({kind: held[kind] for kind in wanted})
         owed.update(wanted)

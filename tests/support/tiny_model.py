@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 CORPUS = """
 The agent reads the task, thinks, calls a tool and answers. A user asks: what is 17 + 25? The answer is 42.
@@ -93,13 +94,10 @@ def made_once(name: str, make: Callable[[Path], None], *, cache: Path | None = N
 
 
 def _make(folder: Path, seed: int) -> None:
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Qwen3Config
 
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
     config = Qwen3Config(
-        vocab_size=len(tokenizer),
+        **_with_tokenizer(folder),
         hidden_size=256,
         intermediate_size=768,
         num_hidden_layers=4,
@@ -107,36 +105,21 @@ def _make(folder: Path, seed: int) -> None:
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=8192,
-        initializer_range=0.05,
         tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        pad_token_id=tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
+    _save_random(folder, config, seed)
 
 
 def _make_experts(folder: Path, family: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+    from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
-    shape = {
-        "vocab_size": len(tokenizer),
+    shape = _with_tokenizer(folder) | {
         "hidden_size": 128,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 2048,
-        "initializer_range": 0.05,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
     }
     configs = {
         "qwen3_moe": lambda: Qwen3MoeConfig(
@@ -148,26 +131,13 @@ def _make_experts(folder: Path, family: str) -> None:
         ),
         "olmoe": lambda: OlmoeConfig(**shape, intermediate_size=96, num_experts=4),
     }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
-    model.save_pretrained(folder)
+    _save_random(folder, configs[family]())
 
 
 def _make_tied(folder: Path, family: str) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config
+    from transformers import BloomConfig, Gemma2Config
 
-    tokenizer = tiny_tokenizer()
-    tokenizer.save_pretrained(folder)
-    shape = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "initializer_range": 0.05,
-        "bos_token_id": None,
-        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-    }
+    shape = _with_tokenizer(folder) | {"hidden_size": 128}
     configs = {
         "gemma2": lambda: Gemma2Config(
             **shape,
@@ -180,9 +150,29 @@ def _make_tied(folder: Path, family: str) -> None:
         ),
         "bloom": lambda: BloomConfig(**shape, n_layer=2, n_head=4),
     }
+    _save_random(folder, configs[family]())
+
+
+def _with_tokenizer(folder: Path) -> dict[str, Any]:
+    """What every model's config says of the tokenizer, which is saved, and of its weights."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder)
+    return {
+        "vocab_size": len(tokenizer),
+        "initializer_range": 0.05,
+        "bos_token_id": None,
+        "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        "pad_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+    }
+
+
+def _save_random(folder: Path, config: Any, seed: int = 0) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(configs[family](), dtype=torch.float32)
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
 
 

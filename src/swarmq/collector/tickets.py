@@ -95,7 +95,8 @@ class Credit:
         self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int], idle: int = 0
     ) -> list[Effect]:
         """Grant what was freed and issue tickets. `lacking`: per kind that a learner may wait for, slots its nearest
-        half-open group lacks; `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for learners at their last step."""
+        half-open group lacks; `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for
+        learners at their last step."""
         if not self.is_open:
             return [*self._changed()]
         self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._granted())

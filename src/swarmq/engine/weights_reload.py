@@ -27,13 +27,13 @@ AS_THEY_COME = {"FusedMoEExperts", "FlashInferExperts"}
 def make_ready(model: torch.nn.Module, device: torch.device) -> None:
     """Before a reload. Raises ValueError, nothing being changed, when it would leave wrong weights."""
     methods = {name: module.quant_method for name, module in model.named_modules() if _lays_out(module)}
-    if device.type != "cpu":
-        for name, method in methods.items():
-            kernel = type(method.moe_kernel.fused_experts).__name__
-            raise ValueError(
-                f"vLLM cannot reload the experts of {name} for {kernel}, {UNTOUCHED}: serve the model with another kernel for "
-                "experts (--moe-backend, --all2all-backend)"
-            )
+    if methods and device.type != "cpu":
+        name, method = next(iter(methods.items()))
+        kernel = type(method.moe_kernel.fused_experts).__name__
+        raise ValueError(
+            f"vLLM cannot reload the experts of {name} for {kernel}, {UNTOUCHED}: serve the model with another kernel for "
+            "experts (--moe-backend, --all2all-backend)"
+        )
     for method in methods.values():
         method.moe_kernel = None  # vLLM makes one with the weights that it loads
 

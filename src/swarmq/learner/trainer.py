@@ -407,7 +407,8 @@ def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
 
 
 def _policy_lm(source: str, initial: str, train: Train, *, empty: bool) -> Any:
-    """The model to train, `empty` where rank 0 hands its weights out. Adapters go into the initial model, since a checkpoint's weights hold them already."""
+    """The model to train, `empty` where rank 0 hands its weights out. Adapters go into the initial model, since a checkpoint's
+    weights hold them already."""
     loaded = initial if train.lora else source
     lm = load_lm(loaded, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if train.lora:

@@ -49,7 +49,8 @@ async def ask(
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] = lambda _: None,
 ) -> Answer:
-    """`say` is told when nothing has been heard for a while. Raises ConfigError when the run refuses, SwarmqError when its collector does not answer in time."""
+    """`say` is told when nothing has been heard for a while. Raises ConfigError when the run refuses, SwarmqError when its
+    collector does not answer in time."""
     command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
     accepted: dict[str, Any] = {}
     applied: dict[str, dict[str, Any]] = {}
