@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.tiny_model import tiny_model
+from support.tiny_model import tiny_experts, tiny_model
 from swarmq.config import Engine, Policy
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.push import WeightPusher
+from swarmq.learner.folders import as_in_folder
 from swarmq.process import free_port
 
 pytestmark = [
@@ -34,14 +35,15 @@ TOLERANCE = 0.01
 
 @contextlib.asynccontextmanager
 async def serving(
-    tmp_path: Path, *, gpu: int = 0, sleep: bool = False
+    tmp_path: Path, *, model: Path | None = None, gpu: int = 0, sleep: bool = False
 ) -> AsyncIterator[tuple[str, WeightPusher, torch.nn.Module]]:
     """An engine's url, who pushes to it, and on the first GPU the model that it serves."""
     engine = Engine(
         max_model_len=512, gpu_memory_utilization=0.2, sleep=sleep, dtype="float32", arguments=("--enforce-eager",)
     )
-    policy = Policy(model=str(tiny_model()), engine=engine)
-    network = AutoModelForCausalLM.from_pretrained(tiny_model(), dtype=torch.float32).cuda().eval()
+    folder = model or tiny_model()
+    policy = Policy(model=str(folder), engine=engine)
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[gpu]) as process:
         yield process.url, WeightPusher([process.url], tmp_path, patience_s=0), network
 
@@ -55,9 +57,7 @@ async def test_the_engine_samples_from_what_was_pushed(way: str, source: str, tm
     async with serving(tmp_path, gpu=0 if way == "ipc" else 1) as (url, pusher, network):
         first = copy.deepcopy(list(network.parameters()))
         for version in range(1, 4):
-            with torch.no_grad():  # always as far from the first: rounding grows with the weights
-                for parameter, before in zip(network.parameters(), first, strict=True):
-                    parameter.copy_(before + 0.02 * torch.randn_like(before))
+            disturb(network, first)
             weights = {name: tensor.to(source) for name, tensor in network.state_dict().items()}
             before = torch.cuda.memory_allocated()
             report = await asyncio.to_thread(pusher.push, weights.items(), version)
@@ -69,9 +69,30 @@ async def test_the_engine_samples_from_what_was_pushed(way: str, source: str, tm
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
 
 
-async def _sampled(url: str) -> tuple[list[float], list[int]]:
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe"])
+async def test_experts_are_those_that_were_pushed(family: str, tmp_path: Path) -> None:
+    """By the kernels for experts that vLLM chooses on a GPU; transformers has the experts of a layer in one tensor."""
+    model = tiny_experts(family)
+    async with serving(tmp_path, model=model) as (url, pusher, network):
+        first = copy.deepcopy(list(network.parameters()))
+        for version in range(1, 4):
+            disturb(network, first)
+            named = as_in_folder(network, network.state_dict().items())
+            await asyncio.to_thread(pusher.push, named, version)
+            told, ids = await _sampled(url, model)
+            assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
+
+
+def disturb(network: torch.nn.Module, first: list[torch.Tensor]) -> None:
+    """Other weights, always as far from the first: rounding grows with the weights."""
+    with torch.no_grad():
+        for parameter, before in zip(network.parameters(), first, strict=True):
+            parameter.copy_(before + 0.02 * torch.randn_like(before))
+
+
+async def _sampled(url: str, model: Path | None = None) -> tuple[list[float], list[int]]:
     body = {
-        "model": str(tiny_model()),
+        "model": str(model or tiny_model()),
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 16, "logprobs": 0, "ignore_eos": True},
     }
