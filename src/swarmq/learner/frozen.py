@@ -20,15 +20,15 @@ from swarmq.learner.tree import LayoutModel, Placed
 class Frozen:
     """One frozen model, laid out over the ranks as the policy is."""
 
-    def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int) -> None:
-        """Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
+    def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int, pass_tokens: int = 0) -> None:
+        """`pass_tokens` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
         lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
             raise LearnerError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
         lm = lm.requires_grad_(requires_grad=False)
-        judge = LayoutModel(lm, device=accelerator.device, dtype=compute_dtype(accelerator))
+        judge = LayoutModel(lm, device=accelerator.device, dtype=compute_dtype(accelerator), pass_tokens=pass_tokens)
         self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
         self._model: Any = frozen(judge, accelerator)
@@ -51,11 +51,14 @@ class FrozenModels:
 
     def of(self, train: Train) -> dict[str, Frozen]:
         """By role; a teacher that an engine serves is not among them (served_teacher.py)."""
-        return {role: self._load(role, source) for role, source in judges(train, self._initial).items()}
+        wanted = judges(train, self._initial)
+        return {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
 
-    def _load(self, role: str, source: str) -> Frozen:
+    def _load(self, role: str, source: str, pass_tokens: int) -> Frozen:
         if (role, source) not in self._loaded:
             if source != self._initial:
                 check_judge(self._initial, source, role=role)
-            self._loaded[role, source] = Frozen(source, self._accelerator, role=role, vocab=self._vocab)
+            self._loaded[role, source] = Frozen(
+                source, self._accelerator, role=role, vocab=self._vocab, pass_tokens=pass_tokens
+            )
         return self._loaded[role, source]

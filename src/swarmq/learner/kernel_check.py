@@ -2,12 +2,14 @@
 
 Compilers refuse kernels for reasons that only the attempt tells: heads too wide for a GPU's shared memory, often in the backward
 pass alone. So the attention of every kind of layer is computed once as training will compute it, on its device and in its
-precision, from the very queries, keys and values of a small example. Only attention: that needs neither the
-memory of the model there, nor the ranks that share it out.
+precision, from the very queries, keys and values of a small example, padded to every length that passes will be
+padded to: what training will need is compiled then. Only attention: that needs neither the memory of the model there, nor
+the ranks that share it out.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -15,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarmq.learner.batched_attention import Form
-from swarmq.learner.tree_attention import Visibility
+from swarmq.learner.tree_attention import Visibility, lengths_for
 from swarmq.timeline import Layout
 
 T = TypeVar("T")
@@ -57,15 +59,23 @@ class Recorded(Visibility):
 
 
 def refusal(
-    calls: Iterable[Call], layout: Layout, device: torch.device, dtype: torch.dtype, *, backward: bool
+    calls: Iterable[Call],
+    layout: Layout,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    pass_tokens: int = 0,
 ) -> str | None:
     """Why attention over `layout` cannot be compiled for `device`; None when it gives what attention in batches gives.
 
-    `backward`: whether gradients will be asked for. A GPU that fails or is full is no refusal: its error is passed on.
+    `backward`: whether gradients will be asked for. `pass_tokens`: of the largest pass. A GPU that fails or is full is no
+    refusal: its error is passed on.
     """
-    here, there = Visibility(layout, torch.device("cpu"), compiled=False), Visibility(layout, device, compiled=True)
+    here = Visibility(layout, torch.device("cpu"), compiled=False)
+    padded = [Visibility(layout, device, compiled=True, least=length) for length in lengths_for(pass_tokens)]
     limit = TOLERANCE.get(dtype, ROUNDED)
-    for call in calls:
+    for call, there in itertools.product(calls, padded):
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
         expected = _outcome(rounded, call.form, here, backward=backward)
         try:

@@ -101,7 +101,12 @@ class Trainer:
             hold(self.accelerator)
         self.train, self.version = train, version
         lm = _policy_lm(source, initial or source, train, empty=without_weights(self.accelerator))
-        policy = LayoutModel(lm, device=self.accelerator.device, dtype=compute_dtype(self.accelerator))
+        policy = LayoutModel(
+            lm,
+            device=self.accelerator.device,
+            dtype=compute_dtype(self.accelerator),
+            pass_tokens=train.micro_batch_tokens,
+        )
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by

@@ -76,9 +76,15 @@ class LayoutModel(nn.Module):
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        pass_tokens: int = 0,
     ) -> None:
-        """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now."""
+        """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now.
+        `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come."""
         super().__init__()
         self.model: Any = model
         self.head_apart = True
@@ -88,7 +94,7 @@ class LayoutModel(nn.Module):
         self._windows: list[int | None] = []
         """How far back each layer sees, where that was found out."""
         self._device = device or self.model.device
-        self._check(self._device, dtype or self.model.dtype)
+        self._check(self._device, dtype or self.model.dtype, pass_tokens)
 
     @property
     def cost(self) -> Cost:
@@ -126,7 +132,7 @@ class LayoutModel(nn.Module):
             return score(chosen, head_of(self.model), placed.targets, temperatures)
         return score_logits(chosen, placed.targets, temperatures)
 
-    def _check(self, device: torch.device, dtype: torch.dtype) -> None:
+    def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
@@ -137,7 +143,7 @@ class LayoutModel(nn.Module):
         )
         if self.rows_only is None and device.type == "cuda":
             trained = any(parameter.requires_grad for parameter in self.parameters())
-            self.rows_only = refusal(calls, tree, device, dtype, backward=trained)
+            self.rows_only = refusal(calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens)
         self.rows_only = agreed(self.rows_only)
         if self.rows_only is None:
             self._attend_over_layouts()

@@ -8,6 +8,7 @@ padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product at
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Callable
 from typing import Any
 
@@ -33,15 +34,22 @@ LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384,
 copies; a compilation costs seconds."""
 
 
+def lengths_for(tokens: int) -> list[int]:
+    """All that layouts of up to so many tokens are padded to."""
+    return LENGTHS[: bisect_left(LENGTHS, tokens) + 1]
+
+
 class Visibility:
     """Who sees whom in one layout, on one device."""
 
-    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool) -> None:
+    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool, least: int = 0) -> None:
+        """`least`: tokens that what is compiled has at least, with padding."""
         self.num_tokens = layout.num_tokens
         self.compiled = compiled
         self._layout = layout
         self._device = device
-        self._exits, self._positions = _padded(layout, compiled)
+        size = layout.num_tokens
+        self._exits, self._positions = _padded(layout, lengths_for(max(size, least))[-1] if compiled else size)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, Batches] = {}
         self.kept = Kept()
@@ -117,18 +125,20 @@ def attend(
 
 
 def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: Form) -> Tensor:
-    pad = visibility.padded_length - visibility.num_tokens
-    query, key, value = (F.pad(x, (0, 0, 0, pad)).contiguous() for x in (query, key, value))
-    output = _compiled_flex_attention()(
-        query,
-        key,
-        value,
-        score_mod=None if form.softcap is None else _capped(form.softcap),
-        block_mask=visibility.block_mask(form.window),
-        scale=form.scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-        return_aux=None if form.sinks is None else AuxRequest(lse=True),
-    )
+    pad, kind = visibility.padded_length - visibility.num_tokens, query.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    query, key, value = (F.pad(x.to(dtype), (0, 0, 0, pad)).contiguous() for x in (query, key, value))
+    with torch.autocast(kind, torch.bfloat16, enabled=False):  # else what was compiled without it is compiled again
+        output = _compiled_flex_attention()(
+            query,
+            key,
+            value,
+            score_mod=None if form.softcap is None else _capped(form.softcap),
+            block_mask=visibility.block_mask(form.window),
+            scale=form.scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+            return_aux=None if form.sinks is None else AuxRequest(lse=True),
+        )
     if form.sinks is not None:
         # A sink is one more key with a value of 0: exp(lse) of exp(lse) + exp(sink) remains.
         output, aux = output
@@ -148,11 +158,9 @@ def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
     return paths
 
 
-def _padded(layout: Layout, compiled: bool) -> tuple[IntArray, IntArray]:
+def _padded(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
     """Exits and positions, padded with tokens that see nothing but themselves."""
-    size = layout.num_tokens
-    length = next(length for length in LENGTHS if length >= size) if compiled else size
-    extra = np.arange(size, length, dtype=np.int32)
+    extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
 
 

@@ -56,14 +56,14 @@ def untrained_sinks(query, key, value, visibility, form):
 def checked(make_model, make_group, monkeypatch):
     """What is said of a scripted kernel that computes the layers of a model."""
 
-    def check(kernel, name="gpt-oss", dtype=torch.float32, *, backward=True):
+    def check(kernel, name="gpt-oss", dtype=torch.float32, *, backward=True, **asked):
         (layout, *_) = PrefixTree(make_group(seed=3)).layouts(2000)
         model, recorded = LayoutModel(make_model(name)), Recorded(layout, CPU)
         placed = Placed.of(layout, CPU)
         with torch.no_grad():
             model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
         monkeypatch.setattr(tree_attention, "_attend_compiled", kernel)
-        return refusal(recorded.calls, layout, CPU, dtype, backward=backward)
+        return refusal(recorded.calls, layout, CPU, dtype, backward=backward, **asked)
 
     return check
 
@@ -112,6 +112,27 @@ def test_a_model_that_only_judges_needs_no_backward_pass(checked):
     assert checked(refused_backwards, backward=False) is None
 
 
+@pytest.mark.parametrize(
+    ("pass_tokens", "lengths"), [(0, [1024]), (4097, [1024, 4096, 8192]), (8192, [1024, 4096, 8192])]
+)
+def test_a_kernel_is_tried_for_every_length_that_passes_will_have(checked, pass_tokens, lengths):
+    tried = set()
+
+    def kernel(query, key, value, visibility, form):
+        tried.add(visibility.padded_length)
+        return right(query, key, value, visibility, form)
+
+    assert checked(kernel, pass_tokens=pass_tokens) is None
+    assert sorted(tried) == lengths
+
+
+def test_a_kernel_that_is_wrong_for_one_length_alone_is_refused(checked):
+    def kernel(query, key, value, visibility, form):
+        return right(query, key, value, visibility, form) * (1 + (visibility.padded_length == 4096))
+
+    assert "is off by" in checked(kernel, pass_tokens=8192)
+
+
 def test_a_full_gpu_is_no_reason_to_compute_rows(checked):
     with pytest.raises(torch.OutOfMemoryError):
         checked(full)
@@ -129,14 +150,14 @@ def test_a_layer_of_every_kind_is_tried(make_model, make_group):
 def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(make_model, monkeypatch, trained):
     tried = []
 
-    def check(calls, _, device, dtype, *, backward):
-        tried.append((len(calls), device, dtype, backward))
+    def check(calls, _, device, dtype, *, backward, pass_tokens):
+        tried.append((len(calls), device, dtype, backward, pass_tokens))
         return "its attention cannot be compiled for this GPU: too wide"
 
     monkeypatch.setattr(tree, "refusal", check)
     lm = make_model("mistral").requires_grad_(trained)
-    model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16)
-    assert tried == [(1, CUDA, torch.bfloat16, trained)]
+    model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16, pass_tokens=5000)
+    assert tried == [(1, CUDA, torch.bfloat16, trained, 5000)]
     assert model.rows_only == "its attention cannot be compiled for this GPU: too wide"
     assert lm.config._attn_implementation == "sdpa"
 
