@@ -110,7 +110,7 @@ class Groups(Settings, frozen=True, kw_only=True):
     min_group: Count = 2
     """A group past its deadline goes on with at least this many members."""
     deadline_s: Positive = 600.0
-    """How long a group waits for its members after the first has ended."""
+    """How long a group waits for members that may still come after the first has finished."""
     max_staleness: Whole = 4
     """Optimizer steps between the sampling of an episode's oldest token and its training."""
     silence_s: Positive = 600.0

@@ -199,6 +199,8 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     calls: tuple[str, ...] | None = None
     """The call ids whose answers the agent received, where the client knows them."""
     reason: str = ""
+    final: bool = False
+    """No further attempt at the slot will come, though this one has no reward: its group need not wait for it."""
     client_id: str = ""
 
 

@@ -71,14 +71,18 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
     )
 
 
-def unfinished(begin: EpisodeBegin | Ends, status: Literal["aborted", "failed"], reason: str) -> EpisodeEnd:
-    """The end of an episode that has no reward: it is never trained and never counted as a 0."""
+def unfinished(
+    begin: EpisodeBegin | Ends, status: Literal["aborted", "failed"], reason: str, *, final: bool = False
+) -> EpisodeEnd:
+    """The end of an episode that has no reward: it is never trained and never counted as a 0. `final`: nor is its slot
+    attempted again."""
     return EpisodeEnd(
         run=begin.run,
         episode_id=begin.episode_id,
         client_id=begin.client_id,
         status=status,
         reason=reason[-MAX_REASON:],
+        final=final,
     )
 
 

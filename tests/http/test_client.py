@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import time
 
 import msgspec
@@ -47,6 +48,8 @@ class Far:
         self.broker = MemoryBroker()
         self.spool = folder / "spool"
         self.swallow = 0
+        self.unknown = b""
+        """A field that the proxy refuses, as one of another version does."""
         self.asked = []
 
     @contextlib.asynccontextmanager
@@ -58,6 +61,13 @@ class Far:
         async def wire(scope, receive, send):
             if scope["type"] == "http":
                 self.asked.append(scope["path"])
+            if scope["type"] == "http" and self.unknown:
+                body = await receive()
+                if self.unknown in body["body"]:
+                    await send({"type": "http.response.start", "status": 400, "headers": []})
+                    await send({"type": "http.response.body", "body": b"unknown field"})
+                    return
+                receive = functools.partial(asyncio.sleep, 0, body)
             if scope["type"] != "http" or not self.swallow:
                 await app(scope, receive, send)
                 return
@@ -134,6 +144,19 @@ async def test_answers_that_are_lost_change_nothing(far):
             await failed.fail("broken")
         assert len(far.pieces(EpisodeBegin)) == len(far.pieces(EpisodeEnd)) == 2
         assert [end.status for end in far.pieces(EpisodeEnd)] == ["finished", "failed"]
+
+
+@pytest.mark.parametrize("older", [False, True])
+async def test_a_last_attempt_is_told_as_the_last_where_the_proxy_understands_it(far, older):
+    async with far.open():
+        async with far.client() as client:
+            ep = await client.begin_episode({"id": "a"}, mode="eval", last_attempt=True)
+            far.unknown = b'"final"' if older else b""
+            await ep.fail("broken")
+        [end] = far.pieces(EpisodeEnd)
+        assert (end.status, end.reason, end.final) == ("failed", "broken", not older)
+        assert sum(path.endswith("abort") for path in far.asked) == 1 + older
+        assert not list(far.spool.rglob("*.end"))
 
 
 async def test_a_begin_waits_for_its_ticket_and_can_be_given_up(far):

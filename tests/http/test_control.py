@@ -104,7 +104,15 @@ async def test_an_episode_that_is_given_up_has_no_reward(stage, status):
     got, ended = await call(stage, "POST", "/episodes/e-1/abort", {"status": status, "reason": "api balance"})
     assert (got, ended["status"]) == (200, status)
     [end] = pieces(stage, EpisodeEnd)
-    assert (end.status, end.reason, end.rewards) == (status, "api balance", {})
+    assert (end.status, end.reason, end.rewards, end.final) == (status, "api balance", {}, False)
+
+
+async def test_an_abort_can_say_that_no_further_attempt_will_come(stage):
+    for repeated in (False, True):
+        _, ended = await call(stage, "POST", "/episodes/e-1/abort", {"final": True})
+        assert (ended["status"], ended["repeated"]) == ("aborted", repeated)
+    [end] = pieces(stage, EpisodeEnd)
+    assert end.final
 
 
 async def test_a_client_ends_only_what_it_began(stage):

@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 class EpisodeRecord:
     """All that the client knows of one episode; touched on the client's loop only."""
 
-    def __init__(self, *, begin: EpisodeBegin, task: SwarmTask, base_url: str, api_key: str) -> None:
+    def __init__(
+        self, *, begin: EpisodeBegin, task: SwarmTask, base_url: str, api_key: str, last_attempt: bool = False
+    ) -> None:
         self.begin = begin
+        self.last_attempt = last_attempt
         self.task = task
         self.base_url = base_url
         self.api_key = api_key
@@ -143,7 +146,7 @@ class AsyncEpisode(Handle):
         await self._hop(lambda: self._client.end_with(self, outcome))
 
     async def abort(self, reason: str = "aborted by the client") -> None:
-        """Given up on purpose: never trained, the slot is free for another attempt."""
+        """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
         await self._hop(lambda: self._client.abort_episode(self, reason))
 
     async def fail(self, reason: str) -> None:

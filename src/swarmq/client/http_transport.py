@@ -84,8 +84,7 @@ class HttpTransport:
     async def end(self, end: EpisodeEnd) -> None:
         known: dict[str, Any] = {"outcome_id": hashlib.sha256(encode(end)).hexdigest()[:32]}
         if end.status != "finished":
-            body = {**known, "status": end.status, "reason": end.reason}
-            await self._until_confirmed(f"/{end.episode_id}/abort", end.episode_id, body)
+            await self._abort(end, {**known, "status": end.status, "reason": end.reason})
             self._homes.pop(end.episode_id, None)
             return
         body = {
@@ -102,6 +101,14 @@ class HttpTransport:
         with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
             await self._until_confirmed(f"/{end.episode_id}/end", end.episode_id, body)
         self._homes.pop(end.episode_id, None)
+
+    async def _abort(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
+        path = f"/{end.episode_id}/abort"
+        if end.final:
+            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+                await self._until_confirmed(path, end.episode_id, {**body, "final": True})
+                return
+        await self._until_confirmed(path, end.episode_id, body)
 
     def refuse(self, error: SwarmqError) -> None:
         if not self._closed.done():

@@ -224,15 +224,20 @@ class _Lanes:
             if number:
                 await asyncio.sleep(self._retry_pause_s * 2 ** (number - 1) * random.uniform(0.5, 1.5))
             await self._outage.may_begin()
+            is_last = number + 1 == self._max_attempts
             ep = await self._client.begin_episode(
-                following.task, slot=following.slot, group_size=following.group_size, attempt=number, **self._begin
+                following.task,
+                slot=following.slot,
+                group_size=following.group_size,
+                attempt=number,
+                last_attempt=is_last,
+                **self._begin,
             )
             done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
             self._outage.heard(finished=done.finished)
             self.tally.add(done)
-            last = done.finished or number + 1 == self._max_attempts
-            self.tally.slots += last
-            self.tally.given_up += last and not done.finished
+            self.tally.slots += is_last or done.finished
+            self.tally.given_up += is_last and not done.finished
             report(self.tally, done)
             if done.finished:
                 return

@@ -147,6 +147,7 @@ class AsyncSwarmClient:
         slot: Slot | None = None,
         group_size: int | None = None,
         attempt: int = 0,
+        last_attempt: bool = False,
         code_version: str | None = None,
         silence_s: float | None = None,
         lifetime_s: float = KEY_LIFETIME_S,
@@ -158,7 +159,8 @@ class AsyncSwarmClient:
 
         Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a
         group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
-        attempt=failed.attempt + 1`. The collector gives the episode up after `silence_s` (the run's) without a model
+        attempt=failed.attempt + 1`; with `last_attempt` the slot's group does not wait for another one if this fails.
+        The collector gives the episode up after `silence_s` (the run's) without a model
         call; its key is refused after `lifetime_s`, `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
         Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
         """
@@ -190,7 +192,7 @@ class AsyncSwarmClient:
             ) from error
         key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
         base_url = self._transport.base_url_of(begin.episode_id)
-        record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key)
+        record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=last_attempt)
         self._open[begin.episode_id] = record
         return AsyncEpisode(self, record)
 
@@ -219,14 +221,14 @@ class AsyncSwarmClient:
         await self._finish(record, finished(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
-        """Given up on purpose: never trained, the slot is free for another attempt."""
+        """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
         record = self._find(episode)
-        await self._finish(record, unfinished(record.begin, "aborted", reason))
+        await self._finish(record, unfinished(record.begin, "aborted", reason, final=record.last_attempt))
 
     async def fail_episode(self, episode: Handle | str, reason: str) -> None:
         """Something broke: never trained, never a reward of 0."""
         record = self._find(episode)
-        await self._finish(record, unfinished(record.begin, "failed", reason))
+        await self._finish(record, unfinished(record.begin, "failed", reason, final=record.last_attempt))
 
     @contextlib.asynccontextmanager
     async def episode(self, task: Any, **options: Any) -> AsyncIterator[AsyncEpisode]:
@@ -258,7 +260,8 @@ class AsyncSwarmClient:
         if isinstance(error, Exception | SystemExit):
             await self.fail_episode(ep, "".join(traceback.format_exception(error)))
         else:
-            await self.abort_episode(ep, f"interrupted by {type(error).__name__}")
+            record = self._find(ep)  # be it the last attempt: who interrupts it may have its slot attempted again
+            await self._finish(record, unfinished(record.begin, "aborted", f"interrupted by {type(error).__name__}"))
 
     def _look_for_calls(self, record: EpisodeRecord) -> None:
         """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""

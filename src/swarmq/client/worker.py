@@ -162,6 +162,7 @@ class Worker:
             slot=task.slot,
             group_size=task.group_size,
             attempt=task.attempt,
+            last_attempt=task.attempt + 1 >= self._max_attempts,
             code_version=self._code_version,
             lifetime_s=self._attempt_timeout_s,
         )

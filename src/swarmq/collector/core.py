@@ -1,9 +1,9 @@
 """The collector's decisions: a piece or a tick in, effects out. No clock, no I/O.
 
-    begin, turn, end ──take──> open episode ──decided──> dropped (a reason, counted; credit back)
-                                    │                └─> eval    (recorded, never forwarded)
-                                    └──accepted: winner of its slot──> open group
-                                                                        │ complete, or deadline and enough
+    begin, turn, end ──take──> open episode ──decided──> dropped (a reason, counted; credit back) ──last attempt──┐
+                                    │                └─> eval    (recorded, never forwarded)                      │
+                                    └──accepted: winner of its slot──> open group <──the slot is given up─────────┘
+                                                                        │ nothing more to come, or deadline; and enough
                       consumed ──take──> ledger, credit  <──learners──  published: one Episode per policy
 
 Every effect of a call belongs to one transaction with the others of its batch, `settle()`'s last. The core's memory
@@ -17,6 +17,7 @@ What each oddity of a faulty world does, and the name it is counted under:
     conflicting_end    another end: ignored, the first one counts
     refused turn       set aside by whoever reads it: unless the end names its calls the episode is dropped (`refused_turn`),
                        because it would be trained without what its agent was answered
+    slot_given_up      no further attempt at a slot will come: its group does not wait for it; one that wins after all counts
     late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
@@ -38,7 +39,7 @@ from swarmq.broker.senders import is_foreign
 from swarmq.collector import effects as do
 from swarmq.collector.calls import answered, fits, flaw, misnamed
 from swarmq.collector.evals import Evals, EvalTask
-from swarmq.collector.groups import Groups
+from swarmq.collector.groups import Groups, OpenGroup
 from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, TAINTS, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
 from swarmq.collector.steering import Steering, refusal
 from swarmq.collector.tickets import Credit
@@ -131,6 +132,8 @@ class Core:
                 effects += self._drop(episode, "silent", now)
         for group_id in self.groups.overdue(now):
             effects += self._publish(group_id)
+        for group_id in self.groups.abandoned(now):
+            effects += self._forget(group_id)
         return [*effects, *self._look(now), *self._round(now)]
 
     def eval_sent(self, slot_id: str) -> list[do.Effect]:
@@ -473,7 +476,7 @@ class Core:
             self._tell(episode, begin, "", now),
             *self._misnamed(episode),
         ]
-        return effects + (self._publish(slot.group_id) if not group.lacks else [])
+        return effects + self._go_on(slot.group_id)
 
     def _misnamed(self, episode: OpenEpisode) -> list[do.Effect]:
         """Warnings of rewards for agent tags that no call has, once for each tag."""
@@ -501,11 +504,38 @@ class Core:
             self.counts[f"stray.{reason}"] += 1
         else:
             self.counts[f"dropped.{reason}" if begin.mode == "train" else f"eval_{reason}"] += 1
-            self.groups.leave(begin.slot.group_id, episode.episode_id)
-            effects.append(self._tell(episode, begin, reason, now))
+            effects += [self._tell(episode, begin, reason, now), *self._leave(episode, begin, now)]
         return [*effects, do.Close("dropped", reason, episode.episode_id), do.ForgetTurns(episode.episode_id)]
 
     # -------------------------------------------------------------------------------------------- groups
+
+    def _leave(self, episode: OpenEpisode, begin: EpisodeBegin, now: float) -> list[do.Effect]:
+        """A dropped episode leaves its group. Whoever ended it as finished, or as the last attempt, attempts its slot no more."""
+        slot, end = begin.slot, episode.end
+        is_last = begin.mode == "train" and end is not None and (end.final or end.status == "finished")
+        effects = self._give_up(slot.group_id, slot.id, now) if is_last else []
+        self.groups.leave(slot.group_id, episode.episode_id)
+        return effects + self._go_on(slot.group_id)
+
+    def _give_up(self, group_id: str, slot_id: str, now: float) -> list[do.Effect]:
+        group = self.groups.give_up(group_id, slot_id, now)
+        if group is None:
+            return []
+        self.counts["slot_given_up"] += 1
+        return [do.GiveUpSlot(group_id, slot_id, group.kind, group.size, now)]
+
+    def _go_on(self, group_id: str) -> list[do.Effect]:
+        """Send a group on, or forget it, when nothing more of it will come."""
+        group = self.groups.open.get(group_id)
+        if group is None or group.lacks:
+            return []
+        if group.winners:
+            return self._publish(group_id)
+        return [] if group.running else self._forget(group_id)
+
+    def _forget(self, group_id: str) -> list[do.Effect]:
+        self.groups.open.pop(group_id, None)
+        return [do.ForgetGivenUp(group_id)]
 
     def _publish(self, group_id: str) -> list[do.Effect]:
         """Send a group on; or drop it if too few members can be compared."""
@@ -519,13 +549,16 @@ class Core:
             else:
                 effects += self._too_small(member)
         if not chosen:
+            is_spent = not group.lacks and not group.running
             group.winners.clear()
             group.since = 0.0
             self.groups.leave(group_id, "")
-            return [*effects, do.FreeGroup(group_id)]
+            return [*effects, do.FreeGroup(group_id), *(self._forget(group_id) if is_spent else [])]
         self.counts["forwarded"] += len(chosen)
         self.counts["groups"] += 1
         effects.append(do.SaveGroup(group_id, group.kind, group.size, "published", group.since))
+        if group.given_up:
+            effects.append(do.ForgetGivenUp(group_id))
         for policy, members in shares.items():
             effects += [do.Outcome(member, policy, group_id, "pending", 0, "") for member in members]
             effects += [do.Forward(member, policy, len(members)) for member in members]
@@ -575,7 +608,7 @@ class Core:
         """Count a running episode in its group. One of a group that has gone on is already paid for by it."""
         group_id = begin.slot.group_id
         if group_id in self.groups.open or not self.past.group_closed(group_id):
-            self.groups.run(group_id, begin.kind, begin.group_size, begin.episode_id)
+            self.groups.run(group_id, begin.kind, begin.group_size, begin.slot.id, begin.episode_id)
 
     def _use_ticket(self, begin: EpisodeBegin, *, wanted: bool = False) -> list[do.Effect]:
         if begin.ticket_id is None:
@@ -619,6 +652,8 @@ class Core:
         for group_id, (kind, size, since) in snapshot.groups.items():
             for member in snapshot.waiting.get(group_id, ()):
                 self.groups.win(group_id, kind, size, member, min(since, now))
+        for group_id, slot_id, kind, size, at in snapshot.given_up:
+            self.groups.open.setdefault(group_id, OpenGroup(kind=kind, size=size)).given_up[slot_id] = min(at, now)
         for group_id, published in snapshot.published.items():
             self.groups.restore(group_id, published)
         for episode in snapshot.episodes:

@@ -92,6 +92,22 @@ class FreeSlot(Effect, frozen=True):
     slot_id: str
 
 
+class GiveUpSlot(Effect, frozen=True):
+    """No further attempt at this slot of an open group will come."""
+
+    group_id: str
+    slot_id: str
+    kind: str
+    size: int
+    at: float
+
+
+class ForgetGivenUp(Effect, frozen=True):
+    """The group has gone on, or nothing of it will come."""
+
+    group_id: str
+
+
 class SaveGroup(Effect, frozen=True):
     group_id: str
     kind: str

@@ -1,8 +1,13 @@
 """Groups: the finished slots of one task that wait for each other, and the groups that learners have in hand.
 
-A group goes on when all its slots have a winner, or when its deadline has passed since the first of them finished and
-at least `min_group` have. Below that its members are dropped and their credit returns; siblings that finish later
-may still make a group among themselves. Once published a group takes nobody in any more.
+A group goes on when nothing more of it will come: each slot has a winner or is given up, with nobody at it any more; or
+when its deadline has passed since the first of them finished. At least `min_group` must have. Below that its members
+are dropped and their credit returns; siblings that finish later may still make a group among themselves. Once published a
+group takes nobody in any more.
+
+A slot is given up when its client says that no further attempt will come; and when one finished that cannot be trained, as
+whoever ended it holds the slot for done. If it wins after all, it has won. Where nobody of their group is running or has
+finished, slots given up are remembered for as long as a deadline.
 """
 
 from __future__ import annotations
@@ -21,13 +26,18 @@ class OpenGroup(msgspec.Struct, kw_only=True):
     size: int
     since: float = 0.0
     """When the first member finished; 0 before that."""
-    running: set[str] = msgspec.field(default_factory=set)
-    winners: dict[str, Waiting] = msgspec.field(default_factory=dict)
+    running: dict[str, str] = {}
+    """Episode -> its slot."""
+    winners: dict[str, Waiting] = {}
     """Slot -> the attempt that finished first."""
+    given_up: dict[str, float] = {}
+    """Slot -> when that was. It may have won after all."""
 
     @property
     def lacks(self) -> int:
-        return max(self.size - len(self.winners), 0)
+        """Slots whose winner may still come."""
+        gone = self.given_up.keys() - self.winners.keys() - set(self.running.values()) if self.given_up else ()
+        return max(self.size - len(self.winners) - len(gone), 0)
 
 
 class Groups:
@@ -44,22 +54,30 @@ class Groups:
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
         """The same by policy and kind."""
 
-    def run(self, group_id: str, kind: str, size: int, episode_id: str) -> None:
+    def run(self, group_id: str, kind: str, size: int, slot_id: str, episode_id: str) -> None:
         """An episode of an open group has begun."""
         group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
-        group.running.add(episode_id)
+        group.running[episode_id] = slot_id
 
     def leave(self, group_id: str, episode_id: str) -> None:
-        """An episode is no longer running; a group without anybody is forgotten."""
+        """An episode is no longer running; a group of which nothing is known any more is forgotten."""
         if group := self.open.get(group_id):
-            group.running.discard(episode_id)
-            if not group.running and not group.winners:
+            group.running.pop(episode_id, None)
+            if not group.running and not group.winners and not group.given_up:
                 del self.open[group_id]
+
+    def give_up(self, group_id: str, slot_id: str, now: float) -> OpenGroup | None:
+        """No further attempt at a slot will come. None where that changes nothing: it was known, or another one has won."""
+        group = self.open.get(group_id)
+        if group is None or slot_id in group.given_up or slot_id in group.winners:
+            return None
+        group.given_up[slot_id] = now
+        return group
 
     def win(self, group_id: str, kind: str, size: int, member: Waiting, now: float) -> OpenGroup:
         """A slot has its winner."""
         group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
-        group.running.discard(member.episode_id)
+        group.running.pop(member.episode_id, None)
         group.since = group.since or now
         group.winners[member.slot_id] = member
         return group
@@ -68,8 +86,18 @@ class Groups:
         deadline_s = self.rules.deadline_s
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
+    def abandoned(self, now: float) -> list[str]:
+        """Groups of which nothing but given-up slots is known, and nothing more was heard for as long as a deadline."""
+        return [
+            gid
+            for gid, group in self.open.items()
+            if group.given_up
+            and not (group.running or group.winners)
+            and now - max(group.given_up.values()) >= self.rules.deadline_s
+        ]
+
     def need(self, group: OpenGroup) -> int:
-        """Members it takes to go on at the deadline."""
+        """Members it takes to go on without the others."""
         return min(self.rules.min_group, group.size)
 
     def shares(self, group: OpenGroup) -> dict[str, list[str]]:
@@ -121,7 +149,7 @@ class Groups:
         return kinds
 
     def lacking(self) -> dict[str, int]:
-        """Kind -> slots that its nearest group with a finished member lacks."""
+        """Kind -> slots that its nearest group with a finished member lacks and may still get."""
         least: dict[str, int] = {}
         for group in self.open.values():
             if group.winners:

@@ -210,6 +210,8 @@ class Snapshot(msgspec.Struct, kw_only=True):
     groups: dict[str, tuple[str, int, float]] = {}
     """Open groups with a finished member: id -> kind, size, when the first finished."""
     waiting: dict[str, list[Waiting]] = {}
+    given_up: list[tuple[str, str, str, int, float]] = []
+    """Slots of open groups to which no further attempt will come: group, slot, kind, size, since when."""
     published: dict[str, PublishedGroup] = {}
     tickets: dict[str, str] = {}
     """Tickets that are out: id -> kind."""

@@ -2,8 +2,8 @@
 
 `in` is acknowledged after the commit, and the outbox is published after it, so a crash anywhere means a redelivery or
 a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy;
-deleted with the last word on their episode), `slots` (winners), `groups`, `outcomes` (one row per policy of a
-forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
+deleted with the last word on their episode), `slots` (winners), `given_up` (slots of open groups to which no attempt will
+come), `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
 the run is up), `replies` (to commands), `telling` (learners that have not been told), `eval_tasks` and `eval_slots` (the round that is under way).
 
 One collector at a time: the file is locked by its process, and a second one is told which.
@@ -91,6 +91,14 @@ CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOU
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
 """
 
+GIVEN_UP = """
+CREATE TABLE IF NOT EXISTS given_up (
+    grp TEXT NOT NULL, slot TEXT NOT NULL, kind TEXT NOT NULL, size INTEGER NOT NULL, at REAL NOT NULL,
+    PRIMARY KEY (grp, slot)
+) WITHOUT ROWID;
+"""
+"""Stores of schema 2 that an earlier swarmq made have none yet."""
+
 SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in their order
     do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (?, 'open', ?)",
     do.SaveBegin: "UPDATE episodes SET begin = ? WHERE id = ?",
@@ -104,6 +112,8 @@ SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in thei
     do.ForgetTurns: "DELETE FROM turns WHERE episode = ?",
     do.WinSlot: "INSERT INTO slots VALUES (?, ?)",
     do.FreeSlot: "DELETE FROM slots WHERE id = ?",
+    do.GiveUpSlot: "INSERT INTO given_up VALUES (?, ?, ?, ?, ?)",
+    do.ForgetGivenUp: "DELETE FROM given_up WHERE grp = ?",
     do.SaveGroup: "INSERT INTO groups VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (id) DO UPDATE SET state = excluded.state, since = excluded.since",
     do.FreeGroup: "DELETE FROM groups WHERE id = ?",
@@ -205,6 +215,7 @@ class Store:
                     row[0]: row[1:] for row in self._all("SELECT id, kind, size, since FROM groups WHERE state='open'")
                 },
                 waiting=self._waiting(),
+                given_up=self._all("SELECT grp, slot, kind, size, at FROM given_up ORDER BY grp, slot"),
                 published=self._published(),
                 tickets=dict(self._all("SELECT id, kind FROM tickets")),
                 credit={
@@ -330,7 +341,7 @@ class Store:
     def _check(self, run: str) -> None:
         """Make the tables of a new file; refuse one that is not ours."""
         if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:
-            self._db.executescript(f"BEGIN; {TABLES} COMMIT;")
+            self._db.executescript(f"BEGIN; {TABLES} {GIVEN_UP} COMMIT;")
             with self.transaction():
                 self._db.executemany("INSERT INTO meta VALUES (?, ?)", [("schema", STORE_SCHEMA), ("run", run)])
         try:
@@ -346,6 +357,7 @@ class Store:
             )
         if meta["run"] != run:
             raise CollectorError(f"{self._where}: belongs to run {meta['run']!r}, not {run!r}; use another run folder")
+        self._db.execute(GIVEN_UP)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

@@ -125,6 +125,8 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     status: Literal["aborted", "failed"] = "aborted"
     """aborted: given up on purpose; failed: something broke."""
     reason: str = ""
+    final: bool = False
+    """No further attempt at the slot will come: its group does not wait for one."""
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
 
 
@@ -221,7 +223,7 @@ class Control:
         """Raises RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
         who = Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
-        return await self._end(entry, unfinished(who, asked.status, asked.reason), asked.outcome_id)
+        return await self._end(entry, unfinished(who, asked.status, asked.reason, final=asked.final), asked.outcome_id)
 
     def _owned(self, episode_id: str, client_id: str) -> Entry:
         """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""

@@ -334,6 +334,7 @@ async def test_what_a_killed_client_left_open_is_aborted_in_its_name_by_the_next
         await heir._orphans
     [end] = swarm.ends[before:]
     assert (end.episode_id, end.status, end.client_id) == (ep.episode_id, "aborted", dead.client_id)
+    assert not end.final, "its slot may be attempted again"
     assert "died" in end.reason
     assert not ghost.exists()
 
@@ -366,9 +367,10 @@ async def test_leaving_the_block_without_end_fails_the_episode_visibly(swarm, cl
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, asyncio.CancelledError])
 async def test_an_interrupt_aborts_the_episode(swarm, client, interrupt):
     with pytest.raises(interrupt):
-        async with client.episode("t"):
+        async with client.episode("t", last_attempt=True):
             raise interrupt
     assert [(end.status, end.reason) for end in swarm.ends] == [("aborted", f"interrupted by {interrupt.__name__}")]
+    assert not swarm.ends[0].final, "its slot may be attempted again"
 
 
 async def test_an_error_after_the_end_does_not_change_the_end(swarm, client):
@@ -384,8 +386,9 @@ async def test_an_error_after_the_end_does_not_change_the_end(swarm, client):
 
 async def test_closing_aborts_what_is_open(swarm):
     async with swarm.client() as client:
-        ep = await client.begin_episode("t")
+        ep = await client.begin_episode("t", last_attempt=True)
     assert [(end.status, end.reason) for end in swarm.ends] == [("aborted", "the client was closed")]
+    assert not swarm.ends[0].final, "its slot may be attempted again"
     with pytest.raises(ClientError, match="closed"):
         await client.begin_episode("t")
     with pytest.raises(ClientError, match="closed"):

@@ -117,8 +117,19 @@ async def test_a_slot_is_given_up_after_its_last_attempt_and_the_run_goes_on(swa
 
     summary = await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, max_attempts=2, **FAST)
     assert (summary.finished, summary.given_up, summary.slots) == (4, 1, 5)
+    assert [end.final for end in swarm.ends if end.status == "failed"] == [False, True]
+    assert not any(end.final for end in swarm.ends if end.status == "finished")
     again = await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, auto_retry=False, **FAST)
     assert (again.failed, again.given_up) == (1, 1)
+    assert [end.final for end in swarm.ends if end.status == "failed"] == [False, True, True]
+
+
+async def test_a_last_attempt_that_its_agent_aborts_is_the_last(swarm, client):
+    async def agent(ep):
+        await ep.abort("no verdict")
+
+    await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, max_attempts=2, **FAST)
+    assert [(end.status, end.final) for end in swarm.ends] == [("aborted", False), ("aborted", True)]
 
 
 def test_an_attempt_may_take_as_long_as_its_key_lives():
@@ -269,7 +280,8 @@ async def test_not_even_an_agent_that_exits_ends_the_run(swarm, client, leave, c
     assert summary.failed == 2
 
 
-async def test_stopping_the_run_aborts_its_episodes(swarm, client):
+@pytest.mark.parametrize("max_attempts", [1, 3])
+async def test_stopping_the_run_aborts_its_episodes(swarm, client, max_attempts):
     started = asyncio.Event()
 
     async def agent(ep):
@@ -277,13 +289,16 @@ async def test_stopping_the_run_aborts_its_episodes(swarm, client):
         await asyncio.Event().wait()
 
     running = asyncio.ensure_future(
-        client.run_episodes_until_all_complete(TASKS, agent, repeats=1, concurrency=2, **FAST)
+        client.run_episodes_until_all_complete(
+            TASKS, agent, repeats=1, concurrency=2, max_attempts=max_attempts, **FAST
+        )
     )
     await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
     assert {end.status for end in swarm.ends} == {"aborted"}
+    assert not any(end.final for end in swarm.ends), "whoever stops it may start it again"
     assert len(swarm.ends) == len(swarm.begins)
 
 

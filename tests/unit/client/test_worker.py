@@ -129,7 +129,35 @@ async def test_a_worker_that_is_told_to_stop_begins_no_further_attempt(swarm):
     async with working(swarm, agent) as worker:
         await worker.running
     assert [begin.attempt for begin in swarm.begins] == [0]
+    assert [end.final for end in swarm.ends] == [False]
     assert [message.attempt for message in swarm.arrived(TASKS)] == [1]
+
+
+async def test_a_worker_that_is_told_to_stop_gives_up_a_task_whose_last_attempt_fails(swarm):
+    async def agent(ep):
+        worker.stop.set()
+        raise ConnectionError("no sandbox")
+
+    await swarm.broker.publish(TASKS, task("a", attempt=2))
+    async with working(swarm, agent, max_attempts=3) as worker:
+        summary = await worker.running
+    assert [end.final for end in swarm.ends] == [True]
+    assert swarm.arrived(TASKS) == []
+    assert summary.given_up == 1
+
+
+async def test_a_worker_that_is_killed_at_a_last_attempt_gives_nothing_up(swarm):
+    begun = asyncio.Event()
+
+    async def agent(ep):
+        begun.set()
+        await asyncio.Event().wait()
+
+    await swarm.broker.publish(TASKS, task("a", attempt=2))
+    async with working(swarm, agent, max_attempts=3):
+        await begun.wait()
+    assert [(end.status, end.final) for end in swarm.ends] == [("aborted", False)]
+    assert [message.attempt for message in swarm.arrived(TASKS)] == [2]
 
 
 async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used_up(swarm, capsys):
@@ -143,6 +171,7 @@ async def test_a_failing_task_goes_back_as_a_further_attempt_until_they_are_used
     assert [begin.attempt for begin in swarm.begins] == [0, 1, 2]
     assert {begin.slot for begin in swarm.begins} == {Slot(task_id="a")}
     assert {end.status for end in swarm.ends} == {"failed"}
+    assert [end.final for end in swarm.ends] == [False, False, True]
     assert swarm.arrived(TASKS) == []
     assert (summary.failed, summary.given_up, summary.slots) == (3, 1, 1)
     assert capsys.readouterr().err.count("Traceback") == 1

@@ -49,6 +49,7 @@ class MemoryStore:
         self._turns: dict[str, tuple[bytes, ...]] = {}
         self._slots: dict[str, str] = {}
         self._groups: dict[str, do.SaveGroup] = {}
+        self._given_up: dict[tuple[str, str], do.GiveUpSlot] = {}
         self._outcomes: dict[tuple[str, str], do.Outcome] = {}
         self._outbox: dict[tuple[str, str], tuple[int, do.Forward]] = {}
         self._tickets: dict[str, tuple[do.IssueTicket, bool]] = {}
@@ -113,6 +114,7 @@ class MemoryStore:
             episodes=[self._open_episode(name) for name in self._in_state("open")],
             groups={g.group_id: (g.kind, g.size, g.since) for g in self._groups.values() if g.state == "open"},
             waiting=waiting,
+            given_up=[msgspec.structs.astuple(given_up) for _, given_up in sorted(self._given_up.items())],
             published=self._published(),
             tickets={name: issued.kind for name, (issued, _) in self._tickets.items()},
             credit={
@@ -271,6 +273,8 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.ForgetTurns: lambda s, e: s._delete(s._turns, e.episode_id),
     do.WinSlot: lambda s, e: s._insert(s._slots, e.slot_id, e.episode_id),
     do.FreeSlot: lambda s, e: s._delete(s._slots, e.slot_id),
+    do.GiveUpSlot: lambda s, e: s._insert(s._given_up, (e.group_id, e.slot_id), e),
+    do.ForgetGivenUp: lambda s, e: [s._delete(s._given_up, key) for key in list(s._given_up) if key[0] == e.group_id],
     do.SaveGroup: lambda s, e: s._set(s._groups, e.group_id, e),
     do.FreeGroup: lambda s, e: s._delete(s._groups, e.group_id),
     do.Outcome: lambda s, e: s._set(s._outcomes, (e.episode_id, e.policy), e),

@@ -94,6 +94,8 @@ class Scene(msgspec.Struct, frozen=True, kw_only=True):
     num_clients: int = 3
     max_calls: int = 3
     """Of a conversation."""
+    max_attempts: int = 0
+    """Failures after which a client gives a slot up and says so; 0: it never does."""
     order: str = "siblings"
     """`siblings`: repeats of a task one after another; `breadth`: all tasks once, then again; `shuffled`."""
     chaos: Chaos = Chaos()
@@ -142,7 +144,9 @@ class Shell:
         """What a restart must not change."""
         core = self.core
         credit = {kind: (k.allocated, k.trained, k.debt) for kind, k in core.credit.kinds.items()}
-        groups = {gid: (g.kind, g.size, sorted(g.running), sorted(g.winners)) for gid, g in core.groups.open.items()}
+        groups = {
+            gid: (g.kind, g.size, g.running, sorted(g.winners), g.given_up) for gid, g in core.groups.open.items()
+        }
         published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
         opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint) for e in core.open.values()}
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
@@ -232,6 +236,8 @@ class Truth(msgspec.Struct, kw_only=True):
     spoilt: bool = False
     """One of its turns was."""
     ended: bool = False
+    final: bool = False
+    """It failed, and no attempt at its slot follows."""
 
 
 class Client:
@@ -287,8 +293,10 @@ class Client:
                 yield
         elif fate < chaos.vanishes + chaos.fails:
             status = rng.choice(["failed", "aborted"])
-            world.send(EpisodeEnd(run=RUN, episode_id=episode_id, status=status))
-            world.slots[kind].append((slot, attempt + 1))
+            truth.final = 0 < world.scene.max_attempts <= attempt + 1
+            world.send(EpisodeEnd(run=RUN, episode_id=episode_id, status=status, final=truth.final))
+            if not truth.final:
+                world.slots[kind].append((slot, attempt + 1))
             return
         named = tuple(truth.answered) if rng.random() < 0.5 else None
         rewards = {policy: float(rng.randrange(2)) for policy in rules.trained}
@@ -617,6 +625,7 @@ class World:
         self._no_finished_slot_is_lost(ledger)
         self._sums_agree(core, ledger)
         self._no_credit_leaked(core)
+        self._no_group_waits_in_vain(core)
 
     def _each_episode_has_one_fate(self, ledger: dict[str, tuple[str, str]]) -> None:
         for episode_id in self.truths:
@@ -688,6 +697,14 @@ class World:
         num_groups = sum(core.credit.window(kind) for kind in self.scene.rules.mix) / self.scene.rules.group_size
         if num_groups < (self.scene.rules.max_staleness + 1) * self.scene.rules.groups_per_batch:
             raise BrokenError(f"the window is {num_groups} groups")
+
+    def _no_group_waits_in_vain(self, core: Core) -> None:
+        """A group without members is forgotten when its last slot is given up, or after a deadline; by the store as well."""
+        for group_id, group in core.groups.open.items():
+            if not group.lacks or self.now - max(group.given_up.values(), default=0.0) >= core.rules.deadline_s:
+                raise BrokenError(f"group {group_id} is kept, and nothing of it will come: {group}")
+        if kept := {group_id for group_id, *_ in self.shell.store.snapshot().given_up} - core.groups.open.keys():
+            raise BrokenError(f"slots given up of groups {kept} are kept, which are gone")
 
 
 def told_by(store: Store | MemoryStore) -> dict[str, tuple[str, str]]:

@@ -119,3 +119,154 @@ def test_groups_of_one_need_no_siblings(make_bench, say):
 def test_a_group_that_lost_its_episodes_leaves_nothing_behind(bench, say):
     bench.take(say.begin("a", group_size=4), say.end("a", status="failed"))
     assert not bench.core.groups.open
+
+
+# ------------------------------------------------------------------------------------------ slots given up
+
+
+def fail(bench, say, episode, repeat=0, task="t", *, final=True, **fields):
+    bench.take(say.begin(episode, task, repeat, group_size=4, **fields), say.end(episode, "failed", final=final))
+
+
+def nothing_is_kept(bench):
+    return not bench.core.groups.open and not bench.store.snapshot().given_up and not bench.store.snapshot().groups
+
+
+@pytest.mark.parametrize("first", ["given up", "finished"])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_group_goes_on_at_once_without_a_slot_that_is_given_up(bench, say, first, restarted):
+    finished = [lambda number=number: finish(bench, say, f"e{number}", number) for number in range(3)]
+    given_up = [lambda: fail(bench, say, "x", 3)]
+    for act in given_up + finished if first == "given up" else finished + given_up:
+        assert not bench.sent
+        act()
+        if restarted:
+            bench.restart()
+    assert [(item.episode_id, item.group_members) for item in bench.sent] == [(f"e{number}", 3) for number in range(3)]
+    assert {episode.group_size for episode in bench.episodes} == {4}
+    assert nothing_is_kept(bench)
+
+
+def test_a_failure_that_is_not_the_last_attempt_is_waited_for(bench, say):
+    for number in range(3):
+        finish(bench, say, f"e{number}", number)
+    fail(bench, say, "x", 3, final=False)
+    bench.wait(99)
+    assert not bench.sent
+    finish(bench, say, "y", 3)
+    assert len(bench.sent) == 4
+
+
+def test_too_few_members_are_dropped_as_at_the_deadline_but_at_once(bench, say):
+    bench.take(say.begin("a", group_size=4, ticket_id="math.1"), say.turn(episode="a"), say.end("a"))
+    issued = bench.tickets["math"]
+    for number in (1, 2, 3):
+        assert bench.dropped.get("group_too_small") is None
+        fail(bench, say, f"x{number}", number)
+    assert bench.dropped == {"failed": 3, "group_too_small": 1}
+    assert bench.tickets["math"] == issued + 1
+    assert bench.num_turns() == 0
+    assert nothing_is_kept(bench)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_slot_that_wins_after_it_was_given_up_has_won(bench, say, restarted):
+    finish(bench, say, "a", 0)
+    fail(bench, say, "x", 1)
+    finish(bench, say, "b", 1)
+    if restarted:
+        bench.restart()
+    fail(bench, say, "y", 2)
+    assert not bench.sent
+    finish(bench, say, "c", 3)
+    assert [item.episode_id for item in bench.sent] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("ending", ["wins", "fails", "is silent"])
+def test_another_attempt_at_a_slot_that_is_given_up_is_waited_for(bench, say, ending):
+    bench.take(say.begin("twin", repeat=3, group_size=4))
+    for number in range(3):
+        finish(bench, say, f"e{number}", number)
+    fail(bench, say, "x", 3)
+    bench.restart()
+    assert not bench.sent
+    if ending == "wins":
+        bench.take(say.turn(episode="twin"), say.end("twin"))
+    elif ending == "fails":
+        bench.take(say.end("twin", "failed"))
+    else:
+        bench.core.groups.rules = msgspec.structs.replace(bench.rules, deadline_s=1e9)
+        bench.wait(600)
+    assert len(bench.sent) == (4 if ending == "wins" else 3)
+
+
+def test_a_slot_whose_finished_attempt_cannot_be_trained_is_waited_for_no_longer(bench, say):
+    for number in range(3):
+        finish(bench, say, f"e{number}", number)
+    bench.take(say.begin("idle", repeat=3, group_size=4), say.end("idle"))
+    assert bench.dropped == {"no_turns": 1}
+    assert len(bench.sent) == 3
+
+
+def test_a_group_all_of_whose_slots_are_given_up_leaves_nothing_behind(bench, say):
+    for number in range(4):
+        assert len(bench.store.snapshot().given_up) == number
+        fail(bench, say, f"x{number}", number)
+    assert nothing_is_kept(bench)
+    bench.wait(1000)
+    assert not bench.sent
+    assert bench.dropped == {"failed": 4}
+
+
+def test_what_is_given_up_of_a_group_that_nobody_attempts_is_forgotten_after_a_deadline(bench, say):
+    fail(bench, say, "x", 0)
+    bench.wait(60)
+    fail(bench, say, "y", 1)
+    bench.restart()
+    bench.wait(99)
+    assert len(bench.store.snapshot().given_up) == 2
+    bench.wait(1)
+    assert nothing_is_kept(bench)
+
+
+def test_what_is_given_up_of_a_group_is_kept_while_somebody_is_at_it(bench, say):
+    fail(bench, say, "x", 0)
+    bench.take(say.begin("slow", repeat=1, group_size=4))
+    bench.wait(500)
+    for number in (2, 3):
+        fail(bench, say, f"y{number}", number)
+    bench.take(say.turn(episode="slow"), say.end("slow"))
+    assert bench.dropped == {"failed": 3, "group_too_small": 1}
+    assert nothing_is_kept(bench)
+
+
+def test_a_last_attempt_that_is_told_again_or_too_late_changes_nothing(bench, say):
+    for number in range(3):
+        finish(bench, say, f"e{number}", number)
+    bench.take(say.begin("late", repeat=3, group_size=4))
+    fail(bench, say, "x", 3)
+    bench.restart()
+    bench.take(say.end("x", "failed", final=True))
+    assert not bench.sent
+    bench.wait(100)
+    assert len(bench.sent) == 3
+    bench.take(say.end("late", "aborted", final=True), say.end("late", "aborted", final=True))
+    assert bench.core.counts["slot_given_up"] == 1
+    assert bench.core.counts["duplicates"] == 2
+    assert len(bench.sent) == 3
+    assert nothing_is_kept(bench)
+
+
+def test_an_attempt_that_comes_too_late_for_its_slot_gives_nothing_up(bench, say):
+    bench.take(say.begin("second", repeat=0, group_size=4), say.turn(episode="second"))
+    finish(bench, say, "first", 0)
+    bench.take(say.end("second"))
+    fail(bench, say, "third", 0)
+    assert bench.dropped == {"superseded": 1, "failed": 1}
+    assert bench.core.counts["slot_given_up"] == 0
+
+
+def test_an_evaluation_gives_nothing_up(bench, say):
+    fail(bench, say, "x", 0, mode="eval")
+    assert bench.core.counts["slot_given_up"] == 0
+    assert nothing_is_kept(bench)

@@ -35,6 +35,15 @@ def test_a_group_that_waits_is_named_with_what_will_become_of_it(bench, say):
     )
 
 
+def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
+    for number in range(6):
+        finish(bench, say, number)
+    bench.take(say.begin("x", "t17", 6, group_size=8), say.end("x", "failed", final=True))
+    bench.core.credit.out["math"].clear()
+    (line,) = lines(bench, Watch(), PATIENCE_S)
+    assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; goes on with 6 at 600 s")
+
+
 def test_tickets_that_nobody_takes_are_named(bench):
     (line,) = lines(bench, Watch(), PATIENCE_S)
     assert "32 tickets out, 0 episodes open: no client takes tickets of kind math, or its tasks are all done" in line

@@ -16,7 +16,7 @@ from swarmq.messages import EpisodeEnd, RefusedTurn, Turn, decode, encode
 from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
-def scene(order="siblings", num_tasks=4, num_clients=3, chaos=Chaos(), **fields) -> Scene:  # noqa: B008
+def scene(order="siblings", num_tasks=4, num_clients=3, max_attempts=0, chaos=Chaos(), **fields) -> Scene:  # noqa: B008
     given = {
         "run": "sim",
         "trained": ("main",),
@@ -29,7 +29,14 @@ def scene(order="siblings", num_tasks=4, num_clients=3, chaos=Chaos(), **fields)
         "silence_s": 300.0,
         **fields,
     }
-    return Scene(rules=Rules(**given), order=order, num_tasks=num_tasks, num_clients=num_clients, chaos=chaos)
+    return Scene(
+        rules=Rules(**given),
+        order=order,
+        num_tasks=num_tasks,
+        num_clients=num_clients,
+        max_attempts=max_attempts,
+        chaos=chaos,
+    )
 
 
 SCENES = {
@@ -42,6 +49,7 @@ SCENES = {
     "dying all the time": scene(chaos=Chaos(crash=0.4)),
     "turns that nobody can read": scene(chaos=Chaos(spoilt=0.1, meddling=0.0)),
     "agents that rarely succeed": scene(chaos=Chaos(fails=0.4, vanishes=0.3)),
+    "slots that are given up": scene(chaos=Chaos(fails=0.5), group_size=4, max_attempts=2),
 }
 
 
@@ -60,6 +68,7 @@ SMALL = {
     "two policies": small(trained=("a", "b"), known=("a", "b")),
     "two kinds": small(mix={"x": 0.5, "y": 0.5}, groups_per_batch=2),
     "turns that nobody can read": small(chaos=Chaos(crash=0.08, spoilt=0.3, meddling=0.0)),
+    "slots that are given up": small(num_tasks=2, chaos=Chaos(crash=0.08, fails=0.5), max_attempts=1, group_size=3),
 }
 
 
@@ -109,6 +118,73 @@ def test_half_open_groups_that_ate_the_credit_still_finish_before_their_deadline
     told = world.shell.core.counts
     assert told["dropped.group_too_small"] == 0
     assert told["trained"] == 48
+
+
+HOPELESS = msgspec.structs.replace(
+    SMALL["slots that are given up"], chaos=Chaos(crash=0.08, fails=0.5, undead=0.0, meddling=0.0)
+)
+FOR_EVER = msgspec.structs.replace(HOPELESS, rules=msgspec.structs.replace(HOPELESS.rules, deadline_s=1e9))
+
+
+def test_no_group_needs_its_deadline_where_clients_say_which_slots_they_give_up():
+    assert worlds(0, 500, FOR_EVER, num_steps=SMALL_STEPS) > 200
+
+
+def late_siblings(shell: type[Shell]) -> int:
+    """In patient worlds where no slot is attempted again before its last attempt has ended."""
+    chaos = Chaos(crash=0.08, fails=0.5, vanishes=0.0, meddling=0.0)
+    rules = msgspec.structs.replace(HOPELESS.rules, deadline_s=2000.0)
+    patient = msgspec.structs.replace(HOPELESS, rules=rules, max_attempts=3, chaos=chaos)
+    played = [World(seed, patient, shell).run(SMALL_STEPS) for seed in range(200)]
+    return sum(world.shell.core.counts["dropped.late_sibling"] for world in played)
+
+
+def test_no_group_goes_on_without_a_slot_that_is_attempted_again():
+    assert late_siblings(Shell) == 0
+
+
+class _Edits(Shell):
+    """Has the ends of episodes changed before they are taken."""
+
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return super().decisions([self.edited(body) for body in batch])
+
+    def edited(self, body: bytes) -> bytes:
+        end = decode(body)
+        return encode(self.edit(end)) if isinstance(end, EpisodeEnd) else body
+
+    def edit(self, end: EpisodeEnd) -> EpisodeEnd:
+        raise NotImplementedError
+
+
+class HearsOfNoLastAttempts(_Edits):
+    def edit(self, end: EpisodeEnd) -> EpisodeEnd:
+        return msgspec.structs.replace(end, final=False)
+
+
+class TakesEveryAttemptForTheLast(_Edits):
+    def edit(self, end: EpisodeEnd) -> EpisodeEnd:
+        return msgspec.structs.replace(end, final=True)
+
+
+class ForgetsWhatWasGivenUp(Shell):
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return (effect for effect in super().decisions(batch) if not isinstance(effect, do.GiveUpSlot))
+
+
+class KeepsWhatWasGivenUp(Shell):
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return (effect for effect in super().decisions(batch) if not isinstance(effect, do.ForgetGivenUp))
+
+
+def test_a_collector_that_mistakes_what_is_given_up_is_found_out():
+    with pytest.raises(BrokenError, match="nothing moves any more"):
+        worlds(0, 20, FOR_EVER, HearsOfNoLastAttempts, num_steps=SMALL_STEPS)
+    assert late_siblings(TakesEveryAttemptForTheLast) > 0
+    with pytest.raises(BrokenError, match="a restart changed the memory"):
+        worlds(0, 100, HOPELESS, ForgetsWhatWasGivenUp, num_steps=100)
+    with pytest.raises((BrokenError, CollectorError)):
+        worlds(0, 100, HOPELESS, KeepsWhatWasGivenUp, num_steps=SMALL_STEPS)
 
 
 class AcknowledgesFirst(Shell):

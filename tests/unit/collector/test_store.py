@@ -59,6 +59,17 @@ def test_what_an_older_swarmq_wrote_of_an_episode_of_two_clients_is_understood(p
     store.close()
 
 
+def test_a_store_of_an_older_swarmq_learns_which_slots_are_given_up(path):
+    store = Store(path, run="r")
+    store._db.execute("DROP TABLE given_up")
+    store.close()
+    store = Store(path, run="r")
+    with store.transaction():
+        store.write(do.GiveUpSlot("t/0", "t/1/0", "math", 2, 5.0))
+    assert store.snapshot().given_up == [("t/0", "t/1/0", "math", 2, 5.0)]
+    store.close()
+
+
 def test_a_store_of_another_run_is_refused(path):
     Store(path, run="r").close()
     with pytest.raises(CollectorError, match=r"collector.sqlite: belongs to run 'r', not 'other'"):

@@ -279,3 +279,42 @@ def test_nothing_is_begun_for_policies_that_are_all_at_their_last_step(make_benc
     bench.take(say.begin("f", "f", ticket_id="math.2"), say.turn(episode="f"), say.end("f"))
     bench.wait(1000)
     assert bench.tickets["math"] == before
+
+
+def test_half_open_groups_get_no_tickets_for_slots_that_are_given_up(make_bench, say):
+    bench = make_bench(group_size=4, groups_per_batch=1, max_staleness=0)
+    bench.take(say.begin("x", "e0", 3, group_size=4), say.end("x", "failed", final=True))
+    for number in range(4):
+        name, ticket = f"e{number}", min(bench.core.credit.out["math"])
+        bench.take(say.begin(name, name, group_size=4, ticket_id=ticket), say.turn(episode=name), say.end(name))
+    assert len(bench.core.credit.out["math"]) == 2, "the nearest group lacks two, and one will never come"
+
+
+def test_a_slot_that_is_given_up_binds_no_credit(make_bench, say):
+    bench = make_bench(group_size=2, groups_per_batch=2, max_staleness=0)
+    bench.take(say.begin("e0", "e", 0, group_size=2, ticket_id="math.1"), say.turn(episode="e0"), say.end("e0"))
+    bench.take(say.begin("e1", "e", 1, group_size=2, ticket_id="math.2"))
+    assert bench.tickets["math"] == 4
+    bench.take(say.end("e1", "failed", final=True))
+    assert bench.tickets["math"] == 6, "that of the slot, and that of the only member it left"
+    assert len(bench.core.credit.out["math"]) == 4
+
+
+def test_a_kind_whose_groups_lack_hopeless_slots_keeps_no_learner_waiting(make_bench, say):
+    bench = make_bench(mix={"a": 0.5, "b": 0.5}, group_size=3, groups_per_batch=2, max_staleness=0)
+
+    def attempt(name, task, repeat, kind, **end):
+        ticket = min(bench.core.credit.out[kind])
+        bench.take(say.begin(name, task, repeat, kind=kind, group_size=3, ticket_id=ticket), say.turn(episode=name))
+        bench.take(say.end(name, **end))
+
+    for step in range(1, 6):
+        for kind in "ab":
+            for repeat in range(3):
+                hopeless = {"status": "failed", "final": True} if (kind, repeat) == ("b", 1) else {}
+                attempt(f"{kind}{step}{repeat}", f"{kind}{step}", repeat, kind, **hopeless)
+        ready = {item.episode_id for item in bench.sent if item.episode_id[1] == str(step)}
+        assert len(ready) == 5
+        bench.take(say.consumed(*ready, version=step))
+    assert bench.core.credit.kinds["a"].trained == bench.core.credit.kinds["b"].trained == 5
+    assert {kind: len(out) for kind, out in bench.core.credit.out.items()} == {"a": 3, "b": 3}

@@ -78,6 +78,12 @@ def test_every_record_comes_back_as_it_was_sent(record):
     assert m.decode(m.encode(record)) == record
 
 
+def test_an_end_that_says_nothing_of_further_attempts_is_not_the_last():
+    fields = msgspec.msgpack.decode(m.encode(end(status="failed", rewards={})))
+    del fields["final"]
+    assert m.decode(msgspec.msgpack.encode(fields)) == end(status="failed", rewards={}, final=False)
+
+
 def test_the_list_above_holds_every_record_there_is():
     assert {type(r) for r in EVERY_RECORD} == set(m.Message.__args__)
 

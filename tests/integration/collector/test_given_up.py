@@ -1,0 +1,126 @@
+"""A group with a hopeless slot, a worker and a collector that is killed, on a real broker."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from array import array
+
+import pytest
+
+from swarmq.broker import topology
+from swarmq.broker.amqp import ANSWERED, AmqpBroker
+from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.worker import Worker
+from swarmq.collector.ledger import fates
+from swarmq.config import SwarmJob
+from swarmq.keys import Invite
+from swarmq.messages import Consumed, Episode, Slot, Task, Turn
+
+pytestmark = pytest.mark.broker
+
+SIZE, HOPELESS = 4, 3
+START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
+
+
+@pytest.fixture
+def job(tmp_path, run_name, amqp_url, monkeypatch):
+    monkeypatch.setenv(ANSWERED, "1")  # a slow broker is waited for
+    tree = {
+        "run": run_name,
+        "folder": str(tmp_path),
+        "mix": {"math": 1.0},
+        "policies": {"main": {"model": "m"}},
+        "broker": {"url": amqp_url},
+        "groups": {"group_size": SIZE, "groups_per_batch": 1},
+    }
+    job = SwarmJob.build(tree)
+    (tmp_path / "job.toml").write_text(job.to_toml())
+    return job
+
+
+@contextlib.asynccontextmanager
+async def collector(job):
+    """The daemon; killed at the end."""
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml")
+    try:
+        yield
+    finally:
+        process.kill()
+        await process.wait()
+
+
+@contextlib.asynccontextmanager
+async def worker(job, agent):
+    """Attempts tasks until the block is left."""
+    invite = Invite(
+        run=job.run,
+        client="alice",
+        secret=b"s" * 32,
+        amqp_url=job.broker.url,
+        base_url="http://127.0.0.1:1/v1",
+        policies=("main",),
+        kinds=("math",),
+        group_size=SIZE,
+    )
+    stop = asyncio.Event()
+    async with AsyncSwarmClient(invite, spool=job.run_folder.path / "spool") as client:
+        working = asyncio.ensure_future(Worker(client, agent, retry_pause_s=0.0).run(stop, progress=False))
+        yield
+        stop.set()
+        assert (await working).given_up == 1
+
+
+async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(job):
+    assert job.groups.deadline_s == 600
+    go_on = asyncio.Event()
+    async with AmqpBroker.open(job.broker.url, name="test", deadline_s=120.0) as broker, asyncio.timeout(300):
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+
+        async def agent(ep):
+            if ep.slot.repeat == HOPELESS:
+                raise ConnectionError("no sandbox for this one")
+            await go_on.wait()
+            await broker.publish(topology.inbox(job.run), turn(job.run, ep.episode_id))
+            return 1.0
+
+        for repeat in range(SIZE):
+            task = Task(run=job.run, slot=Slot(task_id="t", repeat=repeat), kind="math", group_size=SIZE)
+            await broker.publish(topology.tasks(job.run, "math"), task)
+        async with worker(job, agent):
+            async with broker.events(job.run) as events, collector(job):
+                await said(events, lambda fields: fields["absorbed"].get("slot_given_up"))
+            async with broker.events(job.run) as events, collector(job):  # the first one was killed
+                go_on.set()
+                async with broker.consume(topology.ready(job.run, "main"), prefetch=SIZE) as deliveries:
+                    group = [(await anext(deliveries)).message for _ in range(SIZE - 1)]
+                names = tuple(one.episode_id for one in group if isinstance(one, Episode))
+                assert {one.group_members for one in group} == {SIZE - 1}
+                report = Consumed(run=job.run, policy="main", record=1, version=1, trained=names)
+                await broker.publish(topology.inbox(job.run), report)
+                await said(events, lambda fields: fields["trained"] == SIZE - 1)
+    told = [(fate.slot, fate.state) for fate in fates(job.run_folder.inbox).values()]
+    assert (
+        sorted(told) == [("t/0/0", "trained"), ("t/1/0", "trained"), ("t/2/0", "trained")] + [("t/3/0", "dropped")] * 3
+    )
+
+
+async def said(events, wanted):
+    """Returns once the collector has told of it."""
+    async for event in events:
+        if event.name == "state" and wanted(event.fields):
+            return
+
+
+def turn(run, episode_id):
+    return Turn(
+        run=run,
+        episode_id=episode_id,
+        policy="main",
+        call_id="c",
+        request_id="c",
+        prompt_ids=array("i", range(4)).tobytes(),
+        sampled_ids=array("i", range(4)).tobytes(),
+        logprobs=array("f", [-1.0] * 4).tobytes(),
+    )
