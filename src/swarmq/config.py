@@ -108,7 +108,7 @@ class Groups(Settings, frozen=True, kw_only=True):
     group_size: Count = 8
     groups_per_batch: Count = 8
     min_group: Count = 2
-    """A group past its deadline goes on with at least this many members."""
+    """A group that is not whole goes on with at least this many members."""
     deadline_s: Positive = 600.0
     """How long a group waits for members that may still come after the first has finished."""
     max_staleness: Whole = 4

@@ -512,7 +512,7 @@ class Core:
     def _leave(self, episode: OpenEpisode, begin: EpisodeBegin, now: float) -> list[do.Effect]:
         """A dropped episode leaves its group. Whoever ended it as finished, or as the last attempt, attempts its slot no more."""
         slot, end = begin.slot, episode.end
-        is_last = begin.mode == "train" and end is not None and (end.final or end.status == "finished")
+        is_last = end is not None and (end.final or end.status == "finished")
         effects = self._give_up(slot.group_id, slot.id, now) if is_last else []
         self.groups.leave(slot.group_id, episode.episode_id)
         return effects + self._go_on(slot.group_id)

@@ -240,6 +240,33 @@ def test_what_is_given_up_of_a_group_is_kept_while_somebody_is_at_it(bench, say)
     assert nothing_is_kept(bench)
 
 
+def test_what_is_given_up_of_a_group_that_has_members_is_kept_until_it_goes_on(bench, say):
+    fail(bench, say, "x", 0)
+    bench.wait(60)
+    for number in (1, 2):
+        finish(bench, say, f"e{number}", number)
+    bench.wait(60)
+    fail(bench, say, "y", 3)
+    assert [item.episode_id for item in bench.sent] == ["e1", "e2"]
+
+
+def test_a_slot_is_given_up_once_however_many_are_the_last_at_it(bench, say):
+    for name in ("x", "twin"):
+        bench.take(say.begin(name, repeat=3, group_size=4))
+    for name in ("x", "twin"):
+        bench.take(say.end(name, "failed", final=True))
+    assert bench.core.counts["slot_given_up"] == len(bench.store.snapshot().given_up) == 1
+
+
+def test_a_slot_beyond_its_group_is_waited_for_like_any_other(bench, say):
+    bench.take(say.begin("beyond", repeat=9, group_size=4))
+    for number in range(4):
+        fail(bench, say, f"x{number}", number)
+    assert bench.core.groups.usage()["math"].running == 1
+    bench.take(say.end("beyond", "failed"))
+    assert nothing_is_kept(bench)
+
+
 def test_a_last_attempt_that_is_told_again_or_too_late_changes_nothing(bench, say):
     for number in range(3):
         finish(bench, say, f"e{number}", number)
