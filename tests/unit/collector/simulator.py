@@ -582,11 +582,17 @@ class World:
         """Somebody's meddling is not made good yet."""
         core = self.shell.core
         pending = ((learner, group) for learner in self.learners for group in core.groups.published.values())
-        return any(out - set(self.tickets[kind]) for kind, out in core.credit.out.items()) or any(
+        return any(self.nowhere(kind) for kind in core.credit.out) or any(
             learner.lacks(episode_id)
             for learner, group in pending
             for episode_id in group.pending.get(learner.policy, ())
         )
+
+    def nowhere(self, kind: str) -> set[str]:
+        """Tickets that are out and that nobody can take. They are missed when the queue is empty: not while others lie in it
+        and there is nothing to take them for."""
+        queue, out = set(self.tickets[kind]), self.shell.core.credit.out[kind]
+        return set() if queue and not self.slots[kind] else out - queue
 
     def _slots(self) -> dict[str, deque[tuple[Slot, int]]]:
         rules = self.scene.rules
@@ -692,8 +698,8 @@ class World:
                 raise BrokenError(
                     f"{kind}: {len(out)} tickets out, {published} in learners, of {core.credit.window(kind)}"
                 )
-            if not out <= set(self.tickets[kind]):
-                raise BrokenError(f"{kind}: tickets {out - set(self.tickets[kind])} are out, but nobody can take them")
+            if missing := self.nowhere(kind):
+                raise BrokenError(f"{kind}: tickets {missing} are out, but nobody can take them")
         num_groups = sum(core.credit.window(kind) for kind in self.scene.rules.mix) / self.scene.rules.group_size
         if num_groups < (self.scene.rules.max_staleness + 1) * self.scene.rules.groups_per_batch:
             raise BrokenError(f"the window is {num_groups} groups")

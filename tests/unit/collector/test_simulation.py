@@ -314,6 +314,6 @@ class _SendsNothingAgain(Core):
 
 def test_a_collector_that_sends_nothing_again_is_found_out():
     chaos = Chaos(crash=0.0, meddling=0.1)
-    assert worlds(0, 20, small(num_tasks=2, chaos=chaos), num_steps=SMALL_STEPS) == 0
+    assert worlds(0, 200, small(num_tasks=2, chaos=chaos), num_steps=SMALL_STEPS) == 0
     with pytest.raises(BrokenError, match="nothing moves any more"):
-        worlds(0, 20, small(num_tasks=2, chaos=chaos), SendsNothingAgain, num_steps=SMALL_STEPS)
+        worlds(0, 200, small(num_tasks=2, chaos=chaos), SendsNothingAgain, num_steps=SMALL_STEPS)
