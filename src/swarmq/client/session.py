@@ -159,9 +159,9 @@ class AsyncSwarmClient:
 
         Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a
         group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
-        attempt=failed.attempt + 1`; with `last_attempt` the slot's group does not wait for another one if this fails.
-        The collector gives the episode up after `silence_s` (the run's) without a model
-        call; its key is refused after `lifetime_s`, `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
+        attempt=failed.attempt + 1`; if a `last_attempt` fails, the group goes on without the slot. The collector gives
+        the episode up after `silence_s` (the run's) without a model call; its key is refused after `lifetime_s`,
+        `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
         Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
         """
         self.check()
