@@ -36,6 +36,7 @@ from swarmq.config import amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SwarmqError, UnroutableError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.doctor.signs import Lookout
 from swarmq.learner.files import DiskFullError, mapped
 from swarmq.learner.intake import Intake
 from swarmq.learner.lock import Fence, exclusive
@@ -135,6 +136,7 @@ class Desk:
         self.phase = "waiting"
         self.figures = dict[int, dict[str, Any]]()
         """Version -> what the batch handed over says of itself."""
+        self.lookout = Lookout()
         self.wanted_since: float | None = None
         """When the trainer asked for a batch; None while it has one."""
         self.heard_at = time.monotonic()
@@ -307,7 +309,13 @@ class Desk:
         self.version = stepped.version
         self.owed.set()
         figures = self.figures.get(stepped.version) or describe(*self.log.step(stepped.version))
-        await self._emit("step", {**figures, **stepped.fields, "version": stepped.version})
+        fields = {**figures, **stepped.fields, "version": stepped.version}
+        await self._emit("step", fields)
+        for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
+            if not stepped.fields.get("replayed"):  # those were told of when they were new
+                log.warning("sign", sign=sign.check, text=sign.text)
+                text = f"learner {self.policy}, step {stepped.version}: {sign.check}, {sign.text}"
+                await self._emit("warning", {"text": text})
 
     async def _report(self) -> None:
         while True:

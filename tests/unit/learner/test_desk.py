@@ -165,6 +165,19 @@ async def test_why_episodes_cannot_be_trained_is_said_in_words_where_people_look
     assert warnings == ["learner main: dropped as no_turns: a-0 made no model call; others like it are counted"]
 
 
+@pytest.mark.parametrize("replayed", [False, True])
+async def test_signs_that_the_training_goes_wrong_are_said_where_people_look(tmp_path: Path, replayed: bool) -> None:
+    """Those of replayed steps were said when the steps were new."""
+    broker = await broker_with(make_group("a"))
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+        await trainer.tell(records.Stepped(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
+        await stopped(trainer)
+    warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
+    assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["learner main, step 1"])
+    assert replayed or "broken mismatch, 2 (above 0.5 is a sign)" in warnings[0]
+
+
 async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a"), make_group("b"), make_group("c"))
     async with desk(tmp_path, broker) as trainer:

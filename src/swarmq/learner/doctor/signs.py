@@ -87,11 +87,11 @@ SIGNS = (
     ),
     Sign(
         name="mismatch", measure=last("kl_k3"), limit=0.05,
-        advice="engine and learner disagree: see the causes below; set ratio_band or row_k3_max",
+        advice="engine and learner disagree (swarmq doctor tells the causes apart): set ratio_band or row_k3_max",
     ),
     Sign(
         name="broken mismatch", measure=last("kl_k3"), limit=0.5, level="error",
-        advice="the engine does not sample from what is trained: stop, and see the causes below",
+        advice="the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart",
     ),
     Sign(
         name="few effective samples", measure=last("effective_samples"), limit=0.3, below=True,
@@ -141,9 +141,34 @@ def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
             text="no step is recorded in the run's events.jsonl, which `swarmq up` writes: nothing to read",
         )
         return
-    bounded = [{**step, "max_staleness": max_staleness} for step in steps]
+    yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
+
+
+class Lookout:
+    """The same, while the training goes on: a sign is told when it begins to show, and again after WINDOW steps without it."""
+
+    def __init__(self) -> None:
+        self._steps: list[Mapping[str, Any]] = []
+        """The first WINDOW and the newest."""
+        self._count = 0
+        self._showed: dict[str, int] = {}
+        """Sign -> the step that it showed at last."""
+
+    def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
+        """What shows since this step. All but errors take WINDOW steps to be told from chance."""
+        self._count += 1
+        self._steps.append({**fields, "max_staleness": max_staleness})
+        if len(self._steps) > 2 * WINDOW:
+            del self._steps[WINDOW]
+        found = [f for f in _judged(self._steps) if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
+        fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
+        self._showed |= {f.check: self._count for f in found}
+        return fresh
+
+
+def _judged(steps: Steps) -> Iterator[Finding]:
     for sign in SIGNS:
-        if (value := sign.measure(bounded)) is None:
+        if (value := sign.measure(steps)) is None:
             continue
         shown = value < sign.limit if sign.below else value > sign.limit
         side = "below" if sign.below else "above"

@@ -1,0 +1,71 @@
+"""Signs of a training that goes wrong are told while it runs: once, when they begin to show."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from swarmq.learner.doctor.signs import WINDOW, Lookout, signs
+
+SOUND = {"entropy": 1.0, "kl_k3": 0.001, "truncated": 0.0, "grad_norm": 1.0, "episodes": 8, "dropped": {}}
+CUT = SOUND | {"truncated": 0.9}
+"""A warning."""
+BROKEN = SOUND | {"kl_k3": 9.0}
+"""An error."""
+
+
+def told(steps: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """(step, sign), counted from 1."""
+    lookout = Lookout()
+    return [(number, f.check) for number, fields in enumerate(steps, 1) for f in lookout.step(fields, 4)]
+
+
+def test_a_sound_training_hears_nothing() -> None:
+    assert told([SOUND] * 50) == []
+
+
+@pytest.mark.parametrize("steps_before", [WINDOW, 300])
+def test_a_sign_is_told_once_while_it_shows(steps_before: int) -> None:
+    ((step, sign),) = told([SOUND] * steps_before + [CUT] * 50)
+    assert sign == "truncated answers"
+    assert steps_before < step < steps_before + WINDOW
+
+
+def test_a_sign_that_comes_back_is_told_again() -> None:
+    assert [sign for _, sign in told(([SOUND] * 30 + [CUT] * 15) * 2)] == ["truncated answers"] * 2
+
+
+def test_a_sign_that_flickers_is_told_once() -> None:
+    lookout = Lookout()
+    flicker = ([CUT] * 4 + [SOUND] * 7) * 20
+    assert len([finding for fields in [SOUND] * WINDOW + flicker for finding in lookout.step(fields, 4)]) == 1
+
+
+def test_chance_is_no_sign_but_an_error_is_told_at_once() -> None:
+    assert told([CUT, *[SOUND] * 20]) == []
+    assert (1, "broken mismatch") in told([BROKEN])
+
+
+def test_what_is_kept_of_a_long_training_shows_what_all_of_it_would() -> None:
+    dice, lookout, steps, open_signs = random.Random(0), Lookout(), [], set[str]()
+    level = 1.0
+    for _ in range(400):
+        level *= dice.choice((0.8, 1.0, 1.0, 1.25))
+        steps.append({"entropy": level, "grad_norm": 1 / level, "kl_k3": 0.02 / level, "truncated": 0.2 * level})
+        fresh = {finding.check for finding in lookout.step(steps[-1], 4)}
+        shown = {f.check for f in signs(steps, 4) if f.level == "error" or (f.level != "ok" and len(steps) >= WINDOW)}
+        assert fresh <= shown
+        assert shown <= open_signs | fresh
+        open_signs |= fresh
+    assert len(open_signs) > 3
+
+
+def test_what_a_sign_says_names_figure_limit_and_remedy() -> None:
+    lookout = Lookout()
+    (finding,) = (f for f in lookout.step(BROKEN, 4) if f.check == "broken mismatch")
+    assert finding.text == (
+        "9 (above 0.5 is a sign): the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart"
+    )
