@@ -174,7 +174,7 @@ async def test_signs_that_the_training_goes_wrong_are_said_where_people_look(tmp
         await trainer.tell(records.Stepped(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
-    assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["learner main, step 1"])
+    assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["step 1"])
     assert replayed or "broken mismatch, 2 (above 0.5 is a sign)" in warnings[0]
 
 
