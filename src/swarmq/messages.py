@@ -200,7 +200,7 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """The call ids whose answers the agent received, where the client knows them."""
     reason: str = ""
     final: bool = False
-    """No further attempt at the slot will come, though this one has no reward: its group need not wait for it."""
+    """No further attempt at the slot will come, though this one has no reward: neither its group nor its evaluation round need wait for it."""
     client_id: str = ""
 
 

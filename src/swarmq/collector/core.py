@@ -18,6 +18,7 @@ What each oddity of a faulty world does, and the name it is counted under:
     refused turn       set aside by whoever reads it: unless the end names its calls the episode is dropped (`refused_turn`),
                        because it would be trained without what its agent was answered
     slot_given_up      no further attempt at a slot will come: its group does not wait for it; one that wins after all counts
+    eval_given_up      the same of a slot of an evaluation round
     late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
@@ -172,7 +173,7 @@ class Core:
         effects += [
             do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, one.version, one.began_at)
             for one in self.evals.slots.values()
-            if topology.evals(run, one.kind) in queues and not one.done
+            if topology.evals(run, one.kind) in queues and one.lacks
         ]
         self.counts["sent_again"] += len(effects)
         return effects
@@ -398,7 +399,9 @@ class Core:
     def _round(self, now: float) -> list[do.Effect]:
         """Close the evaluation round that is over; begin the one that is due."""
         effects: list[do.Effect] = []
-        if self.evals.is_over(now, self.rules.eval.deadline_s):
+        begins = (episode.begin for episode in self.open.values())
+        running = {begin.slot.id for begin in begins if begin and begin.mode == "eval"}
+        if self.evals.is_over(now, self.rules.eval.deadline_s, running=running):
             effects += [do.Emit("evaluated", self.evals.close(now, self.rules.eval.k)), do.CloseRound()]
         every, version = self.rules.eval.every, max(self._present().values(), default=0)
         due = version // every + 1 if every else 0
@@ -494,6 +497,9 @@ class Core:
         ]
         if result := self.evals.finish(begin.slot.id, end):
             effects.append(do.EvalDone(result.reward or 0.0, result.success, begin.slot.id))
+        elif end.final and self.evals.give_up(begin.slot.id):
+            self.counts["eval_given_up"] += 1
+            effects.append(do.GiveUpEval(begin.slot.id))
         return [*effects, self._tell(episode, begin, "", now)]
 
     def _drop(self, episode: OpenEpisode, reason: str, now: float) -> list[do.Effect]:

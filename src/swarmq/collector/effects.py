@@ -221,6 +221,12 @@ class EvalDone(Effect, frozen=True):
     slot_id: str
 
 
+class GiveUpEval(Effect, frozen=True):
+    """No further try at this attempt of a round will come."""
+
+    slot_id: str
+
+
 class CloseRound(Effect, frozen=True):
     """The round is told and forgotten."""
 

@@ -2,16 +2,18 @@
 
     feed --eval ──> tasks kept here
     every N steps ──> round: each task, each repeat ──> eval.<kind> ──> workers, in lanes of their own
-    ends ──> results ──> all in, or the deadline ──> pass@k by kind, with intervals
+    ends ──> results, or given up ──> nothing more will come, or the deadline ──> pass@k by kind, with intervals
 
-One round at a time: a next one that comes due meanwhile begins when this one is closed, so evaluation never piles up.
+One round at a time: a next one that comes due meanwhile begins when this one is closed, so evaluation never piles up. It is
+closed when each attempt has a result or is given up, with nobody at it any more. A result that comes before that counts, also
+of what was given up.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +44,13 @@ class EvalSlot(msgspec.Struct, kw_only=True):
     reward: float | None = None
     success: bool = False
     done: bool = False
+    given_up: bool = False
+    """No further try at it will come. It may be done after all."""
+
+    @property
+    def lacks(self) -> bool:
+        """Whether it has no result, and one may come of a further try."""
+        return not (self.done or self.given_up)
 
 
 class Evals:
@@ -77,20 +86,32 @@ class Evals:
         one.success = end.success if end.success is not None else one.reward >= RIGHT
         return one
 
-    def is_over(self, now: float, deadline_s: float) -> bool:
+    def give_up(self, slot_id: str) -> bool:
+        """No further try at an attempt will come. False where that changes nothing."""
+        one = self.slots.get(slot_id)
+        if one is None or not one.lacks:
+            return False
+        one.given_up = True
+        return True
+
+    def is_over(self, now: float, deadline_s: float, *, running: Collection[str]) -> bool:
+        """Whether there is a round of which nothing more will come. `running`: slots that somebody is at."""
         slots = self.slots.values()
         return bool(slots) and (
-            all(one.done for one in slots) or now - min(one.began_at for one in slots) >= deadline_s
+            not any(one.lacks or (not one.done and one.slot.id in running) for one in slots)
+            or now - min(one.began_at for one in slots) >= deadline_s
         )
 
     def close(self, now: float, ks: Sequence[int]) -> dict[str, Any]:
-        """The figures of the round, which is over."""
+        """The figures of the round, which is over. `given_up` and `missing` are attempts without a result: those that are given
+        up, and those that had not come by the deadline."""
         slots = list(self.slots.values())
         self.slots = {}
         return {
             "version": slots[0].version,
             "seconds": now - slots[0].began_at,
-            "missing": sum(not one.done for one in slots),
+            "missing": sum(one.lacks for one in slots),
+            "given_up": sum(one.given_up and not one.done for one in slots),
             "kinds": {
                 kind: figures([s for s in slots if s.kind == kind], ks) for kind in sorted({s.kind for s in slots})
             },
@@ -98,7 +119,7 @@ class Evals:
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
-    """Of one kind: mean reward, and pass@k with 95 % intervals. What is missing is left out, never counted as 0."""
+    """Of one kind: mean reward, and pass@k with 95 % intervals. What has no result is left out, never counted as 0."""
     tasks: dict[str, list[bool]] = defaultdict(list)
     rewards = [one.reward for one in slots if one.reward is not None]
     for one in slots:

@@ -85,7 +85,8 @@ CREATE TABLE eval_tasks (
 ) WITHOUT ROWID;
 CREATE TABLE eval_slots (
     id TEXT PRIMARY KEY, slot BLOB NOT NULL, kind TEXT NOT NULL, version INTEGER NOT NULL, began_at REAL NOT NULL,
-    sent INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, reward REAL, success INTEGER NOT NULL DEFAULT 0
+    sent INTEGER NOT NULL DEFAULT 0, done INTEGER NOT NULL DEFAULT 0, reward REAL, success INTEGER NOT NULL DEFAULT 0,
+    given_up INTEGER NOT NULL DEFAULT 0
 ) WITHOUT ROWID;
 CREATE TABLE versions (policy TEXT PRIMARY KEY, version INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE counts (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID;
@@ -97,7 +98,8 @@ CREATE TABLE IF NOT EXISTS given_up (
     PRIMARY KEY (grp, slot)
 ) WITHOUT ROWID;
 """
-"""Stores of schema 2 that an earlier swarmq made have none yet."""
+EVAL_GIVEN_UP = "ALTER TABLE eval_slots ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0"
+"""Stores of schema 2 that an earlier swarmq made have neither yet."""
 
 SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in their order
     do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (?, 'open', ?)",
@@ -130,6 +132,7 @@ SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in thei
     "ON CONFLICT (id) DO UPDATE SET sent = 0",
     do.EvalSent: "UPDATE eval_slots SET sent = 1 WHERE id = ?",
     do.EvalDone: "UPDATE eval_slots SET done = 1, reward = ?, success = ? WHERE id = ?",
+    do.GiveUpEval: "UPDATE eval_slots SET given_up = 1 WHERE id = ?",
     do.CloseRound: "DELETE FROM eval_slots",
     do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, ?)",
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (?, ?)",
@@ -266,7 +269,9 @@ class Store:
 
     def _evals(self) -> Evals:
         tasks = self._all("SELECT id, kind, repeats FROM eval_tasks ORDER BY id")
-        slots = self._all("SELECT slot, kind, version, began_at, reward, success, done FROM eval_slots ORDER BY id")
+        slots = self._all(
+            "SELECT slot, kind, version, began_at, reward, success, done, given_up FROM eval_slots ORDER BY id"
+        )
         return Evals(
             [EvalTask(task_id=task_id, kind=kind, repeats=repeats) for task_id, kind, repeats in tasks],
             [
@@ -278,8 +283,9 @@ class Store:
                     reward=reward,
                     success=bool(success),
                     done=bool(done),
+                    given_up=bool(given_up),
                 )
-                for slot, kind, version, began_at, reward, success, done in slots
+                for slot, kind, version, began_at, reward, success, done, given_up in slots
             ],
         )
 
@@ -358,6 +364,8 @@ class Store:
         if meta["run"] != run:
             raise CollectorError(f"{self._where}: belongs to run {meta['run']!r}, not {run!r}; use another run folder")
         self._db.execute(GIVEN_UP)
+        if self._one("SELECT 1 FROM pragma_table_info('eval_slots') WHERE name = 'given_up'") is None:
+            self._db.execute(EVAL_GIVEN_UP)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:

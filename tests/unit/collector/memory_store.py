@@ -59,6 +59,7 @@ class MemoryStore:
         self._telling: dict[str, do.Tell] = {}
         self._eval_tasks: dict[str, do.SaveEvalTask] = {}
         self._eval_slots: dict[str, tuple[do.IssueEval, bool, do.EvalDone | None]] = {}
+        self._evals_given_up: dict[str, None] = {}
         self._versions: dict[str, int] = {}
         self._counts: dict[str, int] = {}
 
@@ -192,6 +193,7 @@ class MemoryStore:
                 kind=issued.kind,
                 version=issued.version,
                 began_at=issued.began_at,
+                given_up=issued.slot_id in self._evals_given_up,
             )
             if done:
                 one.done, one.reward, one.success = True, done.reward, done.success
@@ -288,7 +290,10 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.IssueEval: MemoryStore._issue_eval,
     do.EvalSent: MemoryStore._eval_sent,
     do.EvalDone: MemoryStore._eval_done,
-    do.CloseRound: lambda s, _: [s._delete(s._eval_slots, key) for key in list(s._eval_slots)],
+    do.GiveUpEval: lambda s, e: s._set(s._evals_given_up, e.slot_id, None),
+    do.CloseRound: lambda s, _: [
+        s._delete(table, key) for table in (s._eval_slots, s._evals_given_up) for key in list(table)
+    ],
     do.SaveControl: lambda s, e: s._set(s._control, None, e.body),
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
     do.Tell: lambda s, e: s._set(s._telling, e.policy, e),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from swarmq.broker import topology
 from swarmq.collector import effects as do
 from swarmq.collector.evals import pass_at, wilson
 from swarmq.collector.service import task_of
@@ -26,11 +27,12 @@ def issued(bench) -> list[do.IssueEval]:
     return [effect for effect in bench.effects if isinstance(effect, do.IssueEval)]
 
 
-def attempt(bench, say, item: do.IssueEval, *, success: bool | None = None, reward: float = 0.0) -> None:
+def begin(bench, say, item: do.IssueEval, number: int = 0) -> str:
+    """The episode that somebody begins at an attempt of a round."""
     slot = msgspec.msgpack.decode(item.slot, type=Slot)
     begin = EpisodeBegin(
         run="r",
-        episode_id=f"e-{slot.id}",
+        episode_id=f"e{number}-{slot.id}",
         slot=slot,
         kind=item.kind,
         group_size=1,
@@ -39,7 +41,15 @@ def attempt(bench, say, item: do.IssueEval, *, success: bool | None = None, rewa
         client_id="c",
     )
     bench.take(begin, say.turn(episode=begin.episode_id, mode="eval"))
-    bench.take(say.end(begin.episode_id, reward=reward, success=success))
+    return begin.episode_id
+
+
+def attempt(bench, say, item: do.IssueEval, number: int = 0, **end) -> None:
+    bench.take(say.end(begin(bench, say, item, number), **{"reward": 0.0, **end}))
+
+
+def fail(bench, say, item: do.IssueEval, number: int = 0, *, final: bool = True) -> None:
+    attempt(bench, say, item, number, status="failed", final=final)
 
 
 def step(bench, say, version: int) -> None:
@@ -92,6 +102,122 @@ def test_a_round_survives_a_restart_and_counts_each_attempt_once(bench, say):
     bench.wait(1)
     (told,) = bench.events("evaluated")
     assert told["kinds"]["math"]["pass"]["1"]["value"] == 0.5
+
+
+@pytest.fixture(params=["at once", "restarted"])
+def tick(bench, request):
+    """A second passes, in which the collector may have been killed before and after."""
+
+    def pass_by():
+        bench.restart() if request.param == "restarted" else None
+        bench.wait(1)
+        bench.restart() if request.param == "restarted" else None
+
+    return pass_by
+
+
+@pytest.fixture
+def round_of(bench):
+    """A round that is under way."""
+
+    def hold(*names: str, **fields) -> list[do.IssueEval]:
+        bench.take(*(eval_task(name, **fields) for name in names))
+        bench.wait(1)
+        return issued(bench)
+
+    return hold
+
+
+def test_a_round_is_closed_at_once_without_what_is_given_up_which_is_no_failure(bench, say, tick, round_of):
+    right, hopeless, wrong, right_too = round_of("a", "b")
+    attempt(bench, say, right, success=True, reward=1.0)
+    fail(bench, say, hopeless)
+    attempt(bench, say, wrong, success=False)
+    tick()
+    assert not bench.events("evaluated"), "one has not come yet"
+    attempt(bench, say, right_too, success=True, reward=1.0)
+    tick()
+    (told,) = bench.events("evaluated")
+    assert (told["missing"], told["given_up"]) == (0, 1)
+    math = told["kinds"]["math"]
+    assert (math["tasks"], math["episodes"], math["reward"]) == (2, 3, 2 / 3)
+    assert math["pass"]["1"]["value"] == (0.5 + 1.0) / 2
+    assert math["pass"]["2"]["tasks"] == 1, "of the other only one attempt has a result"
+
+
+def test_a_round_of_which_all_is_given_up_is_closed_and_leaves_nothing_behind(bench, say, tick, round_of):
+    for item in round_of("a"):
+        fail(bench, say, item)
+    tick()
+    (told,) = bench.events("evaluated")
+    assert (told["missing"], told["given_up"]) == (0, 2)
+    assert told["kinds"]["math"] == {"tasks": 0, "episodes": 0, "reward": None, "pass": {}}
+    assert not bench.store.snapshot().evals.slots
+    assert bench.core.counts["eval_given_up"] == 2
+
+
+def test_an_attempt_that_will_be_tried_again_is_waited_for_until_the_deadline(bench, say, tick, round_of):
+    first, second = round_of("a")
+    fail(bench, say, first)
+    fail(bench, say, second, final=False)
+    tick()
+    assert not bench.events("evaluated")
+    bench.wait(500)
+    (told,) = bench.events("evaluated")
+    assert (told["missing"], told["given_up"]) == (1, 1)
+
+
+def test_a_result_of_what_is_given_up_counts_while_the_round_lasts(bench, say, tick, round_of):
+    first, second = round_of("a")
+    fail(bench, say, first)
+    tick()
+    attempt(bench, say, first, number=1, success=True)
+    fail(bench, say, first, number=2)
+    begin(bench, say, first, number=3)
+    tick()
+    attempt(bench, say, second, success=True)
+    tick()
+    (told,) = bench.events("evaluated")
+    assert (told["missing"], told["given_up"]) == (0, 0)
+    assert bench.core.counts["eval_given_up"] == 1
+    assert told["kinds"]["math"]["pass"]["2"]["value"] == 1.0
+
+
+@pytest.mark.parametrize("ending", ["finishes", "fails", "falls silent"])
+def test_another_try_at_what_is_given_up_is_waited_for(bench, say, tick, round_of, ending):
+    (only,) = round_of("a", repeats=1)
+    twin = begin(bench, say, only, number=1)
+    fail(bench, say, only)
+    tick()
+    assert not bench.events("evaluated"), "somebody is still at it"
+    if ending == "falls silent":
+        bench.core.rules = bench.rules = msgspec.structs.replace(bench.rules, silence_s=100.0)
+        bench.wait(100)
+    else:
+        bench.take(say.end(twin, "finished" if ending == "finishes" else "failed"))
+        tick()
+    (told,) = bench.events("evaluated")
+    assert (told["missing"], told["given_up"]) == (0, 0 if ending == "finishes" else 1)
+
+
+def test_what_is_given_up_too_late_is_not_given_up_in_the_next_round(bench, say, round_of):
+    (only,) = round_of("a", repeats=1)
+    bench.wait(500)
+    assert bench.events("evaluated")[0]["missing"] == 1
+    step(bench, say, 1)
+    step(bench, say, 2)
+    fail(bench, say, only)
+    bench.wait(1)
+    assert len(bench.events("evaluated")) == 1
+    assert bench.core.counts["eval_given_up"] == 0
+
+
+def test_of_a_deleted_queue_what_is_given_up_is_not_sent_again(bench, say, round_of):
+    done, hopeless, open_ = round_of("a", repeats=3)
+    attempt(bench, say, done)
+    fail(bench, say, hopeless)
+    again = bench.core.lost({topology.evals("r", "math")})
+    assert [effect.slot_id for effect in again] == [open_.slot_id]
 
 
 def test_evaluation_is_never_trained_and_takes_no_credit(bench, say):

@@ -6,6 +6,7 @@ import contextlib
 import multiprocessing
 import sqlite3
 
+import msgspec
 import pytest
 
 from swarmq.collector import effects as do
@@ -14,7 +15,7 @@ from swarmq.collector.ledger import fates
 from swarmq.collector.records import Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
-from swarmq.messages import encode
+from swarmq.messages import Slot, encode
 
 
 @pytest.fixture
@@ -67,6 +68,24 @@ def test_a_store_of_an_older_swarmq_learns_which_slots_are_given_up(path):
     with store.transaction():
         store.write(do.GiveUpSlot("t/0", "t/1/0", "math", 2, 5.0))
     assert store.snapshot().given_up == [("t/0", "t/1/0", "math", 2, 5.0)]
+    store.close()
+
+
+def test_a_store_of_an_older_swarmq_learns_which_attempts_of_a_round_are_given_up(path):
+    store = Store(path, run="r")
+    store._db.execute("ALTER TABLE eval_slots DROP COLUMN given_up")
+    store._db.execute(
+        "INSERT INTO eval_slots (id, slot, kind, version, began_at) VALUES ('a/0/0', ?, 'math', 0, 1.0)",
+        [msgspec.msgpack.encode(Slot(task_id="a"))],
+    )
+    store.close()
+    store = Store(path, run="r")
+    assert [one.given_up for one in store.snapshot().evals.slots.values()] == [False]
+    with store.transaction():
+        store.write(do.GiveUpEval("a/0/0"))
+    store.close()
+    store = Store(path, run="r")
+    assert [one.given_up for one in store.snapshot().evals.slots.values()] == [True]
     store.close()
 
 
