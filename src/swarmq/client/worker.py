@@ -3,7 +3,8 @@
     tasks.<kind> --prefetch = concurrency--> hold ──> begin, agent, end confirmed ──> ack
                                               |  ^────────── failed: once more here
                                               |             failed again ──> Task(attempt + 1) confirmed ──> ack
-                                              └── killed: RabbitMQ gives the task to another worker
+                                              ├── killed: RabbitMQ gives the task to another worker
+                                              └── cannot be attempted: given up, then parked
 
 What goes back comes behind all tasks that wait, while those of its group wait for it and fill the window of their kind; so a first
 failure is tried again at once. A second one may be this worker's fault, and another one's turn.
@@ -44,7 +45,8 @@ from swarmq.client.targets import load
 from swarmq.client.tasks import SwarmTask, own_id
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError
 from swarmq.logs import log
-from swarmq.messages import Mode, Task, key_of
+from swarmq.messages import EpisodeBegin, Mode, Task, key_of, new_id
+from swarmq.outcome import unfinished
 
 TRIES_HERE = 2
 """Attempts at a task before it goes back to its queue."""
@@ -130,9 +132,11 @@ class Worker:
                 await self._outage.may_begin()
                 try:
                     ep = await self._begin(task)
-                except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError) as error:
+                except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
                     log.warning("task_refused", task=task.slot.id, error=str(error))
-                    await self._bury(self._held[key], f"not a task that can be attempted: {error}")
+                    reason = f"not a task that can be attempted: {error}"
+                    await self._give_up(task, reason)
+                    await self._bury(self._held[key], reason)
                     return
                 self._not_begun.discard(this)
                 done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
@@ -149,6 +153,23 @@ class Worker:
         finally:
             self._not_begun.discard(this)
             self._held.pop(key, None)
+
+    async def _give_up(self, task: Task, reason: str) -> None:
+        """Its group and its round do not wait for it: the collector hears of an episode that failed, and was the last."""
+        begin = EpisodeBegin(
+            run=self._client.invite.run,
+            episode_id=new_id(),
+            slot=task.slot,
+            kind=task.kind,
+            group_size=task.group_size or self._client.group_size_of(task.kind),
+            policies=self._client.invite.policies,
+            mode=task.mode,
+            client_id=self._client.client_id,
+            code_version=self._code_version,
+            attempt=task.attempt,
+        )
+        for piece in (begin, unfinished(begin, "failed", reason, final=True)):
+            await self._client.broker.publish(topology.inbox(begin.run), piece)
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:
         with contextlib.suppress(BrokerLostError):  # it comes again, and is buried twice

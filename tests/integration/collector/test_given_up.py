@@ -1,4 +1,4 @@
-"""A group with a hopeless slot, a worker and a collector that is killed, on a real broker."""
+"""A group and an evaluation round with hopeless slots, a worker and a collector that is killed, on a real broker."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import sys
 from array import array
 
+import msgspec
 import pytest
 
 from swarmq.broker import topology
@@ -16,7 +17,7 @@ from swarmq.client.worker import Worker
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
 from swarmq.keys import Invite
-from swarmq.messages import Consumed, Episode, Slot, Task, Turn
+from swarmq.messages import Command, Consumed, Episode, Slot, Task, Turn
 
 pytestmark = pytest.mark.broker
 
@@ -52,8 +53,8 @@ async def collector(job):
 
 
 @contextlib.asynccontextmanager
-async def worker(job, agent):
-    """Attempts tasks until the block is left."""
+async def worker(job, agent, mode="train"):
+    """Attempts tasks until the block is left; one of them in vain."""
     invite = Invite(
         run=job.run,
         client="alice",
@@ -66,7 +67,7 @@ async def worker(job, agent):
     )
     stop = asyncio.Event()
     async with AsyncSwarmClient(invite, spool=job.run_folder.path / "spool") as client:
-        working = asyncio.ensure_future(Worker(client, agent, retry_pause_s=0.0).run(stop, progress=False))
+        working = asyncio.ensure_future(Worker(client, agent, retry_pause_s=0.0, mode=mode).run(stop, progress=False))
         yield
         stop.set()
         assert (await working).given_up == 1
@@ -106,11 +107,39 @@ async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(
     )
 
 
-async def said(events, wanted):
-    """Returns once the collector has told of it."""
+async def test_a_round_with_hopeless_attempts_is_closed_long_before_its_deadline(job):
+    assert job.eval.deadline_s == 1800
+    go_on = asyncio.Event()
+    async with AmqpBroker.open(job.broker.url, name="test", deadline_s=120.0) as broker, asyncio.timeout(300):
+        await broker.declare(job.run, policies=job.policies, kinds=job.mix)
+
+        async def agent(ep):
+            if ep.task.id == "hopeless":
+                raise ConnectionError("no sandbox for this one")
+            await go_on.wait()
+            return 1.0
+
+        for name, payload in [("good", b"\xa2ok"), ("hopeless", b"\xa2ok"), ("unreadable", b"\xa1\xff")]:
+            task = Task(run=job.run, slot=Slot(task_id=name), kind="math", group_size=1, mode="eval")
+            await broker.publish(topology.control(job.run), msgspec.structs.replace(task, payload=msgspec.Raw(payload)))
+        begin = Command(run=job.run, command_id="c", action="set", settings={"eval.every": 1000})
+        await broker.publish(topology.control(job.run), begin)  # behind the tasks: the round has all of them
+        async with worker(job, agent, mode="eval"):
+            async with broker.events(job.run) as events, collector(job):
+                await said(events, lambda fields: fields["absorbed"].get("eval_given_up") == 2)
+            async with broker.events(job.run) as events, collector(job):  # the first one was killed
+                go_on.set()
+                told = await said(events, lambda _: True, name="evaluated")
+    assert (told["version"], told["missing"], told["given_up"]) == (0, 0, 2)
+    assert (told["kinds"]["math"]["episodes"], told["kinds"]["math"]["reward"]) == (1, 1.0)
+
+
+async def said(events, wanted, *, name="state"):
+    """What the collector tells, once it is what is wanted."""
     async for event in events:
-        if event.name == "state" and wanted(event.fields):
-            return
+        if event.name == name and wanted(event.fields):
+            return event.fields
+    raise AssertionError("the events came to an end")
 
 
 def turn(run, episode_id):

@@ -303,12 +303,35 @@ async def test_what_is_no_task_is_parked_with_its_reason(swarm):
     await swarm.broker.publish(TASKS, task("a", kind="chess"))
     await swarm.broker.publish(TASKS, task("b"))
     async with working(swarm, lambda ep: 1.0) as worker:
-        await worker.until(lambda: swarm.ends)
-        await worker.until(lambda: len(swarm.broker.stored(topology.DEAD)) == 2)
+        await worker.until(lambda: worker.worker._tally.finished and len(swarm.broker.stored(topology.DEAD)) == 2)
         await worker.drained()
     reasons = [stored.headers["x-sq-reason"] for stored in swarm.broker.stored(topology.DEAD)]
     assert reasons[0] == "Ticket on a task queue"
     assert "kind 'chess' is not part of the run" in reasons[1]
+    assert [(end.status, end.final) for end in swarm.ends] == [("failed", True), ("finished", False)]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_a_task_that_cannot_be_attempted_is_given_up_before_it_is_parked(swarm_of, mode):
+    swarm = await swarm_of()  # without a ticket
+    broken = msgspec.structs.replace(task("a", attempt=1), mode=mode, payload=msgspec.Raw(b"\xa1\xff"), group_size=4)
+    await swarm.broker.publish(TASKS, broken)
+    real = swarm.broker.dead_letter
+    told = []
+
+    async def dead_letter(delivery, reason):
+        told.append(swarm.arrived())
+        await real(delivery, reason)
+
+    swarm.broker.dead_letter = dead_letter
+    async with working(swarm, lambda ep: 1.0) as worker:
+        await worker.until(lambda: swarm.broker.stored(topology.DEAD))
+        await worker.drained()
+    ((begin, end),) = told
+    assert (begin.slot, begin.kind, begin.mode, begin.group_size) == (broken.slot, "math", mode, 4)
+    assert (begin.attempt, begin.ticket_id, begin.client_id) == (1, None, worker.worker._client.client_id)
+    assert (end.episode_id, end.status, end.final) == (begin.episode_id, "failed", True)
+    assert end.reason.startswith("not a task that can be attempted: 'utf-8' codec")
 
 
 async def test_evaluation_tasks_need_no_ticket(swarm_of):
