@@ -7,30 +7,37 @@ serves full weights, by any way of pushing, and a checkpoint loads without PEFT.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmq.config import Lora
 from swarmq.engine.packing import Deferred, made
 from swarmq.errors import LearnerError
+from swarmq.learner.folders import as_in_folder
 
 ADAPTER = Path("adapter", "adapter.safetensors")
 """In a checkpoint. Of all safetensors files beside a model's, vLLM believes that they are the model's."""
+SETTINGS = "train.lora"
+"""In its metadata."""
 NAME = "default"
 MARK = ".lora_"
 WRAPPED = ".base_layer"
 
 
-def add_lora(lm: Any, lora: Lora, source: str) -> None:
-    """Freeze `lm` and put adapters into it, those in the folder `source` if it has any. Raises LearnerError."""
+def add_lora(lm: Any, lora: Lora) -> None:
+    """Freeze `lm` and put fresh adapters into it, which add nothing yet. Raises LearnerError."""
+    if lora.modules is not None:
+        _check_modules(lm, lora.modules)
     config = LoraConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
@@ -45,10 +52,48 @@ def add_lora(lm: Any, lora: Lora, source: str) -> None:
             lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
         raise LearnerError(f"train.lora: {error}") from error
-    if (file := Path(source) / ADAPTER).is_file():
-        unknown = lm.load_state_dict(load_file(file), strict=False).unexpected_keys
-        if unknown:
-            raise LearnerError(f"{file}: adapters of another shape or model: {unknown[0]}; train.lora has changed")
+
+
+def _check_modules(lm: Any, modules: Collection[str]) -> None:
+    """Raises LearnerError for names that no layer has: PEFT passes over them if it knows one. Nor can adapters be at the ends of
+    the model: its head is computed otherwise, and its weights may be those of the embedding."""
+    ends = {lm.get_input_embeddings(), lm.get_output_embeddings()}
+    not_these = {name.rpartition(".")[2] for name, module in lm.named_modules() if module in ends}
+    matrices = (name for name, tensor in as_in_folder(lm, lm.state_dict().items()) if len(tensor.shape) == 2)
+    layers = [name.removesuffix(".weight") for name in matrices]
+    layers = [name for name in layers if name.rpartition(".")[2] not in not_these]
+    for wanted in modules:
+        if not any(f".{name}".endswith(f".{wanted}") for name in layers):
+            choices = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
+            raise LearnerError(
+                f"train.lora.modules: this model has no layer {wanted!r} that takes adapters; it has {choices}"
+            )
+
+
+def check_goes_on(folder: Path, lora: Lora | None) -> None:
+    """Raises LearnerError for a checkpoint whose training `lora` does not continue: its weights would not be those it has."""
+    was = None
+    if (file := folder / ADAPTER).is_file():
+        with safe_open(file, framework="pt") as opened:
+            told = (opened.metadata() or {}).get(SETTINGS)
+        was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
+    if was != lora:
+        raise LearnerError(
+            f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "
+            "from these weights: policies.<name>.model = this folder"
+        )
+
+
+def _words(lora: Lora | None) -> str:
+    if lora is None:
+        return "no train.lora"
+    modules = "" if lora.modules is None else f", modules = {list(lora.modules)}"
+    return f"train.lora = {{rank = {lora.rank}, alpha = {lora.alpha:g}{modules}}}"
+
+
+def load_adapter(lm: Any, folder: Path) -> None:
+    """Those that `save_adapter` wrote there, into a model with the same ones."""
+    lm.load_state_dict(load_file(folder / ADAPTER), strict=False)
 
 
 def has_lora(lm: Any) -> bool:
@@ -89,7 +134,8 @@ def _sum(weight: Tensor, layer: Any) -> Tensor:
     return whole
 
 
-def save_adapter(lm: Any, folder: Path) -> None:
-    """Write the adapters into a folder beside the merged weights."""
+def save_adapter(lm: Any, lora: Lora, folder: Path) -> None:
+    """Write the adapters, and how they were made, into a folder beside the merged weights."""
     (folder / ADAPTER).parent.mkdir(exist_ok=True)
-    save_file({name: value.contiguous() for name, value in lm.state_dict().items() if MARK in name}, folder / ADAPTER)
+    adapters = {name: value.contiguous() for name, value in lm.state_dict().items() if MARK in name}
+    save_file(adapters, folder / ADAPTER, metadata={SETTINGS: msgspec.json.encode(lora).decode()})

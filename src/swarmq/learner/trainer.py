@@ -185,7 +185,7 @@ class Trainer:
         )
         self.lm.config.save_pretrained(folder)
         if self.train.lora:
-            lora.save_adapter(self.lm, folder)
+            lora.save_adapter(self.lm, self.train.lora, folder)
 
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
@@ -412,12 +412,16 @@ def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
 
 
 def _policy_lm(source: str, initial: str, train: Train, *, empty: bool) -> Any:
-    """The model to train, `empty` where rank 0 hands its weights out. Adapters go into the initial model, since a checkpoint's
+    """The model to train, `empty` where rank 0 hands its weights out. A checkpoint's adapters go into the initial model, since its
     weights hold them already."""
-    loaded = initial if train.lora else source
-    lm = load_lm(loaded, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
+    resumes = source != initial
+    if resumes:
+        lora.check_goes_on(Path(source), train.lora)
+    lm = load_lm(initial if train.lora else source, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if train.lora:
-        lora.add_lora(lm, train.lora, source)
+        lora.add_lora(lm, train.lora)
+        if resumes:
+            lora.load_adapter(lm, Path(source))
         if train.gradient_checkpointing:
             lm.enable_input_require_grads()
     return lm

@@ -15,6 +15,7 @@ from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.engine.packing import Packed
 from swarmq.engine.transfers import distinct
+from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint, lora
 from swarmq.learner.lora import MARK, has_lora
 from swarmq.learner.passes import Pass, work_of
@@ -102,3 +103,56 @@ def test_without_lora_every_parameter_learns(tiny_qwen: Path) -> None:
     trainer = Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, lora=None))
     assert not has_lora(trainer.lm)
     assert all(parameter.requires_grad for parameter in trainer.lm.parameters())
+
+
+@pytest.mark.parametrize("wanted", ["nope", "lm_head", "embed_tokens", "self_attn", "norm", "proj"])
+def test_modules_that_cannot_have_adapters_are_named_with_those_that_can(wanted: str, tiny_qwen: Path) -> None:
+    train = msgspec.structs.replace(TRAIN, lora=Lora(modules=("q_proj", wanted)))
+    choices = "down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    with pytest.raises(LearnerError, match=rf"train\.lora\.modules: .*'{wanted}'.* has {choices}$"):
+        Trainer(str(tiny_qwen), train)
+
+
+def test_experts_are_named_as_in_the_folder_and_a_layer_by_its_whole_name() -> None:
+    experts = msgspec.structs.replace(TRAIN, lora=Lora(modules=("gate_proj", "up_proj", "layers.1.self_attn.q_proj")))
+    names = {name for name, _ in Trainer(str(tiny_experts("qwen3_moe")), experts).lm.named_parameters() if MARK in name}
+    assert {name.partition(MARK)[0].removeprefix("model.layers.") for name in names} == {
+        "0.mlp.experts",
+        "1.mlp.experts",
+        "1.self_attn.q_proj",
+    }
+
+
+@pytest.mark.parametrize(
+    "now", [None, Lora(rank=8, alpha=8.0), Lora(rank=4, alpha=16.0), Lora(rank=4, modules=("q_proj",))]
+)
+def test_a_run_goes_on_with_the_adapters_that_it_has(now: Lora | None, tiny_qwen: Path, tmp_path: Path) -> None:
+    """Others would not make the weights that engines sample with."""
+    found = saved(tiny_qwen, TRAIN, tmp_path)
+    with pytest.raises(
+        LearnerError, match=r"step-00000001: was trained with train\.lora = \{rank = 4, alpha = 8\}, not with"
+    ):
+        Trainer(str(found), msgspec.structs.replace(TRAIN, lora=now), initial=str(tiny_qwen))
+
+
+def test_adapters_do_not_begin_in_the_midst_of_a_run(tiny_qwen: Path, tmp_path: Path) -> None:
+    found = saved(tiny_qwen, msgspec.structs.replace(TRAIN, lora=None), tmp_path)
+    with pytest.raises(LearnerError, match=r"was trained with no train\.lora, not with train\.lora = \{rank = 4"):
+        Trainer(str(found), TRAIN, initial=str(tiny_qwen))
+
+
+def test_a_run_that_begins_from_a_checkpoint_has_its_weights_and_fresh_adapters(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    """What its adapters added is in the weights already."""
+    found = saved(tiny_qwen, TRAIN, tmp_path)
+    begun, wanted = Trainer(str(found), TRAIN), AutoModelForCausalLM.from_pretrained(found).state_dict()
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in begun.named_tensors())
+
+
+def saved(model: Path, train: Train, folder: Path) -> Path:
+    """The checkpoint of a run that made a step."""
+    trainer = Trainer(str(model), train)
+    trainer.step(record(1))
+    checkpoint.save(folder, trainer, Identity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
+    return folder / "step-00000001"
