@@ -6,6 +6,7 @@ Every default has its home here. Unknown keys and values out of range are errors
 from __future__ import annotations
 
 import copy
+import difflib
 import errno
 import os
 import re
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
+import msgspec.inspect
 import tomli_w
 from msgspec import Meta, field
 
@@ -248,7 +250,7 @@ class Train(Settings, frozen=True, kw_only=True):
     """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
     """Where the figures of every step go besides the run's events; TensorBoard's lie in `<run>/<policy>/trackers`."""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     deterministic: bool = False
     """A step that is made again, on the same kind of machine, comes out the same to the bit. Slower on a GPU."""
 
@@ -257,8 +259,10 @@ class Train(Settings, frozen=True, kw_only=True):
             raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
         if self.lora is not None and self.sharding == "full":
             raise ValueError("sharding: 'full' is for training all parameters; leave it out beside lora")
-        if (self.loss.name == "distill") != (self.teacher is not None):
-            raise ValueError("teacher: the model to learn from, for loss.name = 'distill' and for no other loss")
+        if self.loss.name == "distill" and self.teacher is None:
+            raise ValueError("teacher: loss.name = 'distill' needs one: a model folder or name, or the url of a server")
+        if self.loss.name != "distill" and self.teacher is not None:
+            raise ValueError(f"teacher: only has an effect with loss.name = 'distill', not with {self.loss.name!r}")
         if self.ratio_band is not None and not self.ratio_band[0] <= 1 <= self.ratio_band[1]:
             low, high = self.ratio_band
             raise ValueError(f"ratio_band: 1, where engine and learner agree, is not within [{low:g}, {high:g}]")
@@ -573,13 +577,43 @@ def _without_none(tree: Any) -> Any:
 
 
 def _with_names(complaint: str, tree: dict[str, Any]) -> str:
-    """msgspec writes `$.policies[...].train` for any policy; say which ones it may be."""
-    what, dash, path = complaint.rpartition(" - at `$")
-    if not dash:
-        return complaint
-    path = path.rstrip("`").lstrip(".")
-    section = path.partition("[")[0]
-    names = tree.get(section)
-    if "[...]" in path and isinstance(names, dict):
-        path = path.replace("[...]", "." + ("|".join(names) if len(names) > 1 else next(iter(names))), 1)
-    return f"{path or 'top level'}: {re.sub(r'^Object contains', 'contains', what)}"
+    """msgspec writes `$.policies[...].train` for any policy, and of a wrong name not which there are; say both."""
+    what, _, place = complaint.partition(" - at `$")
+    place = place.rstrip("`").lstrip(".")
+    if "[...]" in place and isinstance(names := tree.get(place.partition("[")[0]), dict):
+        path = place.replace("[...]", "." + ("|".join(names) if len(names) > 1 else next(iter(names))), 1)
+    else:
+        path = place
+    return f"{path}: {_with_choices(what, place)}" if path else _with_choices(what, place)
+
+
+def _with_choices(what: str, place: str) -> str:
+    """A complaint of a wrong name at `place`, and what could stand there."""
+    there = msgspec.inspect.type_info(SwarmJob)
+    for step in re.findall(r"\w+|\[[^]]*\]", place):
+        there = _within(there, step)
+    match there:
+        case msgspec.inspect.LiteralType(values=values) if wrong := re.fullmatch("Invalid enum value (.*)", what):
+            return f"{wrong[1]} is none of {', '.join(map(str, values))}"
+        case msgspec.inspect.StructType(fields=fields) if wrong := re.fullmatch("Object contains (.*`(.*)`)", what):
+            names = [one.encode_name for one in fields]
+            close = difflib.get_close_matches(wrong[2], names, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
+            return f"contains {wrong[1]}; {hint}"
+    return what
+
+
+def _within(there: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
+    """The type of what msgspec calls `name`, `[...]` or `[2]` in a value of the type `there`."""
+    match there:
+        case msgspec.inspect.StructType(fields=fields):
+            found = next(one.type for one in fields if one.encode_name == step)
+        case msgspec.inspect.DictType(value_type=found) | msgspec.inspect.VarTupleType(item_type=found):
+            pass
+        case msgspec.inspect.TupleType(item_types=items):
+            found = items[int(step[1:-1])]
+        case _:
+            raise AssertionError(f"{there} has no {step}")
+    if isinstance(found, msgspec.inspect.UnionType):  # all of ours are of one type and None
+        found = next(one for one in found.types if not isinstance(one, msgspec.inspect.NoneType))
+    return found

@@ -43,6 +43,23 @@ def test_set_overrides_one_value_and_leaves_the_rest():
         (["policies.main.train.loss.clip_low=2"], ["policies.main.train.loss.clip_low", "<= 1"]),
         (["policies.main.train.loss.dual_clip=0.5"], ["policies.main.train.loss.dual_clip", "> 1"]),
         (["nonsense"], ["section.key=value"]),
+        (
+            ["policies.main.train.lora.rnk=4"],
+            ["policies.main.train.lora: contains unknown field `rnk`; did you mean rank?"],
+        ),
+        (["eval.zzz=4"], ["eval: contains unknown field `zzz`; there are every, k, deadline_s"]),
+        (["policies.main.train.seed=-1"], ["policies.main.train.seed", ">= 0"]),
+        (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs one"]),
+        (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
+        (["zzz=4"], ["settings: contains unknown field `zzz`; there are run, folder, "]),
+        (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),
+        (
+            ["kinds.math.advantage=gae"],
+            ["kinds.math.advantage: 'gae' is none of batch_norm, centered, ema, grpo, rloo"],
+        ),
+        (["policies.main.train.trackers=['comet']"], ["policies.main.train.trackers[0]: 'comet' is none of mlflow, "]),
+        (["mix_schedule.points=[{step=1, mx={}}]"], ["mix_schedule.points[0]: contains unknown field `mx`"]),
+        (["policies.main.train.betas=['a',3]"], ["policies.main.train.betas[0]: Expected `float`"]),
     ],
 )
 def test_a_wrong_setting_is_refused_and_its_path_named(sets, names):
