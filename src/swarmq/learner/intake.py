@@ -186,6 +186,11 @@ class Intake:
         train = self.limits.train.of_kind(kind)
         if not usable or (len(usable) < SMALLEST_GROUP and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
+            if not dropped:
+                why = (
+                    f"{usable[0].episode_id} is alone in its group, and advantage {train.advantage!r} compares attempts"
+                )
+                self._tell("group_too_small", f"{why}: take larger groups, or 'ema'")
         elif not has_signal(usable, train):
             self._groups_equal += 1
             self._tally = add_tallies([self._tally, tally(usable)])

@@ -107,7 +107,11 @@ def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | No
         if length == len(turn.sampled_ids) // 4:
             raise _error("empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict")
         if max_length is not None and length > max_length:
-            raise _error("over_budget", turn, f"{length} tokens are more than the {max_length} that fit one pass")
+            raise _error(
+                "over_budget",
+                turn,
+                f"{length} tokens are more than the {max_length} that fit one pass: train.micro_batch_tokens, or what the model was made for",
+            )
     return lengths
 
 

@@ -56,6 +56,19 @@ def altered(episode: Episode, **turn_fields: object) -> Episode:
     return msgspec.structs.replace(episode, turns=(msgspec.structs.replace(first, **turn_fields), *rest))
 
 
+def test_groups_of_one_are_said_to_be_no_use_where_attempts_are_compared() -> None:
+    box = intake()
+    feed(box, make_group("a", (1.0,)))
+    assert take(box) is None
+    (told,) = box.news()
+    assert told.startswith(
+        "dropped as group_too_small: a-0 is alone in its group, and advantage 'rloo' compares attempts"
+    )
+    alone = intake(train=Train(advantage="ema"))
+    feed(alone, make_group("a", (1.0,)))
+    assert take(alone)
+
+
 def test_a_batch_holds_whole_groups_in_order_of_completion() -> None:
     box = intake(2)
     a, b, c = (make_group(name) for name in "abc")
