@@ -32,14 +32,16 @@ def warm_command(
     swarmq warm job.toml chats.jsonl models/warm --epochs 2
     """
     need("learner")
+    from swarmq.learner.children import is_main
     from swarmq.learner.warm import Progress, WarmStart, warm
 
     settings = SwarmJob.load(job, sets=sets)
     name = one_policy(settings, policy)
 
     def show(now: Progress) -> None:
-        left_out = f", {now.left_out} demonstrations are too long" if now.left_out and now.step == 1 else ""
-        click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}{left_out}")
+        if now.step == 1 and now.left_out:
+            click.echo(f"left out, since longer than {now.max_length} tokens: {now.left_out}")
+        click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}")
 
     plan = WarmStart(
         model=settings.policies[name].model,
@@ -50,4 +52,5 @@ def warm_command(
         batch=batch,
     )
     warm(plan, show)
-    click.echo(f"{out}: set policies.{name}.model to it")
+    if is_main():
+        click.echo(f"{out}: set policies.{name}.model to it")

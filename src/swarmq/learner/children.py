@@ -21,6 +21,7 @@ import structlog
 
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
+from swarmq.learner.files import mapped
 from swarmq.process import die_with_parent, free_port
 
 log = structlog.get_logger()
@@ -42,6 +43,11 @@ STEADY_S = 120.0
 def own_rank() -> int | None:
     """This process's rank when a launcher made it one."""
     return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def is_main() -> bool:
+    """Whether this process is the only one, or the first of those that a launcher started."""
+    return own_rank() in (None, 0)
 
 
 @contextlib.contextmanager
@@ -107,12 +113,13 @@ def _how(status: int) -> str:
 
 
 def job_file(job: SwarmJob, policy: str) -> Path:
-    """The job as the children read it; it may hold the broker's password."""
+    """The job as the children read it; it may hold the broker's password. Raises LearnerError where it cannot be written."""
     path = job.run_folder.path / policy / "job.toml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        file.write(job.to_toml())
+    with mapped(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+            file.write(job.to_toml())
     return path
 
 

@@ -16,7 +16,7 @@ from swarmq import logs
 from swarmq.config import SwarmJob, make_folder
 from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError
-from swarmq.learner.children import collector_beside, own_rank, run_ranks
+from swarmq.learner.children import collector_beside, is_main, own_rank, run_ranks
 from swarmq.learner.lock import exclusive
 
 if TYPE_CHECKING:
@@ -33,17 +33,16 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
     if not job.policies[policy].trained:
         raise ConfigError(f"policies.{policy}.trained is false: it is served, not trained")
     logs.configure(role=f"learner.{policy}", run=job.run)
-    rank = own_rank()
     with contextlib.ExitStack() as stack:
-        if rank in (None, 0):
+        if is_main():
             make_folder(job.run_folder.path)
             stack.enter_context(exclusive(job.run_folder.path / policy / "lock"))
             if with_collector:
                 stack.enter_context(collector_beside(job, policy))
-        if rank is None and num_gpus > 1:
+        if own_rank() is None and num_gpus > 1:
             run_ranks(job, policy, num_ranks=num_gpus, no_push=no_push)
         else:
-            train(job, policy, is_main=rank in (None, 0), no_push=no_push)
+            train(job, policy, is_main=is_main(), no_push=no_push)
 
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:

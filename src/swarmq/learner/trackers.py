@@ -6,6 +6,7 @@ environment variables. What a tracker does wrong while the run goes on costs a w
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from accelerate.tracking import filter_trackers
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.files import mapped
 
 log = structlog.get_logger()
 
@@ -32,13 +34,14 @@ class Trackers:
     """Of one policy. Rank 0 alone logs."""
 
     def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
-        """Raises LearnerError when a tracker's package is missing or it cannot be started."""
+        """Raises LearnerError when a tracker's package is missing, or it cannot be started or write to its folder."""
         self._accelerator = accelerator
         check(train.trackers)
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
             return
-        folder.mkdir(parents=True, exist_ok=True)
+        with mapped(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))
         accelerator.log_with = filter_trackers(list(train.trackers), str(folder))
         try:
@@ -52,17 +55,26 @@ class Trackers:
             return
         values = dict(flat(fields))
         for tracker in self._accelerator.trackers:
-            try:
+            with _survived(tracker, version=version, consequence="these figures are in events"):
                 tracker.log(values, step=version)
-            except Exception as error:
-                consequence = "these figures are in events"
-                log.warning(
-                    "tracker_failed", tracker=tracker.name, version=version, error=str(error), consequence=consequence
-                )
 
     def close(self) -> None:
-        if self._on:
-            self._accelerator.end_training()
+        if not self._on:
+            return
+        for tracker in self._accelerator.trackers:
+            with _survived(tracker, consequence="its newest figures may be missing there; they are in events"):
+                tracker.finish()
+        self._accelerator.trackers = []
+        self._accelerator.end_training()
+
+
+@contextlib.contextmanager
+def _survived(tracker: Any, **what: Any) -> Iterator[None]:
+    """What a tracker raises becomes a warning."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
 
 
 def check(names: Sequence[str]) -> None:

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from safetensors import SafetensorError
 
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, TaskError
-from swarmq.learner.children import own_rank
+from swarmq.learner.children import is_main
 from swarmq.learner.files import mapped
+from swarmq.learner.lock import exclusive
 from swarmq.learner.model import load_config
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.trainer import Trainer
@@ -29,6 +31,8 @@ from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_
 
 NOBODY = "warm"
 """Run and policy of what no run has sampled."""
+ROLES = {"system", "user", "assistant", "tool"}
+"""That chat templates know."""
 
 
 class Chat(msgspec.Struct, frozen=True):
@@ -60,12 +64,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     """Mean negative log-probability of the assistant's tokens, in nats."""
     left_out: int
-    """Demonstrations that are longer than a pass."""
+    """Demonstrations that are longer than `max_length` ..."""
+    max_length: int
+    """... tokens, which the model was made for and `train.micro_batch_tokens` lets a pass have."""
 
 
 def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
-    """Train and write `out`. Raises TaskError for demonstrations that cannot be used, LearnerError for the model and for a step
-    that would have done harm."""
+    """Train and write `out`; of several ranks the first reports. Raises TaskError for demonstrations that cannot be used,
+    LearnerError for the model, for a step that would have done harm, and where `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
     load_config(plan.model)  # which says best what is wrong with it
@@ -75,39 +81,59 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
         raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
     with _draft(plan.out) as draft:
         trainer = Trainer(plan.model, _supervised(plan.train))
-        _train(trainer, episodes, plan, report)
-        with mapped(draft):
+        if is_main():
+            _check_room(draft, 4 * trainer.num_parameters)
+        _train(trainer, episodes, plan, report if is_main() else lambda _: None)
+        try:
             trainer.save_weights(draft)
-            if _is_main():
+            if is_main():
                 tokenizer.save_pretrained(draft)
+        except (OSError, SafetensorError) as error:
+            raise LearnerError(f"{plan.out} cannot be written ({error}): free space there, and start again") from error
 
 
 @contextlib.contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """The folder that becomes `out` when all went well. Raises LearnerError where there can be none."""
-    draft = out.with_name(out.name + ".partial")
-    if not _is_main():
+    """The folder that becomes `out` when all went well. Raises LearnerError where there can be none, or somebody else makes it."""
+    workshop = out.with_name(f".{out.name}.partial")
+    draft = workshop / "model"
+    if not is_main():
         yield draft
         return
-    shutil.rmtree(draft, ignore_errors=True)
-    with mapped(draft):
-        draft.mkdir(parents=True)
-    try:
-        yield draft
-        draft.rename(out)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+    with exclusive(workshop / "lock"):
+        with mapped(draft):
+            shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+            draft.mkdir()
+        try:
+            yield draft
+        except BaseException:
+            shutil.rmtree(workshop, ignore_errors=True)
+            raise
+        try:
+            draft.rename(out)
+        except OSError as error:
+            raise TaskError(
+                f"{out} cannot be made ({error.strerror}): the model that was trained is {draft}"
+            ) from error
+        shutil.rmtree(workshop)
 
 
-def _is_main() -> bool:
-    return own_rank() in (None, 0)
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises LearnerError where as many bytes cannot be written, before anything is trained for it."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise LearnerError(
+            f"{folder}: {free / 1e9:.3g} GB are free there, and the model takes {needed / 1e9:.3g}: free space, or name another folder"
+        )
 
 
 def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: Callable[[Progress], None]) -> None:
     train = trainer.train
     short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
     if not short:
-        raise TaskError(f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens")
+        raise TaskError(
+            f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, which the model was made for "
+            "and train.micro_batch_tokens lets a pass have"
+        )
     batches = list(_batches(short, plan, seed=train.seed))
     for number, batch in enumerate(batches, start=1):
         index = Index(record=number, version=number)
@@ -117,8 +143,15 @@ def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: C
                 f"step {number} of {len(batches)} changed nothing ({skipped}), and {plan.out} is not written: "
                 f"try a smaller learning_rate than {train.learning_rate:g}, or other demonstrations"
             )
-        left_out = len(episodes) - len(short)
-        report(Progress(step=number, steps=len(batches), loss=fields["loss"], left_out=left_out))
+        report(
+            Progress(
+                step=number,
+                steps=len(batches),
+                loss=fields["loss"],
+                left_out=len(episodes) - len(short),
+                max_length=trainer.max_length,
+            )
+        )
 
 
 def _supervised(train: Train) -> Train:
@@ -137,7 +170,7 @@ def _supervised(train: Train) -> Train:
 def read(path: Path, tokenizer: Any) -> Iterator[Episode]:
     """An episode for every line. Raises TaskError naming file and line."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # JSON may hold other ends of line
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
     except OSError as error:
         raise TaskError(f"{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:
@@ -155,18 +188,29 @@ def demonstration(line: str, tokenizer: Any, *, where: str) -> Episode:
         raise TaskError(f'{where}: not a JSON object with "messages" ({error})') from error
     messages = chat.messages
 
-    def spelled(count: int, *, prompt: bool) -> str:
+    def spelled(some: list[dict[str, Any]], *, prompt: bool) -> str:
         options = {"tools": chat.tools, "add_generation_prompt": prompt, "tokenize": False}
         try:
-            return str(tokenizer.apply_chat_template(messages[:count], **options))
+            return str(tokenizer.apply_chat_template(some, **options))
         except Exception as error:  # templates raise what they like
-            raise TaskError(f"{where}: the chat template cannot spell the first {count} messages: {error}") from error
+            raise TaskError(
+                f"{where}: the chat template cannot spell the first {len(some)} messages: {error}"
+            ) from error
+
+    def unheard(at: int) -> bool:
+        rest = messages[:at] + messages[at + 1 :]
+        try:
+            return spelled(messages, prompt=False) == spelled(rest, prompt=False)
+        except TaskError:  # something hangs on it
+            return False
 
     turns: list[Turn] = []
     for at, message in enumerate(messages):
-        if message.get("role") != "assistant":
+        if (role := message.get("role")) not in ROLES and unheard(at):
+            raise TaskError(f"{where}: the chat template leaves message {at} out, whose role is {role!r}")
+        if role != "assistant":
             continue
-        prompt, whole = spelled(at, prompt=True), spelled(at + 1, prompt=False)
+        prompt, whole = spelled(messages[:at], prompt=True), spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
             raise TaskError(
                 f"{where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"

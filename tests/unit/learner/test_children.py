@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.config import SwarmJob
+from swarmq.config import Policy, SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import children
 
@@ -31,3 +31,10 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}})
     with pytest.raises(LearnerError, match=says):
         children.run_ranks(job, "main", num_ranks=2, no_push=True)
+
+
+def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model="m")})
+    (tmp_path / "r" / "main" / "job.toml").mkdir(parents=True)
+    with pytest.raises(LearnerError, match=r"r/main/job\.toml: Is a directory: check"):
+        children.job_file(job, "main")

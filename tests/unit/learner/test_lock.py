@@ -24,6 +24,12 @@ def test_a_lock_is_waited_for_when_asked(tmp_path: Path) -> None:
         pass
 
 
+def test_a_lock_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "lock").mkdir()
+    with pytest.raises(LearnerError, match="lock: Is a directory: check"), exclusive(tmp_path / "lock"):
+        pass
+
+
 @pytest.mark.parametrize("lapse", ["the file was removed", "the file system forgot the lock"])
 def test_a_holder_that_was_replaced_is_stopped_by_its_fence(tmp_path: Path, lapse: str) -> None:
     path = tmp_path / "lock"

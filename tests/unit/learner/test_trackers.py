@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import re
 from collections.abc import Iterable
@@ -10,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from accelerate import Accelerator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.episodes import make_group
@@ -113,25 +115,44 @@ def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyP
         check(("tensorboard", "wandb"))
 
 
-def test_a_tracker_that_fails_costs_a_warning_and_not_the_step(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_costs_a_warning_and_neither_a_step_nor_the_end_of_the_run() -> None:
     class Broken:
         name = "broken"
 
         def log(self, *_: object, **__: object) -> None:
             raise ConnectionError
 
+        def finish(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
     class Sound(Broken):
         def log(self, values: dict[str, float], *, step: int) -> None:
             heard.append((step, values))
 
+        def finish(self) -> None:
+            heard.append("finished")
+
     class Accelerator:
         trackers = (Broken(), Sound())
 
-    heard: list[tuple[int, dict[str, float]]] = []
+        def end_training(self) -> None:
+            for tracker in self.trackers:
+                tracker.finish()
+            heard.append("ended")
+
+    heard: list[object] = []
     trackers = Trackers.__new__(Trackers)
     trackers._accelerator, trackers._on = Accelerator(), True
     trackers.log(1, {"loss": 1.0})
     assert heard == [(1, {"loss": 1.0})], "the others still get their figures"
+    trackers.close()
+    assert heard[1:] == ["finished", "ended"]
+
+
+def test_a_folder_for_trackers_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "trackers").write_text("")
+    with pytest.raises(LearnerError, match="trackers: File exists: check the folder"):
+        Trackers(Accelerator(cpu=True), TRAIN, run="r", policy="main", folder=tmp_path / "trackers")
 
 
 def test_numbers_in_dictionaries_get_a_path_and_texts_are_left_out() -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from support.tiny_model import tiny_model
 from swarmq.config import Train
 from swarmq.errors import LearnerError, TaskError
-from swarmq.learner.warm import WarmStart, demonstration, longest, read, warm
+from swarmq.learner.trainer import Trainer
+from swarmq.learner.warm import Progress, WarmStart, demonstration, longest, read, warm
 
 TRAIN = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False, trackers=())
 CHAT = [
@@ -53,6 +57,14 @@ def test_everything_the_assistant_says_is_a_turn_up_to_its_end_of_turn(tokenizer
         ("nonsense", 'line 2: not a JSON object with "messages"'),
         ('{"messages": [{"role": "user", "content": "?"}]}', "line 2: the assistant says nothing"),
         ('{"chat": []}', 'line 2: not a JSON object with "messages"'),
+        (
+            '{"messages": [{"role": "User", "content": "?"}, {"role": "assistant", "content": "!"}]}',
+            "message 0 out, .*'User'",
+        ),
+        (
+            '{"messages": [{"content": "?"}, {"role": "assistant", "content": "!"}]}',
+            "line 2: .* leaves message 0 out, .*None",
+        ),
         ('{"messages": [7, {"role": "assistant", "content": "!"}]}', 'line 2: not a JSON object with "messages"'),
     ],
 )
@@ -63,10 +75,10 @@ def test_a_line_that_cannot_be_used_is_named(line: str, match: str, tokenizer: A
         list(read(path, tokenizer))
 
 
-def test_a_line_ends_where_json_lines_end(tokenizer: Any, tmp_path: Path) -> None:
+def test_a_line_ends_where_json_lines_end_and_a_file_may_begin_with_a_mark(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     chat = [CHAT[0], {"role": "assistant", "content": "one\u2028paragraph"}]
-    path.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\r\n", encoding="utf-8")
+    path.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
     [episode] = read(path, tokenizer)
     assert "one\u2028paragraph" in text(tokenizer, episode.turns[0].sampled_ids)
 
@@ -112,6 +124,8 @@ def test_a_warm_start_makes_the_demonstrations_likely_and_leaves_a_model_folder(
     seen = []
     warm(plan, seen.append)
     assert [(one.step, one.steps, one.left_out) for one in seen] == [(n, 8, 1) for n in range(1, 9)]
+    assert {one.max_length for one in seen} == {256}
+    assert sorted(tmp_path.iterdir()) == [path, plan.out]
     assert seen[-1].loss < 0.5 * seen[0].loss
     AutoModelForCausalLM.from_pretrained(plan.out)
     assert AutoTokenizer.from_pretrained(plan.out).chat_template
@@ -126,7 +140,68 @@ def test_a_step_that_changed_nothing_ends_it_without_a_folder(tmp_path: Path) ->
     plan = WarmStart(model=str(tiny_model()), demonstrations=path, out=tmp_path / "warm", train=train, batch=1)
     with pytest.raises(LearnerError, match=r"step 2 of 2 changed nothing \(gradient_not_finite\).* is not written"):
         warm(plan, lambda _: None)
-    assert not list(tmp_path.glob("warm*"))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def started(folder: Path) -> WarmStart:
+    path = folder / "demonstrations.jsonl"
+    path.write_text(json.dumps({"messages": CHAT}))
+    return WarmStart(model=str(tiny_model()), demonstrations=path, out=folder / "warm", train=TRAIN)
+
+
+def test_a_model_for_which_there_is_no_room_is_not_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: mock.Mock(free=10_000_000))
+    plan, seen = started(tmp_path), []
+    with pytest.raises(LearnerError, match=r"0\.01 GB are free there, and the model takes 0\.01\d"):
+        warm(plan, seen.append)
+    assert (seen, list(tmp_path.iterdir())) == ([], [plan.demonstrations])
+
+
+def test_a_model_that_cannot_be_written_ends_it_without_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("No space left on device (os error 28)")
+
+    monkeypatch.setattr(Trainer, "save_weights", full)
+    plan = started(tmp_path)
+    with pytest.raises(LearnerError, match=r"warm cannot be written \(No space left"):
+        warm(plan, lambda _: None)
+    assert list(tmp_path.iterdir()) == [plan.demonstrations]
+
+
+def test_a_second_one_for_the_same_folder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    plan = started(tmp_path)
+
+    def again(_: Progress) -> None:
+        with pytest.raises(LearnerError, match=rf"is in use by process {os.getpid()}"):
+            warm(plan, lambda _: None)
+
+    warm(plan, again)
+    AutoModelForCausalLM.from_pretrained(plan.out)
+
+
+def test_what_a_killed_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
+    left = tmp_path / ".warm.partial" / "model"
+    left.mkdir(parents=True)
+    (left / "junk").write_text("")
+    plan = started(tmp_path)
+    warm(plan, lambda _: None)
+    assert not (plan.out / "junk").exists()
+    assert sorted(tmp_path.iterdir()) == [plan.demonstrations, plan.out]
+
+
+def test_a_folder_that_appears_meanwhile_is_left_alone_and_the_model_is_kept(tmp_path: Path) -> None:
+    plan = started(tmp_path)
+
+    def appear(_: Progress) -> None:
+        plan.out.mkdir()
+        (plan.out / "notes").write_text("mine")
+
+    with pytest.raises(TaskError, match=r"warm cannot be made \(Directory not empty\): .* is .*/\.warm\.partial/model"):
+        warm(plan, appear)
+    assert [path.name for path in plan.out.iterdir()] == ["notes"]
+    AutoModelForCausalLM.from_pretrained(tmp_path / ".warm.partial" / "model")
 
 
 LONG = [{"role": "user", "content": "one " * 400}, {"role": "assistant", "content": "Too long."}]
