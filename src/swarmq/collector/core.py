@@ -60,8 +60,8 @@ from swarmq.messages import (
 )
 
 TICKETS_ISSUED = "tickets_issued"
-EVAL_ROUNDS = "eval_rounds"
-"""Rounds that were due up to now, the one before the first step included."""
+EVAL_ROUND = "eval_round"
+"""One more than the weight version of the newest round; 0 before the first."""
 
 MAX_TAGS_TOLD = 100
 """Agent tags without a call that are warned of, in case every episode has others."""
@@ -404,9 +404,9 @@ class Core:
         if self.evals.is_over(now, self.rules.eval.deadline_s, running=running):
             effects += [do.Emit("evaluated", self.evals.close(now, self.rules.eval.k)), do.CloseRound()]
         every, version = self.rules.eval.every, max(self._present().values(), default=0)
-        due = version // every + 1 if every else 0
-        if due > self.counts[EVAL_ROUNDS] and self.evals.tasks and not self.evals.slots and self.credit.is_open:
-            self.counts[EVAL_ROUNDS] = due
+        is_due = every and version // every > (self.counts[EVAL_ROUND] - 1) // every
+        if is_due and self.evals.tasks and not self.evals.slots and self.credit.is_open:
+            self.counts[EVAL_ROUND] = version + 1
             effects += [
                 do.IssueEval(one.slot.id, msgspec.msgpack.encode(one.slot), one.kind, version, now)
                 for one in self.evals.begin(version, now)

@@ -124,8 +124,10 @@ def _kinds_of(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 def _rounds(board: Board, width: int) -> RenderableType:
     """The newest evaluation by kind, with 95 % intervals, and how pass@1 came to be."""
     newest = board.rounds[-1][1]
+    lost = newest.get("missing", 0) + newest.get("given_up", 0)
+    title = f"evaluation at step {newest['version']}" + (f" ({lost} attempts without a result)" if lost else "")
     table = Table(box=None, padding=(0, 2), expand=True)
-    for column in (f"evaluation at step {newest['version']}", "tasks", "reward", "pass@k"):
+    for column in (title, "tasks", "reward", "pass@k"):
         table.add_column(column)
     table.add_column("by round", ratio=1)
     for kind, figures in newest["kinds"].items():

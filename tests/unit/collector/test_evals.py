@@ -72,6 +72,23 @@ def test_a_round_is_held_before_the_first_step_and_every_n_steps(bench, say):
     assert [item.version for item in issued(bench)[4:]] == [2] * 4
 
 
+@pytest.mark.parametrize(("every", "due"), [(1, 3), (3, 3), (4, 4), (5, 5)])
+def test_another_number_of_steps_counts_from_the_newest_round(bench, say, every, due):
+    bench.take(eval_task("a"))
+    bench.wait(1)
+    for version in range(1, 8):
+        for item in issued(bench)[-2:]:
+            attempt(bench, say, item, number=version)
+        if version == 3:
+            bench.core.rules = msgspec.structs.replace(bench.core.rules, eval=Eval(every=every))  # as `swarmq set` does
+        step(bench, say, version)
+    versions = [item.version for item in issued(bench)[::2]]
+    assert versions[:2] == [0, 2]
+    assert versions[2] == due
+    assert len(set(versions)) == len(versions), "two rounds at one version have the same slots"
+    assert versions[2:] == [version for version in range(3, 8) if version % every == 0]
+
+
 def test_pass_at_k_is_told_by_kind_and_what_is_missing_is_no_failure(bench, say):
     bench.take(eval_task("a"), eval_task("b"), eval_task("c", kind="code"))
     bench.wait(1)

@@ -46,6 +46,22 @@ def test_each_kind_of_a_mix_is_shown_with_its_share_and_rewards():
     assert [word in shown["math"] for word in (" 6 ", "0.500", " - ")] == [True] * 3
 
 
+def test_an_evaluation_is_shown_with_its_interval_and_what_has_no_result():
+    board = Board(run="r")
+    passed = {"1": {"value": 0.5, "low": 0.25, "high": 0.75, "tasks": 8}}
+    kinds = {"math": {"tasks": 8, "episodes": 8, "reward": 0.5, "pass": passed}}
+    for version, missing, given_up in ((0, 2, 1), (10, 0, 0)):
+        board.fold(
+            event(
+                "evaluated", "collector", version=version, missing=missing, given_up=given_up, kinds=kinds, seconds=9.0
+            )
+        )
+        shown = " ".join(text_of(board).split())
+        assert f"evaluation at step {version}" in shown
+        assert ("3 attempts without a result" in shown) == (version == 0)
+        assert "@1 50.0% [25.0%, 75.0%]" in shown
+
+
 def test_a_single_kind_is_not_told_apart():
     board = Board(run="r")
     board.fold(event("step", version=1, reward_by_kind={"default": 0.5}))
