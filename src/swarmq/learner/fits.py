@@ -17,7 +17,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner import host
 from swarmq.learner.host import Room
 from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, host_bytes, judges, learner_bytes, whole_bytes
-from swarmq.learner.model import load_config
+from swarmq.learner.model import load_config, named_by
 
 log = structlog.get_logger()
 
@@ -150,4 +150,9 @@ def ranks_here() -> range:
 
 
 def _judged_by(source: str, train: Train) -> list[int]:
-    return [shape_of(judge).parameters for judge in judges(train, source).values()]
+    return [_judge(role, judge).parameters for role, judge in judges(train, source).items()]
+
+
+def _judge(role: str, source: str) -> Shape:
+    with named_by(f"train.{role}"):
+        return shape_of(source)

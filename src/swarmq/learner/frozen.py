@@ -11,7 +11,7 @@ from torch import Tensor
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.memory import judges
-from swarmq.learner.model import load_lm, vocab_size
+from swarmq.learner.model import load_lm, named_by, vocab_size
 from swarmq.learner.sharding import compute_dtype, frozen, is_sharded, without_weights
 from swarmq.learner.tokenizers import check_judge
 from swarmq.learner.tree import LayoutModel, Placed
@@ -22,7 +22,8 @@ class Frozen:
 
     def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int, pass_tokens: int = 0) -> None:
         """`pass_tokens` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
-        lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
+        with named_by(f"train.{role}"):
+            lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
             raise LearnerError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,15 @@ def load_lm(source: str, *, gradient_checkpointing: bool, empty: bool = False) -
     if gradient_checkpointing:
         Checkpointing.enable(lm)
     return lm
+
+
+@contextlib.contextmanager
+def named_by(setting: str) -> Iterator[None]:
+    """Errors about the model say which setting names it."""
+    try:
+        yield
+    except LearnerError as error:
+        raise LearnerError(f"{setting}: {error}") from error
 
 
 def _with_weights(source: str, config: Any) -> Any:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import aiohttp
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -23,6 +24,34 @@ from swarmq.messages import Episode
 from swarmq.timeline import Timeline, fold, resolve
 
 FloatArray = NDArray[np.float32]
+
+T = TypeVar("T")
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What `/v1/models` answers, as far as it is read here."""
+
+    data: Annotated[tuple[Model, ...], msgspec.Meta(min_length=1)]
+
+
+class Likelihood(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    prompt_logprobs: tuple[dict[int, Likelihood] | None, ...] | None = None
+    """Of each token of the prompt by its id; the first has none."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What `/v1/completions` answers, as far as it is read here."""
+
+    choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
+
 
 AT_ONCE = 32
 """Timelines that the engine is asked about at a time."""
@@ -51,7 +80,7 @@ class ServedTeacher:
     async def _scores(self, episodes: dict[int, Episode]) -> Scores:
         limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
         async with aiohttp.ClientSession(timeout=limits) as http:
-            model = (await self._call(http, "GET", "/v1/models", None))["data"][0]["id"]
+            model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 
             async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:
                 async with gate:
@@ -65,18 +94,20 @@ class ServedTeacher:
         """[T] of the row's tokens; 0 for the first, which nothing predicts."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
-        choice = (await self._call(http, "POST", "/v1/completions", body))["choices"][0]
-        told = choice.get("prompt_logprobs") or []
-        if len(told) != len(ids) or any(
-            str(token) not in entry for token, entry in zip(ids[1:], told[1:], strict=True)
-        ):
+        told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
+        values = [
+            entry[token].logprob for token, entry in zip(ids[1:], told[1:], strict=False) if entry and token in entry
+        ]
+        if len(told) != len(ids) or len(values) != len(ids) - 1:
             raise LearnerError(
-                f"train.teacher: {self._url} does not say how likely prompts are: serve it with a vLLM that has prompt_logprobs"
+                f"train.teacher: {self._url} does not say how likely prompts are (of {len(ids)} tokens it told {len(values)}): "
+                "serve it with a vLLM that has prompt_logprobs"
             )
-        values = [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], told[1:], strict=True)]
         return np.array([0.0, *values], np.float32)
 
-    async def _call(self, http: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None) -> Any:
+    async def _call(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None, answer: type[T]
+    ) -> T:
         try:
             async with http.request(method, self._url + path, json=body) as response:
                 if response.status != 200:
@@ -84,11 +115,13 @@ class ServedTeacher:
                         f"train.teacher: {self._url}{path} answered {response.status}: {(await response.text())[:300]}; "
                         "it must know the policy's tokens and the longest episode"
                     )
-                return await response.json()
+                return msgspec.json.decode(await response.read(), type=answer)
+        except msgspec.MsgspecError as error:
+            raise LearnerError(f"train.teacher: {self._url}{path} does not answer as vLLM does: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LearnerError(
-                f"train.teacher: the engine at {self._url} does not answer ({error!r}): start it, then start the learner "
-                "again; nothing is lost"
+                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it, "
+                "then start the learner again; nothing is lost"
             ) from error
 
 

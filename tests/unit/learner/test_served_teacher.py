@@ -40,7 +40,8 @@ class Vllm(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
         self.lock = threading.Lock()
-        self.silent = False
+        self.answers = dict[str, Any]()
+        """Path -> what is answered there in place of the truth."""
 
     @property
     def url(self) -> str:
@@ -57,19 +58,20 @@ class Handler(BaseHTTPRequestHandler):
     server: Vllm
 
     def do_GET(self) -> None:
-        self._answer({"data": [{"id": "teacher"}]})
+        self._answer(self.server.answers.get(self.path, {"data": [{"id": "teacher"}]}))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         assert asked["prompt_logprobs"] == 0
         assert asked["model"] == "teacher"
-        self._answer({"choices": [{} if self.server.silent else self._choice(asked["prompt"])]})
+        answers = self.server.answers
+        self._answer(answers[self.path] if self.path in answers else {"choices": [self._choice(asked["prompt"])]})
 
     def _choice(self, ids: list[int]) -> dict[str, Any]:
         return {"prompt_logprobs": self.server.prompt_logprobs(ids)}
 
     def _answer(self, body: Any) -> None:
-        raw = json.dumps(body).encode()
+        raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         self.send_response(200)
         self.send_header("content-type", "application/json")
         self.send_header("content-length", str(len(raw)))
@@ -112,14 +114,30 @@ def test_the_doctor_asks_it_too(tiny_qwen: Path, teacher: Vllm) -> None:
     assert layouts_agree(Trainer(str(tiny_qwen), train), record).level == "ok"
 
 
-def test_an_engine_that_does_not_say_how_likely_prompts_are_is_no_teacher(tiny_qwen: Path, teacher: Vllm) -> None:
-    teacher.silent = True
-    with pytest.raises(LearnerError, match="prompt_logprobs"):
+@pytest.mark.parametrize(
+    ("path", "answer", "says"),
+    [
+        ("/v1/completions", {"choices": [{}]}, r"\d+ tokens it told 0\): .* prompt_logprobs"),
+        ("/v1/completions", {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": -1.0}}]}]}, "it told 0"),
+        ("/v1/completions", {"choices": [{"prompt_logprobs": [None, {"3": {"logprob": None}}]}]}, "Expected `float`"),
+        ("/v1/completions", {"choices": []}, "completions does not answer as vLLM does: .* length >= 1"),
+        ("/v1/completions", {}, "missing required field `choices`"),
+        ("/v1/models", {"data": []}, "models does not answer as vLLM does: .* length >= 1"),
+        ("/v1/models", b"<html>", "JSON is malformed"),
+    ],
+)
+def test_an_engine_that_does_not_say_how_likely_prompts_are_is_no_teacher(
+    path: str, answer: Any, says: str, tiny_qwen: Path, teacher: Vllm
+) -> None:
+    teacher.answers[path] = answer
+    with pytest.raises(LearnerError, match=rf"train\.teacher: {teacher.url.removesuffix('/v1')}.*{says}"):
         stepped(tiny_qwen, teacher.url)
 
 
 def test_a_teacher_that_is_not_there_is_named(tiny_qwen: Path) -> None:
-    with pytest.raises(LearnerError, match=r"http://127\.0\.0\.1:9 does not answer .* nothing is lost"):
+    with pytest.raises(
+        LearnerError, match=r"http://127\.0\.0\.1:9 does not answer \(Cannot connect .* nothing is lost"
+    ):
         stepped(tiny_qwen, "http://127.0.0.1:9/v1")
 
 

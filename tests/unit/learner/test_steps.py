@@ -72,11 +72,15 @@ def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_corre
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_a_reference_or_teacher_of_fewer_tokens_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
+def test_a_reference_or_teacher_of_fewer_tokens_or_that_is_not_there_is_refused(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
     Qwen3ForCausalLM(Qwen3Config(vocab_size=64, num_key_value_heads=1, **shape)).save_pretrained(tmp_path)
     with pytest.raises(LearnerError, match=r"train.teacher: .* knows 64 tokens, the policy 128"):
         Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(tmp_path)))
+    with pytest.raises(LearnerError, match=r"train.teacher: model /nowhere: there is no such folder"):
+        Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher="/nowhere"))
 
 
 def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, other_qwen: Path) -> None:
