@@ -10,6 +10,7 @@ import difflib
 import errno
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,8 +26,11 @@ from swarmq.messages import NAME
 
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
-Count = Annotated[int, Meta(ge=1)]
-Whole = Annotated[int, Meta(ge=0)]
+Factor = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
+"""What is multiplied with: `inf`, which takes a limit away elsewhere, would make everything infinite."""
+Weight = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
+Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Decay = Annotated[float, Meta(ge=0, lt=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
@@ -147,7 +151,7 @@ class Engine(Settings, frozen=True, kw_only=True):
 class SamplingDefaults(Settings, frozen=True, kw_only=True):
     """Training episodes are sampled like this; evaluation keeps the agent's wishes."""
 
-    temperature: Positive = 1.0
+    temperature: Factor = 1.0
     max_tokens: Count = 512
     conflicts: Literal["override", "refuse"] = "override"
     """A call of a training episode that asks for other sampling is answered as the run samples, with a header that
@@ -160,14 +164,14 @@ class Loss(Settings, frozen=True, kw_only=True):
     name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
     ratio_cap: Positive = 20.0
     mask_delta: Positive = 0.2
-    pull: NonNegative = 1e-3
+    pull: Weight = 1e-3
     """tau, the weight of (theta - mu)^2 in `tis_mask`."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] | None = None
     """How far a ratio may fall; without it the loss's own: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
     clip_high: NonNegative | None = None
     """How far a ratio may rise; without it the loss's own: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
-    kl: NonNegative = 0.0
+    kl: Weight = 0.0
     """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
 
 
@@ -176,7 +180,7 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
 
     free: Whole
     full: Count
-    weight: Positive = 1.0
+    weight: Factor = 1.0
 
     def __post_init__(self) -> None:
         if self.full <= self.free:
@@ -187,7 +191,7 @@ class Lora(Settings, frozen=True, kw_only=True):
     """Train low-rank adapters instead of all parameters."""
 
     rank: Count = 16
-    alpha: Positive = 32.0
+    alpha: Factor = 32.0
     modules: tuple[str, ...] | None = None
     """Names of the linear layers that get adapters; all but the head without it."""
 
@@ -221,10 +225,10 @@ class Train(Settings, frozen=True, kw_only=True):
     """Model calls whose mean k3 mismatch with the engine is larger are left out; 0 keeps all."""
     ratio_band: tuple[Positive, Positive] | None = None
     """Tokens whose probability ratio to the engine's is outside are left out, e.g. [0.5, 2.0]."""
-    learning_rate: Positive = 1e-6
+    learning_rate: Factor = 1e-6
     warmup_steps: Whole = 10
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    weight_decay: NonNegative = 0.0
+    weight_decay: Weight = 0.0
     grad_clip: Positive = 1.0
     max_steps: Whole = 0
     """0 trains until stopped."""
@@ -554,9 +558,14 @@ def _assignment(text: str, where: str) -> tuple[str, Any]:
     if not equals or not path.strip():
         raise ConfigError(f"{where}: write it as section.key=value")
     try:
-        return path.strip(), tomllib.loads(f"value = {given}")["value"]
+        value = tomllib.loads(f"value = {given}")["value"]
     except tomllib.TOMLDecodeError:
         return path.strip(), given.strip()
+    try:
+        msgspec.msgpack.encode(value)  # as it is sent
+    except OverflowError as error:
+        raise ConfigError(f"{where}: a whole number of more than 64 bits") from error
+    return path.strip(), value
 
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:

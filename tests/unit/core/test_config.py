@@ -48,6 +48,10 @@ def test_set_overrides_one_value_and_leaves_the_rest():
             ["policies.main.train.lora: contains unknown field `rnk`; did you mean rank?"],
         ),
         (["eval.zzz=4"], ["eval: contains unknown field `zzz`; there are every, k, deadline_s"]),
+        (["groups.max_staleness=99999999999999999999"], ["groups.max_staleness", "more than 64 bits"]),
+        (["mix_schedule.points=[{step=99999999999999999999}]"], ["mix_schedule.points", "more than 64 bits"]),
+        (["policies.main.sampling.temperature=inf"], ["policies.main.sampling.temperature"]),
+        (["policies.main.train.learning_rate=inf"], ["policies.main.train.learning_rate"]),
         (["policies.main.train.seed=-1"], ["policies.main.train.seed", ">= 0"]),
         (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs one"]),
         (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
@@ -67,6 +71,15 @@ def test_a_wrong_setting_is_refused_and_its_path_named(sets, names):
         build(*sets)
     for name in names:
         assert name in str(refusal.value)
+
+
+def test_a_number_in_a_file_that_cannot_travel_is_refused():
+    with pytest.raises(ConfigError, match=r"groups\.max_staleness: Expected `int` <="):
+        build(groups={"max_staleness": 2**64})
+
+
+def test_a_limit_may_be_taken_away():
+    assert build("policies.main.train.grad_clip=inf").policies["main"].train.grad_clip == float("inf")
 
 
 def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
