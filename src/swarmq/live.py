@@ -164,7 +164,8 @@ def _build(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
                 raise ConfigError(f"{path}: there is no policy {section!r}; the job has {', '.join(node)}")
             node = node.get(section) if node.get(section) is not None else node.setdefault(section, {})
             if not isinstance(node, dict):
-                raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is a value, not a section")
+                what = "a value, not a section" if node is not None else "not set: give all of it at once"
+                raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is {what}")
         if sections and key not in node and sections[0] != "kinds":
             close = difflib.get_close_matches(key, node, 1)
             raise ConfigError(f"{path}: no such setting{f'; did you mean {close[0]}?' if close else ''}")

@@ -142,6 +142,7 @@ class Learner:
             self._save(link)
         self._trackers.close()
         if link:
+            log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
 
     def _next(self, link: Link) -> Command:

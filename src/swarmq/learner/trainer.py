@@ -184,6 +184,8 @@ class Trainer:
             metadata={"format": "pt"},
         )
         self.lm.config.save_pretrained(folder)
+        if self.lm.can_generate():
+            self.lm.generation_config.save_pretrained(folder)  # which may name more ends of an answer
         if self.train.lora:
             lora.save_adapter(self.lm, self.train.lora, folder)
 

@@ -43,6 +43,8 @@ def job(**fields) -> SwarmJob:
         ({"mix_schedule": {"points": [{"step": 9, "mix": {"poems": 1.0}}]}}, "kind 'poems' is unknown"),
         ({"groups.min_group": 9}, "min_group"),
         ({"run": "other"}, "run: cannot change"),
+        ({"policies.main.train.length_penalty.free": 3}, "length_penalty is not set: give all of it at once"),
+        ({"policies.main.model.name": "m"}, "policies.main.model is a value, not a section"),
     ],
 )
 def test_what_cannot_be_set_is_refused_with_the_reason_and_nothing_changes(settings, words):

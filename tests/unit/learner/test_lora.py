@@ -90,6 +90,7 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path
     trainer.step(record(2))
     found = checkpoint.newest(tmp_path, identity)
     assert found is not None
+    assert {file.name for file in model.glob("*.json")} <= {file.name for file in found.path.glob("*.json")}
     assert not has_lora(AutoModelForCausalLM.from_pretrained(found.path))
     assert [file.name for file in found.path.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads all of them"
     again = Trainer(str(found.path), TRAIN, initial=str(model))

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from accelerate import Accelerator
+from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from support.episodes import make_group
@@ -84,7 +85,9 @@ def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_tracke
     record = BatchRecord(index=Index(record=1, version=1, tally=tally(episodes)), episodes=episodes, settings=train)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
     learner = Learner(job, "main", pusher=TwoEngines(), stop=StopSignal())
-    learner.run(OneBatch(record))
+    with capture_logs() as logs:
+        learner.run(OneBatch(record))
+    assert logs[-1] == {"event": "ended", "version": 1, "why": "train.max_steps", "log_level": "info"}
     tags = set(EventAccumulator(str(job.run_folder.trackers("main") / "r.main")).Reload().Tags()["scalars"])
     assert tags >= LOGGED_BY_THE_LOOP
     assert [name for name in tags if not NAME.fullmatch(name)] == []
