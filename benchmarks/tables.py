@@ -26,9 +26,9 @@ HEADLINES = (
     ("episodes that fork, 1.7 B: trees; rows of merged prefixes alone", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
     ("learner alone, 1.7 B, 4 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
     ("the same over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
-    ("whole loop on one GPU, 1.7 B, 4 B: pause of a weight push; share of the time in which the GPU is idle", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
-    ("learner on two GPUs, everything shared out (FSDP2), 1.7 B: speed over twice that of one", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
-    ("episodes a second beside TRL's GRPO trainer with vLLM, the same card and run", "trl_h200", "{samples_per_s_ratio:.1f}x"),
+    ("whole loop on one GPU, 1.7 B, 4 B: pause of a weight push (median); share of the time in which the GPU is idle", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
+    ("learner on two GPUs, 1.7 B, master weights and optimizer shared out (FSDP2), BF16 layers gathered once a step: speed over twice that of one", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
+    ("beside TRL's GRPO trainer with vLLM, the same card and run: episodes trained a second; tokens sampled a second", "trl_h200", "{samples_per_s_ratio:.2f}x; {tokens_per_s_ratio_sampled:.2f}x"),
     ("what one proxy process adds to the first token, at 1, 64, 512, 2,000 streams (median)", "proxy", "{added_first_p50_ms_1:.1f}, {added_first_p50_ms_64:.1f}, {added_first_p50_ms_512:.1f}, {added_first_p50_ms_2000:.1f} ms"),
     ("requests a second over those of LiteLLM's proxy, which records nothing", "proxy", "{over_litellm:.1f}x"),
     ("tokens a second of 256 streams over those of vLLM asked directly, for text with log-probabilities; for text alone", "proxy_h200", "{throughput_over_direct_logprobs_256:.2f}; {throughput_over_direct_256:.2f}"),
@@ -36,6 +36,8 @@ HEADLINES = (
     ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
+DERIVED = {"trl_h200": learning.trl_derived}
+"""Figures that are made here from what a result holds."""
 
 
 def render(text: str, results: Path = RESULTS) -> str:
@@ -154,8 +156,10 @@ def _origin(record: dict[str, Any]) -> str:
 
 def headlines_block(known: dict[str, Any]) -> Iterator[str]:
     """The few figures to read first."""
-    found = ((words, known[name], form) for words, name, form in HEADLINES if name in known)
-    rows = ((words, form.format(**record["figures"]), record["hardware"]) for words, record, form in found)
+    figures = {name: record["figures"] for name, record in known.items()}
+    figures |= {name: figures[name] | derive(known[name]) for name, derive in DERIVED.items() if name in known}
+    found = ((words, name, form) for words, name, form in HEADLINES if name in known)
+    rows = ((words, form.format(**figures[name]), known[name]["hardware"]) for words, name, form in found)
     yield "\n"
     yield from table(("what", "figure", "on"), rows)
     yield "\n"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.tables_common import ends, table
@@ -17,6 +18,14 @@ WORKLOADS = (
     ("history summarised every 8 turns, tree", "tree", ("compacted_24",)),
     ("a group's shared prompt of 0, 1k, 4k, 8k tokens, tree", "tree", ("prompt_0", "prompt_1k", "prompt_4k", "prompt_8k")),
 )  # fmt: skip
+
+PHASES = (
+    ("step", "step_s"),
+    ("waiting for episodes", "wait_s"),
+    ("training", "train_s"),
+    ("push", "push_s"),
+    ("pause that agents feel", "pause_s"),
+)
 
 
 def timelines_block(known: dict[str, Any]) -> Iterator[str]:
@@ -63,22 +72,31 @@ def loop_block(known: dict[str, Any]) -> Iterator[str]:
     """The whole system on one GPU."""
     if "loop_h200" not in known:
         return
-    figures = known["loop_h200"]["figures"]
-    phases = ("pause", "step", "wait", "train", "push")
-
-    def cells(model: str, key: str) -> tuple[Any, ...]:
-        rates = (f"{figures[f'{rate}_tokens_per_s_{key}']:,.0f}" for rate in ("sampled", "trained"))
-        return (
-            model,
-            *(f"{figures[f'{phase}_{key}_s']:.2f} s" for phase in phases),
-            *rates,
-            f"{figures[f'gpu_idle_share_{key}']:.3f}",
-        )
-
+    record = known["loop_h200"]
+    figures = record["figures"]
+    found = [(model, key) for model, key in MODELS if f"pause_{key}_s" in figures]
+    details = [record["detail"][key.replace("p", ".")] for _, key in found]
+    runs = [(detail, figures, key) for detail, (_, key) in zip(details, found, strict=True)]
+    stale = ("of the episodes, dropped as stale", *(f"{_share_dropped(detail, 'stale'):.1%}" for detail in details))
+    mfu = [mean(step["mfu"] for step in detail["steps"]) for detail in details]
+    idle = [f"{figures[f'gpu_idle_share_{key}']:.3f}" for _, key in found]
+    rows = [*_loop_rows(runs), stale, ("share of the time in which the GPU is idle", *idle)]
     yield from _table(
-        ("model", "pause of a push", "step", "waiting", "training", "push", "tokens/s sampled", "trained", "GPU idle"),
-        (cells(model, key) for model, key in MODELS if f"pause_{key}_s" in figures),
+        ("", *(model for model, _ in found)),
+        [*rows, ("MFU of training, mean", *(f"{value:.2f}" for value in mfu))],
     )
+    if "learner_h200" in known:
+        alone = " and ".join(f"{known['learner_h200']['figures'][f'mfu_{key}_2k']:.2f}" for _, key in found)
+        yield (
+            f"Alone, on rows of 2k, the learner's MFU is {alone}: here its steps are trees of short turns, and the engine computes "
+            "on the same GPU meanwhile."
+        )
+    if split := known.get("scaling_h200", {}).get("detail", {}).get("split"):
+        yield (
+            f" With a GPU of its own, in [another run](#several-gpus-and-adapters), 1.7 B trains a step in "
+            f"{split['phases']['train_s']['median']:.2f} s (median), here in {figures['train_1p7b_s']:.2f} s."
+        )
+    yield "\n\n"
 
 
 def learns_block(known: dict[str, Any]) -> Iterator[str]:
@@ -123,12 +141,18 @@ def split_words(split: dict[str, Any]) -> Iterator[str]:
     """A GPU for the learner and one for an engine."""
     total = sum(split["staleness"].values())
     stale = ", ".join(f"{steps} for {count / total:.0%}" for steps, count in sorted(split["staleness"].items()))
-    phases = {phase: spread["median"] for phase, spread in split["phases"].items()}
     yield (
-        f"With one GPU for the learner and the other for an engine that gets its weights by {' and '.join(split['push_ways']).upper()}, "
-        f"the engine's is busy {split['engine_busy']:.0%} of the time in which the learner computes; a step takes "
-        f"{phases['step_s']:.2f} s, of which {phases['train_s']:.2f} s are computing and {phases['wait_s']:.2f} s waiting for episodes, "
-        f"and a push pauses the engine for {phases['pause_s']:.2f} s. Staleness of what was trained, in steps: {stale}.\n\n"
+        "The loop of 1.7 B as [above](#the-whole-loop-on-one-gpu), but with one GPU for the learner and the other for an engine that "
+        f"gets its weights by {' and '.join(split['push_ways']).upper()}:\n"
+    )
+    idle = ("share of the time in which the learner's GPU is idle", f"{split['figures']['gpu_idle_share_1p7b']:.2f}")
+    busy = ("share of the learner's training in which the engine's GPU is busy", f"{split['engine_busy']:.2f}")
+    yield from _table(("", "1.7 B"), [*_loop_rows([(split, split["figures"], "1p7b")]), idle, busy])
+    sampled, trained = (split["figures"][f"{rate}_tokens_per_s_1p7b"] for rate in ("sampled", "trained"))
+    backlog = " Here too a backlog was worked off." if trained > sampled else ""
+    yield (
+        f"Staleness of what was trained, in steps: {stale}. The longest training phase took "
+        f"{split['phases']['train_s']['high']:.1f} s.{backlog}\n\n"
     )
 
 
@@ -140,12 +164,50 @@ def trl_block(known: dict[str, Any]) -> Iterator[str]:
     ours, theirs = record["detail"]["swarmq"], record["detail"]["trl"]
     rows = (("swarmq", ours), ("TRL", theirs))
     yield from _table(
-        ("who", "episodes/s", "trained tokens/s", "s/step"),
+        ("who", "episodes/s", "trained tokens/s", "s/step, mean"),
         (
             (who, f"{made['samples_per_s']:.1f}", f"{made['tokens_per_s']:,.0f}", f"{made['step_s']:.2f}")
             for who, made in rows
         ),
     )
+    if (lasting := trl_derived(record)["tokens_per_s_ratio_sampled"]) < record["figures"]["tokens_per_s_ratio"]:
+        yield (
+            f"By tokens trained the ratio is {record['figures']['tokens_per_s_ratio']:.2f}. swarmq trained part of a backlog from before "
+            f"the measured steps, though: by the tokens it sampled during them, which is what lasts, it is {lasting:.2f}.\n\n"
+        )
+
+
+def trl_derived(record: dict[str, Any]) -> dict[str, float]:
+    """Tokens a second that swarmq sampled in its measured steps, over what TRL sampled and trained."""
+    ours, theirs = record["detail"]["swarmq"], record["detail"]["trl"]
+    return {"tokens_per_s_ratio_sampled": ours["figures"]["sampled_tokens_per_s"] / theirs["tokens_per_s"]}
+
+
+def _loop_rows(runs: Sequence[tuple[dict[str, Any], dict[str, float], str]]) -> Iterator[tuple[str, ...]]:
+    """Of runs of benchmarks/loop.py, each its detail, its figures and the model's name in them."""
+    waits = [detail["phases"]["wait_s"]["samples"] for detail, _, _ in runs]
+    yield "steps measured (waited over 1 s)", *(f"{len(each)} ({sum(wait > 1 for wait in each)})" for each in waits)
+    for words, phase in PHASES:
+        samples = [detail["phases"][phase]["samples"] for detail, _, _ in runs]
+        yield f"{words}: median, mean", *(f"{median(each):.2f}, {mean(each):.2f} s" for each in samples)
+    for rate in ("sampled", "trained"):
+        yield f"tokens/s {rate}", *(f"{figures[f'{rate}_tokens_per_s_{key}']:,.0f}" for _, figures, key in runs)
+    yield (
+        "staleness of what was trained, mean",
+        *(f"{_mean_staleness(detail['staleness']):.1f}" for detail, _, _ in runs),
+    )
+
+
+def _mean_staleness(counts: dict[str, int]) -> float:
+    """In steps; `counts` are episodes by theirs."""
+    return sum(int(steps) * count for steps, count in counts.items()) / sum(counts.values())
+
+
+def _share_dropped(detail: dict[str, Any], reason: str) -> float:
+    """Of all episodes that came to the learner in the measured steps."""
+    dropped = [step["dropped"] for step in detail["steps"]]
+    came = sum(step["episodes"] for step in detail["steps"]) + sum(sum(each.values()) for each in dropped)
+    return float(sum(each.get(reason, 0) for each in dropped) / came)
 
 
 def _speedups(run: dict[str, Any], way: str, names: Iterable[str]) -> str:

@@ -49,3 +49,36 @@ def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
     record = {"hardware": "h", "command": "c", "figures": figures, "detail": detail}
     (tmp_path / "derender.json").write_text(json.dumps(record))
     assert "| both | as the proxy does | 9 | 0.50 s | 0.25 s | 3.0 ms |" in render(text, tmp_path)
+
+
+def test_the_loop_says_medians_and_means_and_what_was_dropped(tmp_path):
+    text = "<!-- figures: loop -->\n<!-- end of figures -->\n"
+    phases = {phase: {"samples": [0.5, 0.5, 5.0]} for phase in ("wait_s", "train_s", "push_s", "pause_s", "step_s")}
+    steps = [{"episodes": 6, "dropped": {"stale": 1, "group_too_small": 3}, "mfu": mfu} for mfu in (0.1, 0.3)]
+    detail = {"phases": phases, "steps": steps, "staleness": {"3": 9, "4": 3}}
+    names = ("pause_1p7b_s", "train_1p7b_s", "gpu_idle_share_1p7b")
+    rates = {"sampled_tokens_per_s_1p7b": 10.0, "trained_tokens_per_s_1p7b": 12.0}
+    record = {"figures": dict.fromkeys(names, 0.25) | rates, "detail": {"1.7b": detail}}
+    (tmp_path / "loop_h200.json").write_text(json.dumps(record))
+    made = render(text, tmp_path)
+    assert "| steps measured (waited over 1 s) | 3 (1) |" in made
+    assert "| waiting for episodes: median, mean | 0.50, 2.00 s |" in made
+    assert "| staleness of what was trained, mean | 3.2 |" in made
+    assert "| of the episodes, dropped as stale | 10.0% |" in made
+    assert "| MFU of training, mean | 0.20 |" in made
+
+
+def test_a_peer_is_compared_by_what_was_sampled_where_a_backlog_was_trained(tmp_path):
+    text = "<!-- figures: trl -->\n<!-- end of figures -->\n<!-- figures: headlines -->\n<!-- end of figures -->\n"
+
+    def sampling(rate: float) -> str:
+        ours = {"samples_per_s": 6, "tokens_per_s": 300, "step_s": 1.0, "figures": {"sampled_tokens_per_s": rate}}
+        theirs = {"samples_per_s": 2, "tokens_per_s": 100, "step_s": 3.0}
+        figures = {"samples_per_s_ratio": 3.0, "tokens_per_s_ratio": 3.0}
+        record = {"hardware": "h", "figures": figures, "detail": {"swarmq": ours, "trl": theirs}}
+        (tmp_path / "trl_h200.json").write_text(json.dumps(record))
+        return render(text, tmp_path)
+
+    assert "which is what lasts, it is 2.50" in sampling(250)
+    assert "3.00x; 2.50x" in sampling(250)
+    assert "backlog" not in sampling(300)
