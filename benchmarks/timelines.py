@@ -51,6 +51,15 @@ SHAPES = {
         "num_key_value_heads": 2,
         "head_dim": 32,
     },
+    "85m": {
+        "vocab_size": 2048,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 12,
+        "head_dim": 64,
+    },
     "1.7b": LARGE
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16},
     "4b": LARGE | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},

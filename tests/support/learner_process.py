@@ -5,6 +5,7 @@
 
 A file `ROOT/die/<event>-<n>` kills the process at the n-th such event of the run (acks of message n, publishes of
 record n, emitted steps, pushes of version n, drafts of its checkpoint); it is removed first, so every point kills once.
+`ROOT/slow/draft-<n>`: that checkpoint is not made whole before the next step is trained and pushed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -21,7 +23,6 @@ import msgspec
 
 from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries, Delivery
 from swarmq.config import SwarmJob
-from swarmq.learner.records import Identity
 from swarmq.messages import Consumed, Event, Message, encode
 
 
@@ -134,9 +135,12 @@ def die_in_drafts(root: Path) -> None:
 
     seal = checkpoint._seal
 
-    def seal_or_die(draft: Path, identity: Identity, version: int) -> None:
-        die_at(root, f"draft-{version}")
-        seal(draft, identity, version)
+    def seal_or_die(draft: checkpoint.Draft) -> None:
+        if (root / "slow" / f"draft-{draft.version}").exists():
+            while str(draft.version + 1) not in (root / "pushed").read_text().split():
+                time.sleep(0.01)
+        die_at(root, f"draft-{draft.version}")
+        seal(draft)
 
     checkpoint._seal = seal_or_die
 

@@ -4,6 +4,9 @@
                               state/   accelerate's: optimizer (whole, also of ranks that share it out), random numbers
                               manifest.json   schema, identity, version, size and SHA-256 of every file
 
+    write ──> draft ──> training goes on
+                └──> finish: checksums, fsync, rename, older ones removed; beside training
+
 Written under another name, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
 hold is used; one that is damaged is passed over, aloud.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -72,13 +75,32 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep: int) -> int:
-    """Write the trainer's state, remove all but the `keep` newest; the version of the oldest one kept.
+    """Both, at once: on rank 0 the version of the oldest checkpoint kept. Every rank calls it. Raises LearnerError."""
+    draft = write(folder, trainer, identity, model=model)
+    oldest = finish(draft, keep=keep) if trainer.accelerator.is_main_process else 0
+    trainer.accelerator.wait_for_everyone()
+    return oldest
 
-    Every rank calls it. Raises LearnerError when it cannot be written; then the ones before are as they were.
+
+class Draft(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint whose files are written, which a crash may still take away."""
+
+    path: Path
+    identity: Identity
+    version: int
+
+    @property
+    def target(self) -> Path:
+        return self.path.with_name(self.path.name.removeprefix(DRAFT))
+
+
+def write(folder: Path, trainer: Trainer, identity: Identity, *, model: str) -> Draft:
+    """Write the trainer's state; what it becomes afterwards changes nothing of it. Drafts that are there already are removed.
+
+    Every rank calls it. Raises LearnerError when it cannot be written; then all checkpoints are as they were.
     """
     accelerator = trainer.accelerator
-    name = f"step-{trainer.version:08d}"
-    draft, target = folder / f"{DRAFT}{name}", folder / name
+    draft = folder / f"{DRAFT}step-{trainer.version:08d}"
     with mapped(folder), _drafting(draft):
         if accelerator.is_main_process:
             clean(folder)
@@ -91,13 +113,21 @@ def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep
         trainer.save_weights(draft)
         if accelerator.is_main_process:
             copy_tokenizer(model, draft)
-            _seal(draft, identity, trainer.version)
-            _publish(draft, target)
-            oldest = _prune(folder, keep)
-        else:
-            oldest = 0
         accelerator.wait_for_everyone()
-    return oldest
+    return Draft(path=draft, identity=identity, version=trainer.version)
+
+
+def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
+    """Make a checkpoint of a draft, remove all but the `keep` newest; the version of the oldest one kept.
+
+    Rank 0 alone calls it; it needs no trainer, so training may go on. `check` may refuse, before any checkpoint is touched.
+    Raises LearnerError when it cannot be written; then the ones before are as they were.
+    """
+    with mapped(draft.path.parent), _drafting(draft.path):
+        _seal(draft)
+        check()
+        _publish(draft)
+        return _prune(draft.path.parent, keep)
 
 
 def newest(folder: Path, identity: Identity) -> Checkpoint | None:
@@ -195,24 +225,26 @@ def _optimizer(trainer: Trainer) -> Any:
     return trainer.optimizer
 
 
-def _seal(draft: Path, identity: Identity, version: int) -> None:
-    names = sorted(str(path.relative_to(draft)) for path in draft.rglob("*") if path.is_file())
+def _seal(draft: Draft) -> None:
+    path = draft.path
+    names = sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
     manifest = Manifest(
         schema=SCHEMA,
-        identity=identity,
-        version=version,
-        files={name: File(size=(draft / name).stat().st_size, sha256=sha256(draft / name)) for name in names},
+        identity=draft.identity,
+        version=draft.version,
+        files={name: File(size=(path / name).stat().st_size, sha256=sha256(path / name)) for name in names},
         written_at=time.time(),
         swarmq=metadata.version("swarmq"),
     )
-    (draft / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
-    fsync_tree(draft)
+    (path / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+    fsync_tree(path)
 
 
-def _publish(draft: Path, target: Path) -> None:
+def _publish(draft: Draft) -> None:
+    target = draft.target
     if target.exists():  # damaged, else we would not be making it again
         shutil.rmtree(target.rename(target.with_name(f"{DRAFT}damaged-{target.name}")))
-    draft.rename(target)
+    draft.path.rename(target)
     fsync_folder(target.parent)
 
 

@@ -7,6 +7,9 @@
                Save, Halt                                          │                  │
                                                                engines        Consumed, events
 
+A checkpoint is written between two steps, and checked, made durable and named beside the steps after it. The batch log is cut
+when that is done.
+
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
 the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
 weights come out the same. A learner that stood still while another took its place finds out before it saves anything or
@@ -16,6 +19,8 @@ touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and 
 from __future__ import annotations
 
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import structlog
@@ -69,6 +74,16 @@ class Command(NamedTuple):
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
+class _Finishing(NamedTuple):
+    """A checkpoint that is written, and becomes one."""
+
+    version: int
+    oldest: Future[int]
+    asked: int
+    began: float
+    written_s: float
+
+
 class Learner:
     """One policy being trained, on this rank."""
 
@@ -81,6 +96,8 @@ class Learner:
         self.fence = Fence(self.folder.parent / "lock")
         self.trainer = self._load()
         self.saved = self.trainer.version
+        self._finishing: _Finishing | None = None
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
@@ -140,16 +157,19 @@ class Learner:
                 self._save(link)
         if self.trainer.version > self.saved:
             self._save(link)
+        if link:
+            self._saved(link, wait=True)
         self._trackers.close()
         if link:
             log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
 
     def _next(self, link: Link) -> Command:
+        self._saved(link)
         if self.stop.asked:
             return Command("stop")
         link.tell(records.Phase(phase="waiting"))
-        match link.next(idle=self._ensure, idle_s=ENSURE_EVERY_S):
+        match link.next(idle=partial(self._idle, link), idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
                 self._clear_room()
                 return Command("step", record, replayed, figures=figures)
@@ -237,6 +257,10 @@ class Learner:
         except EngineError as error:
             log.warning("engines_not_repaired", version=self.trainer.version, error=str(error))
 
+    def _idle(self, link: Link, *, again: bool) -> None:
+        self._saved(link)
+        self._ensure(again=again)
+
     def _ensure(self, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""
         if self.pusher is None or (self._pushed and not again):
@@ -249,18 +273,29 @@ class Learner:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
 
     def _save(self, link: Link | None, *, asked: int = 0) -> None:
+        """Write a checkpoint, which becomes one while training goes on."""
+        if link:
+            self._saved(link, wait=True)
         began = time.monotonic()
-        train = self.settings.train
         self.fence.check()
-        oldest = checkpoint.save(
-            self.folder, self.trainer, self.identity, model=self.settings.model, keep=train.keep_checkpoints
-        )
+        draft = checkpoint.write(self.folder, self.trainer, self.identity, model=self.settings.model)
         self.saved = self.trainer.version
         if link:
-            link.tell(records.Kept(oldest=oldest, asked=asked))
-            if not train.keep_batches:
-                token_log.prune(self._tokens, oldest)
-            log.info("checkpoint", version=self.saved, seconds=round(time.monotonic() - began, 3))
+            keep = self.settings.train.keep_checkpoints
+            oldest = self._beside.submit(checkpoint.finish, draft, keep=keep, check=self.fence.check)
+            self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
+
+    def _saved(self, link: Link, *, wait: bool = False) -> None:
+        """See to a checkpoint that is whole by now. Raises LearnerError for one that cannot be."""
+        now = self._finishing
+        if now is None or not (wait or now.asked or now.oldest.done()):
+            return
+        self._finishing, oldest = None, now.oldest.result()
+        link.tell(records.Kept(oldest=oldest, asked=now.asked))
+        if not self.settings.train.keep_batches:
+            token_log.prune(self._tokens, oldest)
+        seconds = {"training_waited_s": now.written_s, "seconds": time.monotonic() - now.began}
+        log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
 
     def _broadcast(self, command: Command | None) -> Command:
         """Rank 0's command, on every rank."""

@@ -33,7 +33,7 @@ WAIT_S = 600
 def prepare(root: Path, model: Path) -> None:
     """A job, and a queue with exactly the episodes of all its steps and two groups without a signal."""
     root.mkdir()
-    for points in ("die", "freeze"):
+    for points in ("die", "freeze", "slow"):
         (root / points).mkdir()
     job = SwarmJob.build(
         {
@@ -143,6 +143,33 @@ def test_dying_while_a_checkpoint_is_written_changes_nothing(tiny_qwen: Path, tm
     run_to_the_end(root, starts=1)
     assert_same_training(root, reference)
     assert not list(drafts.glob(".draft-*"))
+
+
+def test_training_goes_on_beside_a_checkpoint_that_is_made_whole(
+    tiny_qwen: Path, tmp_path: Path, reference: Path
+) -> None:
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    for version in (2, 4):
+        (root / "slow" / f"draft-{version}").touch()
+    run_to_the_end(root, starts=1)
+    assert_same_training(root, reference)
+
+
+def test_dying_in_a_step_beside_a_checkpoint_that_is_not_whole_changes_nothing(
+    tiny_qwen: Path, tmp_path: Path, reference: Path
+) -> None:
+    """What the log has of the steps before it is still needed."""
+    root = tmp_path / "root"
+    prepare(root, tiny_qwen)
+    (root / "slow" / "draft-4").touch()
+    (root / "die" / "draft-4").touch()
+    assert start(root).wait(WAIT_S) == -signal.SIGKILL
+    checkpoints = root / "runs" / "r" / "main" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [".draft-step-00000004", "step-00000002"]
+    assert "5" in _lines(root / "pushed")
+    run_to_the_end(root, starts=1)
+    assert_same_training(root, reference)
 
 
 def test_dying_at_random_moments_changes_nothing(tiny_qwen: Path, tmp_path: Path, reference: Path) -> None:
