@@ -37,7 +37,7 @@ from swarmq.broker.node_files import tls_listener
 from swarmq.client.invitations import host_invite
 from swarmq.config import Policy, SwarmJob, amqp_url, make_folder
 from swarmq.engine.gpus import Gpu, visible_gpus
-from swarmq.engine.launch import EngineProcess, check_model, is_cuda_build, visible
+from swarmq.engine.launch import EngineProcess, check_arguments, check_model, is_cuda_build, visible
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
 from swarmq.errors import EngineError, SwarmqError
@@ -162,11 +162,10 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
     raise_file_limit()
-    models = {
-        name: check_model(policy.model, trained=policy.trained)
-        for name, policy in job.policies.items()
-        if not policy.engine.urls
-    }
+    served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
+    for policy in served.values():
+        check_arguments(policy)
+    models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
     placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")

@@ -40,7 +40,7 @@ def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) ->
     target = tmp_path / "made"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", learner_ranks.__file__)
     subprocess.run(
-        [sys.executable, *launch, str(model), msgspec.json.encode(train).decode(), str(target)],
+        [sys.executable, *launch, str(model), msgspec.json.encode([train]).decode(), str(target)],
         check=True,
         env={
             **os.environ,
@@ -48,4 +48,5 @@ def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) ->
         },
         timeout=500,
     )
-    assert torch.load(target)["sharded"]
+    [made] = torch.load(target)
+    assert made["sharded"]

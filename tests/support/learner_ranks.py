@@ -1,9 +1,10 @@
-"""Run on every rank: one optimizer step of a batch. Rank 0 saves the gradient before and the weights after it.
+"""Run on every rank, with each of some settings: the gradient of a batch, then optimizer steps on it. Rank 0 saves that
+gradient, and the weights before and after the steps.
 
-Sharded ranks also save a checkpoint and the weights that a second step makes, go on from that checkpoint themselves, and
-compute the gradient in BF16 and with parameters in host memory.
+Sharded ranks also save a checkpoint and the weights that one more step makes, go on from that checkpoint themselves, and
+compute the gradient in BF16 and with parameters in host memory, all that with the first settings alone.
 
-python learner_ranks.py MODEL TRAIN_JSON TARGET
+python learner_ranks.py MODEL TRAINS_JSON TARGET
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -27,6 +28,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
+from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
 from swarmq.learner import checkpoint, fits, kernel_check, sharding, tree
 from swarmq.learner.passes import work_of
@@ -37,14 +39,40 @@ from swarmq.learner.tree import Placed, decoder_layers
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
 
+STEPS = 3
+"""The first of AdamW's goes by the signs of the gradient alone."""
 
-def main(model: str, train: Train, target: Path) -> None:
-    with loading() as (held, read):
-        trainer = Trainer(model, train)
-    if is_sharded(trainer.model):
-        models, mine = 1 + len(trainer.frozen.of(train)), int(trainer.accelerator.is_main_process)
-        assert read.call_count == models * mine, "rank 0 alone reads weights"
-        assert held == [trainer.num_parameters * mine] * models, "the others hold none until they get their shares"
+
+def main(model: str, trains: Sequence[Train], target: Path) -> None:
+    made = []
+    for number, train in enumerate(trains):
+        if number:
+            forget()
+        with loading() as (held, read):
+            trainer = Trainer(model, train)
+        if is_sharded(trainer.model):
+            models, mine = 1 + len(trainer.frozen.of(train)), int(trainer.accelerator.is_main_process)
+            assert read.call_count == models * mine, "rank 0 alone reads weights"
+            assert held == [trainer.num_parameters * mine] * models, "the others hold none until they get their shares"
+        made.append(learned(trainer, train))
+        trainer.accelerator.wait_for_everyone()
+        if is_sharded(trainer.model) and not number:
+            assert len(decoder_layers(trainer.lm)) == trainer.lm.config.num_hidden_layers, (
+                "what is not found is not compiled"
+            )
+            let_go(model, train, made[0]["gradient"])
+            one_by_one(model, train, made[0]["gradient"])
+            resumed(trainer, model, train, target.parent)
+            in_bf16 = msgspec.structs.replace(train, mixed_precision="bf16")
+            precise(model, in_bf16, made[0]["gradient"], target.parent / "precise")
+    if trainer.accelerator.is_main_process:
+        torch.save(made, target)
+    trainer.accelerator.wait_for_everyone()
+    trainer.accelerator.end_training()
+
+
+def learned(trainer: Trainer, train: Train) -> dict[str, Any]:
+    """The gradient of the batch, and what `STEPS` steps on it make of the weights; these on rank 0."""
     world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
     work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
     gatherings, gathered = counted()
@@ -58,23 +86,26 @@ def main(model: str, train: Train, target: Path) -> None:
         )
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
-    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=train))
+    before = weights(trainer)
+    norms = [trainer.step(batch(n + 1, train))["grad_norm"] for n in range(STEPS)]
     for judge in trainer.frozen.of(train).values():
         assert is_sharded(judge._model) == is_sharded(trainer.model)
-    if trainer.accelerator.is_main_process:
-        weights = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
-        facts = {"sharded": is_sharded(trainer.model), "left_out": fields["tokens_left_out"]}
-        torch.save({"gradient": gradient, "weights": weights, **facts}, target)
-    trainer.accelerator.wait_for_everyone()
-    if is_sharded(trainer.model):
-        assert len(decoder_layers(trainer.lm)) == trainer.lm.config.num_hidden_layers, (
-            "what is not found is not compiled"
-        )
-        let_go(model, train, gradient)
-        one_by_one(model, train, gradient)
-        resumed(trainer, model, train, target.parent)
-        precise(model, msgspec.structs.replace(train, mixed_precision="bf16"), gradient, target.parent / "precise")
-    trainer.accelerator.end_training()
+    return {
+        "sharded": is_sharded(trainer.model),
+        "left_out": fields["tokens_left_out"],
+        "gradient": gradient,
+        "norms": norms,
+        "before": before,
+        "weights": weights(trainer),
+    }
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+
+
+def batch(version: int, train: Train) -> BatchRecord:
+    return BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=train)
 
 
 @contextlib.contextmanager
@@ -193,27 +224,24 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
 
 def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
     """Whether this is the gradient that the ranks made."""
-    scale = max(float(each.abs().max()) for each in wanted.values())
-    for name, parameter in trainer.lm.named_parameters():
-        assert float((whole(parameter.grad) - wanted[name]).abs().max()) < 1e-5 * scale, name
+    assert_same_gradient({name: whole(p.grad) for name, p in trainer.lm.named_parameters()}, wanted)
 
 
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint gives what going on without one gives."""
     identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
     checkpoint.save(folder, trainer, identity, model=model, keep=1)
-    before = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
-    second = BatchRecord(index=Index(record=2, version=2), episodes=EPISODES, settings=train)
-    trainer.step(second)
-    wanted = {name: tensor.clone() for name, tensor in trainer.named_tensors()}
+    before = weights(trainer)
+    trainer.step(batch(STEPS + 1, train))
+    wanted = weights(trainer)
     if trainer.accelerator.is_main_process:
-        torch.save(wanted, scratch / "second")
+        torch.save(wanted, scratch / "next")
     found = checkpoint.newest(folder, identity)
     assert found is not None
     forget()
     again = Trainer(str(found.path), train, initial=model)
     checkpoint.restore(again, found)
-    again.step(second)
+    again.step(batch(STEPS + 1, train))
     if again.accelerator.is_main_process:
         ours = dict(again.named_tensors())
         for name, tensor in wanted.items():
@@ -223,4 +251,4 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
+    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=list[Train]), Path(sys.argv[3]))

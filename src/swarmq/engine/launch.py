@@ -25,13 +25,14 @@ import structlog
 from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.model import Model, check_model
+from swarmq.engine.overrides import check_arguments
 from swarmq.engine.versions import check_version
 from swarmq.engine.watch import PauseWatch
 from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
 from swarmq.errors import EngineError, MissingExtraError
 from swarmq.process import die_with_parent, port_is_free, stop_group, tail
 
-__all__ = ["EngineProcess", "check_model"]
+__all__ = ["EngineProcess", "check_arguments", "check_model"]
 
 log = structlog.get_logger()
 
@@ -188,14 +189,14 @@ def is_cuda_build() -> bool:
 
 
 def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int) -> list[str]:
-    """Python's command line for vLLM. The user's own arguments come last and win."""
+    """Python's command line for vLLM. The user's own arguments come last and win; raises ConfigError where they must not."""
+    check_arguments(policy)
     engine = policy.engine
     options = {
         "--host": HOST,
         "--port": str(port),
         "--max-model-len": str(min(engine.max_model_len, model.max_length or engine.max_model_len)),
         "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,
-        # what is reported is what was sampled, and nothing but the request decides how
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
         # with "auto" the first schema that only another backend takes would decide it for all requests until a restart

@@ -34,6 +34,7 @@ from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
 from swarmq.learner.records import Identity
+from swarmq.learner.tokenizers import EngineTokenizers
 from swarmq.learner.trackers import Trackers
 from swarmq.learner.trainer import COMMAND_TIMEOUT, Trainer, make_accelerator
 
@@ -87,9 +88,18 @@ class _Finishing(NamedTuple):
 class Learner:
     """One policy being trained, on this rank."""
 
-    def __init__(self, job: SwarmJob, policy: str, *, pusher: Pusher | None, stop: StopSignal) -> None:
+    def __init__(
+        self,
+        job: SwarmJob,
+        policy: str,
+        *,
+        pusher: Pusher | None,
+        stop: StopSignal,
+        tokenizers: EngineTokenizers | None = None,
+    ) -> None:
         """Load the newest sound checkpoint or the initial model. Raises LearnerError."""
         self.job, self.policy, self.pusher, self.stop = job, policy, pusher, stop
+        self._tokenizers = tokenizers
         self.settings = job.policies[policy]
         self.identity = Identity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
@@ -171,6 +181,7 @@ class Learner:
         link.tell(records.Phase(phase="waiting"))
         match link.next(idle=partial(self._idle, link), idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
+                self._compare()
                 self._clear_room()
                 return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
@@ -261,8 +272,18 @@ class Learner:
         self._saved(link)
         self._ensure(again=again)
 
+    def _compare(self) -> None:
+        """Nothing is trained, and no weights go, while an engine that has answered has another tokenizer."""
+        if self._tokenizers is None:
+            return
+        try:
+            self._tokenizers.check()
+        except EngineError as error:
+            log.warning("tokenizers_not_compared", reason=str(error))
+
     def _ensure(self, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""
+        self._compare()
         if self.pusher is None or (self._pushed and not again):
             return
         self.fence.check()

@@ -50,13 +50,16 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     from swarmq.learner.gpu_errors import gpu_errors  # noqa: PLC0415
     from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415  (torch comes with the loop, only where it trains)
     from swarmq.learner.loop import Learner  # noqa: PLC0415
-    from swarmq.learner.tokenizers import check_tokenizers  # noqa: PLC0415
+    from swarmq.learner.tokenizers import EngineTokenizers  # noqa: PLC0415
 
+    pusher = tokenizers = None
     if is_main and not no_push:
-        check_tokenizers(job.policies[policy].model, Roster(job).urls()[policy])
+        tokenizers = EngineTokenizers(job.policies[policy].model, lambda: Roster(job).urls()[policy])
+        tokenizers.check()
+        pusher = _pusher(job, policy)
     stop = StopSignal()
     with stop.installed(), gpu_errors("the learner"):
-        learner = Learner(job, policy, pusher=_pusher(job, policy) if is_main and not no_push else None, stop=stop)
+        learner = Learner(job, policy, pusher=pusher, stop=stop, tokenizers=tokenizers)
         if not is_main:
             learner.run(None)
             return

@@ -1,11 +1,11 @@
-"""All who speak of a policy's tokens must mean the same by an id: its engines before anything is trained, a model that
-judges it before it is asked."""
+"""All who speak of a policy's tokens must mean the same by an id: its engines before anything of theirs is trained, a
+model that judges it before it is asked."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -15,20 +15,37 @@ from swarmq.errors import LearnerError
 log = structlog.get_logger()
 
 
-def check_tokenizers(model: str, engine_urls: Sequence[str]) -> None:
-    """Raises LearnerError when an engine's tokenizer is not the model's. Who does not answer is not judged."""
-    if (found := _unlike(model, engine_urls)) is not None:
-        url, how = found
-        raise LearnerError(
-            f"the engine at {url} has another tokenizer than {model}: {how}; serve the model that is trained, or name "
-            "the model that is served in policies.*.model"
-        )
+class EngineTokenizers:
+    """The engines of a policy, each compared with its model once: as soon as it answers."""
+
+    def __init__(self, model: str, current: Callable[[], Sequence[str]]) -> None:
+        """`current` gives the urls of each moment: engines come and go."""
+        self._model, self._current = model, current
+        self._same: set[str] = set()
+
+    def check(self) -> None:
+        """Raises LearnerError when an engine's tokenizer is not the model's. Who does not answer is asked again next time."""
+        urls = [url for url in self._current() if url not in self._same]
+        if not urls or (ids := own_ids(self._model)) is None:
+            return
+        for url, told in asyncio.run(ids_of_all(urls)).items():
+            if (how := difference(told, ids)) is not None:
+                raise LearnerError(
+                    f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
+                    "or name the model that is served in policies.*.model. What agents have sampled there means something "
+                    "else to the model: if any have, begin a new run"
+                )
+            self._same.add(url)
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:
-    """Raises LearnerError when the engine at `url` has another tokenizer than the policy `model`; as above."""
-    if (found := _unlike(model, [url])) is not None:
-        raise LearnerError(_other_family(model, url, role, found[1]))
+    """Raises LearnerError when the engine at `url` has another tokenizer than the policy `model`. Who does not answer is not
+    judged."""
+    if (ids := own_ids(model)) is None:
+        return
+    for told in asyncio.run(ids_of_all([url])).values():
+        if (how := difference(told, ids)) is not None:
+            raise LearnerError(_other_family(model, url, role, how))
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
@@ -49,16 +66,6 @@ def own_ids(model: str) -> tuple[int, ...] | None:
         log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
         return None
     return tuple(tokenizer(PROBE, add_special_tokens=False).input_ids) or None  # without files it is one of no words
-
-
-def _unlike(model: str, urls: Sequence[str]) -> tuple[str, str] | None:
-    """An engine whose ids are not the model's, and how."""
-    if (ids := own_ids(model)) is None:
-        return None
-    for url, told in asyncio.run(ids_of_all(urls)).items():
-        if (how := difference(told, ids)) is not None:
-            return url, how
-    return None
 
 
 def _other_family(model: str, source: str, role: str, how: str) -> str:

@@ -12,7 +12,7 @@ from swarmq.config import Engine, Policy
 from swarmq.engine.launch import EngineProcess, arguments, environment
 from swarmq.engine.model import Model
 from swarmq.engine.versions import check_version
-from swarmq.errors import EngineError
+from swarmq.errors import ConfigError, EngineError
 
 SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
@@ -60,6 +60,33 @@ def test_arguments_of_the_user_come_last():
     assert words[words.index("--reasoning-parser") + 1] == "qwen3"
     policy = Policy(model="m", engine=Engine(arguments=("--tool-call-parser", "other")))
     assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-2:] == ["--tool-call-parser", "other"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ("--logprobs-mode=raw_logprobs",),
+        ("--logprobs_mode", "raw_logprobs"),
+        ("--logprobs_mode=raw_logprobs",),
+        ("--logprobs-m", "raw_logits"),
+        ("--generation_config", "auto"),
+        ("--override-generation-config.top_k", "20"),
+    ],
+)
+def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_start(given):
+    wrong = rf"policies\.\*\.engine\.arguments of m: {given[0]} would .*: take it out"
+    with pytest.raises(ConfigError, match=wrong):
+        arguments(Policy(model="m", engine=Engine(arguments=given)), SMALL, port=81, cuda=False, cores=2)
+    served = Policy(model="m", trained=False, engine=Engine(arguments=given))
+    assert arguments(served, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given], "nothing is learned there"
+
+
+@pytest.mark.parametrize(
+    "given", [("--max-logprobs", "9"), ("--generation-tokens=1",), ("-tp", "2"), ("--", "x_y"), ("", "-")]
+)
+def test_other_arguments_are_the_users(given):
+    policy = Policy(model="m", engine=Engine(arguments=given))
+    assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given]
 
 
 def test_a_model_without_known_tool_calls_gets_no_parser():

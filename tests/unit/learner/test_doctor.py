@@ -152,19 +152,27 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
         first,
         sampling=Sampling(top_p=0.9),
         versions=(),
-        repaired=True,
+        branch="drift",
         logprobs=bytes(len(first.logprobs)),
     )
     group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
-    policy = Policy(model=str(tiny_qwen), engine=Engine(arguments=("--logprobs-mode=raw_logprobs",)))
+    policy = Policy(model=str(tiny_qwen), engine=Engine(arguments=("--logprobs_mode", "raw_logprobs")))
     found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).engine, vocab=100)))
     assert found["engine reports what it samples"] == "error"
     assert found["whole distribution sampled"] == "error"
     assert found["every token names its weights"] == "warning"
     assert found["same tokens in engine and learner"] == "error"
     assert found["each token trained once"] == "ok"
-    assert found["nothing is tokenised again"] == "warning"
+    assert found["conversations go on token by token"] == "warning"
+
+
+def test_sampled_tokens_that_were_kept_are_no_reason_to_warn_and_lost_ones_are() -> None:
+    first, second = make_group("a", (0.0, 1.0), turns=2)[0].turns
+    levels_with = lambda **changed: doctor_checks._drift([first, msgspec.structs.replace(second, **changed)]).level  # noqa: E731
+    assert levels_with(repaired=True) == "ok", "the proxy continued with them"
+    assert levels_with(branch="history_edited") == "ok", "an agent wanted that"
+    assert levels_with(branch="drift") == levels_with(branch="template_rewrote_history") == "warning"
 
 
 def test_of_engines_that_others_started_nothing_is_promised() -> None:

@@ -15,35 +15,59 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from support.episodes import make_group
 from support.tiny_model import tiny_model
-from swarmq.config import Loss, SwarmJob, Train
+from swarmq.config import Loss, Policy, SwarmJob, Train
+from swarmq.engine.push import PushReport
 from swarmq.engine.roster import Roster
 from swarmq.errors import LearnerError
 from swarmq.learner import main
+from swarmq.learner.link import Idle, StopSignal
+from swarmq.learner.loop import Learner
+from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.served_teacher import ServedTeacher
-from swarmq.learner.tokenizers import PROBE, check_judge, check_tokenizers, own_ids
+from swarmq.learner.tokenizers import PROBE, EngineTokenizers, check_judge, own_ids
 from swarmq.learner.trainer import Trainer
+
+TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
+
+
+class Tokenizing:
+    """An engine with the tiny model's tokenizer, whose ids differ by `shift` from the fourth on."""
+
+    def __init__(self, shift: int) -> None:
+        self.url = ""
+        self.up = True
+        self.asked = 0
+        ids = own_ids(str(tiny_model()))
+        assert ids
+        self._ids = [*ids[:3], *(token + shift for token in ids[3:])]
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        assert (await request.json())["prompt"] == PROBE
+        if not self.up:
+            raise web.HTTPServiceUnavailable
+        self.asked += 1
+        return web.json_response({"tokens": self._ids})
 
 
 @asynccontextmanager
-async def engine(*, shift: int = 0) -> AsyncIterator[str]:
-    """The url of one with the tiny model's tokenizer, whose ids differ by `shift` from the fourth on."""
-    ids = own_ids(str(tiny_model()))
-    assert ids
-
-    async def tokenize(request: web.Request) -> web.Response:
-        assert (await request.json())["prompt"] == PROBE
-        return web.json_response({"tokens": [*ids[:3], *(token + shift for token in ids[3:])]})
-
+async def engine(*, shift: int = 0) -> AsyncIterator[Tokenizing]:
+    served = Tokenizing(shift)
     app = web.Application()
-    app.router.add_post("/tokenize", tokenize)
+    app.router.add_post("/tokenize", served.tokenize)
     async with TestServer(app) as server:
-        yield str(server.make_url("")).rstrip("/")
+        served.url = str(server.make_url("")).rstrip("/")
+        yield served
+
+
+def check(model: Path, *urls: str) -> None:
+    EngineTokenizers(str(model), lambda: urls).check()
 
 
 async def checked(model: Path, *, shift: int = 0) -> None:
-    async with engine(shift=shift) as url:
-        await asyncio.to_thread(check_tokenizers, str(model), [url])
+    async with engine(shift=shift) as served:
+        await asyncio.to_thread(check, model, served.url)
 
 
 def with_tokenizer(folder: Path, model: Path, *, another: bool = False) -> str:
@@ -75,16 +99,75 @@ async def test_a_model_without_tokenizer_is_not_judged(tmp_path: Path) -> None:
 
 
 def test_an_engine_that_does_not_answer_is_not_judged() -> None:
-    check_tokenizers(str(tiny_model()), ["http://127.0.0.1:9"])
+    check(tiny_model(), "http://127.0.0.1:9")
 
 
 async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tmp_path: Path) -> None:
     policy = {"model": str(tiny_model()), "engine": {"urls": ["http://127.0.0.1:9"]}}
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": policy}})
     async with engine(shift=1) as added:
-        Roster(job).add("main", added)
-        with pytest.raises(LearnerError, match=f"the engine at {added} has another tokenizer"):
+        Roster(job).add("main", added.url)
+        with pytest.raises(LearnerError, match=f"the engine at {added.url} has another tokenizer"):
             await asyncio.to_thread(main.train, job, "main", is_main=True, no_push=False)
+
+
+class Late:
+    """In the place of the I/O process: an engine comes up while a learner waits, the learner looks after its engines if it
+    is `idle` for long enough, and gets a batch. The engines take all weights."""
+
+    def __init__(self, engine: Tokenizing, *, idle: bool) -> None:
+        self.engine, self._idle = engine, idle
+        record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group()), settings=TRAIN)
+        self._batches = [Batch(record=encode_record(record), replayed=False, figures={})]
+        self.pushed: list[int] = []
+
+    def next(self, *, idle: Idle, idle_s: float) -> Batch | None:
+        idle(again=False)
+        self.engine.up = True
+        if self._idle:
+            idle(again=True)
+        return self._batches.pop() if self._batches else None
+
+    def push(self, _: object, version: int) -> PushReport:
+        self.pushed.append(version)
+        return PushReport(version=version)
+
+    ensure = push
+
+    def repair(self, _: object, version: int) -> None: ...
+
+    def tell(self, _: object) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def learner(self, folder: Path) -> Learner:
+        policy = Policy(model=str(tiny_model()), train=TRAIN)
+        job = SwarmJob(run="r", folder=str(folder), policies={"main": policy})
+        tokenizers = EngineTokenizers(policy.model, lambda: [self.engine.url])
+        return Learner(job, "main", pusher=self, stop=StopSignal(), tokenizers=tokenizers)
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["long before its episodes", "shortly before its episodes"])
+async def test_an_engine_that_comes_up_late_is_compared_before_anything_of_it_is_trained(
+    tmp_path: Path, idle: bool
+) -> None:
+    async with engine(shift=1) as served:
+        served.up = False
+        late = Late(served, idle=idle)
+        learner = late.learner(tmp_path)
+        with pytest.raises(LearnerError, match=f"the engine at {served.url} has another tokenizer .*begin a new run"):
+            await asyncio.to_thread(learner.run, late)
+    assert learner.trainer.version == 0
+    assert late.pushed == [0], "before it answered"
+
+
+async def test_an_engine_is_compared_once(tmp_path: Path) -> None:
+    async with engine() as served:
+        served.up = False
+        late = Late(served, idle=True)
+        learner = late.learner(tmp_path)
+        await asyncio.to_thread(learner.run, late)
+    assert (learner.trainer.version, late.pushed[-1], served.asked) == (1, 1, 1)
 
 
 @pytest.mark.parametrize(("role", "loss"), [("teacher", Loss(name="distill")), ("reference", Loss(kl=0.1))])
@@ -101,6 +184,8 @@ def test_a_judge_with_another_tokenizer_is_refused(tmp_path: Path, tiny_qwen: Pa
 
 async def test_a_served_teacher_with_another_tokenizer_is_refused() -> None:
     nothing: Any = SimpleNamespace(passes=[])
-    async with engine(shift=1) as url:
-        with pytest.raises(LearnerError, match=rf"train\.teacher: {url} has another tokenizer .*from token 3 on"):
-            await asyncio.to_thread(ServedTeacher(f"{url}/v1", str(tiny_model())).scores, [], nothing)
+    async with engine(shift=1) as served:
+        with pytest.raises(
+            LearnerError, match=rf"train\.teacher: {served.url} has another tokenizer .*from token 3 on"
+        ):
+            await asyncio.to_thread(ServedTeacher(f"{served.url}/v1", str(tiny_model())).scores, [], nothing)

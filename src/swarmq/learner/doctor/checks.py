@@ -9,6 +9,7 @@ import numpy as np
 
 from swarmq.config import Policy, Train
 from swarmq.drift import Drift
+from swarmq.engine.overrides import overriding
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight
 from swarmq.learner.doctor.findings import Finding, judged
@@ -17,9 +18,7 @@ from swarmq.learner.records import BatchRecord
 from swarmq.learner.support import altered
 from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
 
-REPLACED = ("--logprobs-mode", "--generation-config")
-"""Arguments of vLLM that make it report another distribution than it samples from, when they are changed."""
-DRIFT_LIMIT = 0.05
+LOST_LIMIT = 0.05
 
 
 def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab: int) -> Iterator[Finding]:
@@ -35,10 +34,10 @@ def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab
 
 
 def _engine_arguments(policy: Policy) -> Finding:
-    given = [word for word in policy.engine.arguments if word.partition("=")[0] in REPLACED]
+    given = overriding(policy.engine.arguments)
     check, ours = "engine reports what it samples", "engines that we start report processed log-probabilities"
     if given:
-        text = f"policy.engine.arguments changes {', '.join(given)}: take it out"
+        text = f"policies.*.engine.arguments changes {', '.join(given)}: take it out"
         return Finding(level="error", check=check, text=text)
     if policy.engine.urls:
         text = (
@@ -106,14 +105,16 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 
 
 def _drift(turns: Sequence[Turn]) -> Finding:
+    """Recorded tokens that were kept are what is wanted; who lost them computes its whole context again."""
     drift = Drift.of(turns)
     return judged(
-        "nothing is tokenised again",
-        bad=drift.rate > DRIFT_LIMIT,
-        ok=f"{drift.drifted} of {drift.continued} continued turns would have drifted ({drift.repaired} repaired); "
+        "conversations go on token by token",
+        bad=drift.lost > LOST_LIMIT,
+        ok=f"of {drift.continued} turns with one to continue {drift.repaired} kept its tokens where a rendering has others; "
         f"branches {drift.branches}",
-        wrong=f"{drift.rate:.1%} of continued turns drifted (limit {DRIFT_LIMIT:.0%}), branches {drift.branches}: "
-        "look at one with `swarmq inspect`",
+        wrong=f"{drift.lost:.1%} of {drift.continued} turns could not continue the one before them though nobody edited it (limit "
+        f"{LOST_LIMIT:.0%}), branches {drift.branches}: they are trained correctly, but compute their whole context again; "
+        "docs/proxy.md, 'Branches', says what avoids it",
         level="warning",
     )
 
