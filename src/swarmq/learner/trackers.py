@@ -7,7 +7,7 @@ environment variables. What a tracker does wrong while the run goes on costs a w
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import structlog
 from accelerate import Accelerator
-from accelerate.tracking import filter_trackers
+from accelerate.tracking import filter_trackers, get_available_trackers
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
@@ -24,10 +24,10 @@ from swarmq.learner.files import mapped
 
 log = structlog.get_logger()
 
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "swanlab": "swanlab", "trackio": "trackio"}  # fmt: skip
-"""Tracker -> the module it needs."""
-UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|^\.+$")
-"""What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse it."""
+UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
+"""What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse or cut it."""
+LONGEST = 80
+"""Characters of a part. MLflow takes 250 for the whole, or refuses all figures of the step."""
 
 
 class Trackers:
@@ -79,7 +79,8 @@ def _survived(tracker: Any, **what: Any) -> Iterator[None]:
 
 def check(names: Sequence[str]) -> None:
     """Raises LearnerError for trackers whose package is not installed."""
-    missing = [PACKAGES[name] for name in names if importlib.util.find_spec(PACKAGES[name]) is None]
+    installed = {str(each) for each in get_available_trackers()}  # called as their packages are
+    missing = [name for name in names if name not in installed]
     if missing:
         raise LearnerError(
             f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"
@@ -89,10 +90,16 @@ def check(names: Sequence[str]) -> None:
 def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
     """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
     for raw, value in fields.items():
-        name = UNSAFE.sub("_", raw) or "_"
+        name = _safe(raw)
         if isinstance(value, Mapping):
             yield from flat(value, prefix=f"{prefix}{name}/", texts=texts)
         elif isinstance(value, int | float):
             yield prefix + name, float(value) if not texts else value
         elif texts:
             yield prefix + name, str(value)
+
+
+def _safe(raw: str) -> str:
+    """One that every tracker takes; another for every other name, so that no figure hides one."""
+    name = UNSAFE.sub("_", raw)[:LONGEST] or "_"
+    return raw if name == raw else f"{name}-{hashlib.sha256(raw.encode(errors='backslashreplace')).hexdigest()[:6]}"

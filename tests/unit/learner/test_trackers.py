@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import errno
-import importlib.util
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import msgspec
 import pytest
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
+from hypothesis import given
+from hypothesis import strategies as st
 from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -111,11 +115,21 @@ def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path
 
 
 def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else found(name))
+    others = [name for name in get_available_trackers() if str(name) != "wandb"]
+    monkeypatch.setattr("swarmq.learner.trackers.get_available_trackers", lambda: others)
     check(("tensorboard",))
     with pytest.raises(LearnerError, match=r"train.trackers: not installed: wandb; pip install wandb"):
         check(("tensorboard", "wandb"))
+
+
+def test_what_a_tracker_left_in_a_folder_of_its_name_is_not_its_package(tmp_path: Path) -> None:
+    """Python takes `./wandb` for a package, accelerate goes on without the tracker, and nobody hears of it."""
+    (tmp_path / "trackio").mkdir()
+    told = "from swarmq.learner.trackers import check; check(('trackio',))"
+    if "trackio" in map(str, get_available_trackers()):
+        pytest.skip("it is installed")
+    ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "LearnerError: train.trackers: not installed: trackio" in ran.stderr
 
 
 def test_a_tracker_that_fails_costs_a_warning_and_neither_a_step_nor_the_end_of_the_run() -> None:
@@ -156,6 +170,31 @@ def test_a_folder_for_trackers_that_cannot_be_is_named(tmp_path: Path) -> None:
     (tmp_path / "trackers").write_text("")
     with pytest.raises(LearnerError, match="trackers: File exists: check the folder"):
         Trackers(Accelerator(cpu=True), TRAIN, run="r", policy="main", folder=tmp_path / "trackers")
+
+
+NAMES = st.text(max_size=12) | st.text(alphabet="./ _数", max_size=3) | st.text("ab", min_size=60, max_size=400)
+
+
+@given(st.lists(NAMES, unique=True), NAMES)
+def test_every_figure_arrives_whatever_users_call_their_kinds(kinds: list[str], text: str) -> None:
+    """In trackers as strict as all of them together: MLflow refuses a whole step for one name, SwanLab cuts ends off."""
+    names = [name for name, _ in flat({"reward_by_kind": dict.fromkeys(kinds, 1.0), text: 1.0})]
+    assert len(set(names)) == len(names) == len(kinds) + 1
+    for name in names:
+        assert NAME.fullmatch(name)
+        assert len(name) <= 250
+        assert name == name.rstrip(".")
+        assert not any(set(part) == {"."} for part in name.split("/"))
+
+
+def test_names_that_all_trackers_take_stay_as_they_are() -> None:
+    fields = {
+        "gap_p99": 1.0,
+        "branches": {"history_edited": 2.0},
+        "pauses": {"engine_0": 0.1},
+        "model": {"v1.5-a": 1.0},
+    }
+    assert list(dict(flat(fields))) == ["gap_p99", "branches/history_edited", "pauses/engine_0", "model/v1.5-a"]
 
 
 def test_numbers_in_dictionaries_get_a_path_and_texts_are_left_out() -> None:
