@@ -211,7 +211,8 @@ class Train(Settings, frozen=True, kw_only=True):
     """An episode with a call that was cut off by a token limit: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
     reference: str | None = None
-    """Model folder or name that `loss.kl` holds the policy to; the policy's initial model without it."""
+    """Model folder or name that `loss.kl` holds the policy to; the policy's initial model without it, which is there already
+    where adapters are trained."""
     teacher: str | None = None
     """Model folder or name, of the policy's vocabulary, that the `distill` loss learns from; or the url of a vLLM server
     that has it, for policies sampled at temperature 1."""

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from swarmq.config import Train
+from swarmq.config import Lora, Train
 from swarmq.errors import LearnerError
+from swarmq.learner.lora import without_adapters
 from swarmq.learner.memory import judges
 from swarmq.learner.model import load_lm, named_by, vocab_size
 from swarmq.learner.sharding import compute_dtype, frozen, is_sharded, without_weights
 from swarmq.learner.tokenizers import check_judge
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree import LayoutModel, Placed, evaluating
 
 
 class Frozen:
@@ -43,17 +45,35 @@ class Frozen:
         return scored
 
 
+class UnderAdapters:
+    """The initial model where adapters are trained: the policy with them off. It takes no memory of its own."""
+
+    def __init__(self, policy: LayoutModel) -> None:
+        self.rows_only = policy.rows_only
+        self._model = policy
+
+    def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
+        """As Frozen's. The policy is as before when this returns or raises."""
+        with evaluating(self._model), without_adapters(self._model.model):
+            scored: Tensor = self._model(placed, temperatures).logprobs
+        return scored
+
+
 class FrozenModels:
     """Loads what the losses ask for, when they first ask. Raises LearnerError for what has other tokens than the policy."""
 
-    def __init__(self, initial: str, accelerator: Accelerator, vocab: int) -> None:
-        self._initial, self._accelerator, self._vocab = initial, accelerator, vocab
+    def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
+        """`policy` is what this rank computes with, inside of all wrappers; `lora`: the adapters that it has."""
+        self._initial, self._accelerator, self._vocab = initial, accelerator, vocab_size(policy.model)
+        self._lora, self._under = lora, UnderAdapters(policy)
         self._loaded: dict[tuple[str, str], Frozen] = {}
 
-    def of(self, train: Train) -> dict[str, Frozen]:
+    def of(self, train: Train) -> dict[str, Frozen | UnderAdapters]:
         """By role; a teacher that an engine serves is not among them (served_teacher.py)."""
+        train = msgspec.structs.replace(train, lora=self._lora)  # a batch may be of a start with others
         wanted = judges(train, self._initial)
-        return {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
+        under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}
+        return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
 
     def _load(self, role: str, source: str, pass_tokens: int) -> Frozen:
         if (role, source) not in self._loaded:

@@ -6,6 +6,7 @@ serves full weights, by any way of pushing, and a checkpoint loads without PEFT.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Collection, Iterator, Mapping
 from functools import partial
@@ -94,6 +95,16 @@ def _words(lora: Lora | None) -> str:
 def load_adapter(lm: Any, folder: Path) -> None:
     """Those that `save_adapter` wrote there, into a model with the same ones."""
     lm.load_state_dict(load_file(folder / ADAPTER), strict=False)
+
+
+@contextlib.contextmanager
+def without_adapters(lm: Any) -> Iterator[None]:
+    """`lm` is the model that adapters were put into. They are on again afterwards, and trained as before."""
+    lm.disable_adapters()
+    try:
+        yield
+    finally:
+        lm.enable_adapters()
 
 
 def has_lora(lm: Any) -> bool:

@@ -49,8 +49,9 @@ def is_served(teacher: str | None) -> bool:
 
 def judges(train: Train, initial: str) -> dict[str, str]:
     """The frozen models that the learner holds: `reference`, by default the initial model, and `teacher`; each only where
-    `train` has a use for it. A teacher that an engine serves is not among them."""
-    reference = {"reference": train.reference or initial} if train.loss.kl else {}
+    `train` has a use for it. The initial model under adapters is not among them, nor is a teacher that an engine serves."""
+    loads = train.loss.kl and (train.reference or not train.lora)
+    reference = {"reference": train.reference or initial} if loads else {}
     return reference | ({"teacher": train.teacher} if train.teacher and not is_served(train.teacher) else {})
 
 

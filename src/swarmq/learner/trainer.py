@@ -118,7 +118,7 @@ class Trainer:
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self._initial = initial or source
-        self.frozen = FrozenModels(self._initial, self.accelerator, vocab_size(policy.model))
+        self.frozen = FrozenModels(self._initial, self.accelerator, policy, train.lora)
         limits = [policy.rows_only, *(judge.rows_only for judge in self.frozen.of(train).values())]
         self.engine = Engine(
             cost=policy.cost,

@@ -161,7 +161,7 @@ class LayoutModel(nn.Module):
         """Find out what can be computed, and what it asks of attention."""
         few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = Recorded(tree, self.model.device)
-        with _evaluating(self.model):
+        with evaluating(self.model):
             expected = _by_the_book(self.model, few)
             self.head_apart = self._flaw(few, expected) is None
             self.rows_only = why_not(self.model)
@@ -221,7 +221,8 @@ def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without gradients and as a model that is not trained; afterwards as it was."""
     training = model.training
     model.eval()
     try:

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import expert_ranks, learner_ranks
+from support import expert_ranks, learner_ranks, lora_ranks
 from support.episodes import make_qwen
 from support.same_gradient import assert_same_gradient, assert_same_way
 from support.tiny_model import tiny_experts
-from swarmq.config import Loss, Train
+from swarmq.config import Lora, Loss, Train
 from swarmq.learner import checkpoint
 from swarmq.learner.records import Identity
 from swarmq.learner.trainer import Trainer
@@ -89,6 +89,21 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
         assert (ours["left_out"] > 0) == (name == "episode, filtered")
     if "sharding" in changed:
         one_goes_on(tiny_qwen, train, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp_path: Path) -> None:
+    """The ranks themselves hold it to the initial model, loaded apart."""
+    train = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
+    made = []
+    for count in (1, 2):
+        launch(
+            count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(train).decode(), str(tmp_path / f"{count}")
+        )
+        made.append(torch.load(tmp_path / f"{count}"))
+    for name, tensor in made[0].items():
+        torch.testing.assert_close(made[1][name], tensor, rtol=0, atol=1e-4, msg=name)
 
 
 def assert_same(made: dict[str, Any], alone: dict[str, Any]) -> None:

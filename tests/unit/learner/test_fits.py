@@ -80,6 +80,9 @@ def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_no
     assert taken(**distilled, teacher="http://teacher:8000/v1") == pytest.approx(plain)
     assert taken(**distilled, teacher="a/model") == pytest.approx(plain + 4)
     assert taken(2, **kl) == pytest.approx(taken(2) + 2), "shared out like the policy"
+    adapters = {"lora": Lora()}
+    assert taken(**kl, **adapters) == taken(**adapters), "the initial model is there already"
+    assert taken(**kl, **adapters, reference="a/model") == pytest.approx(taken(**adapters) + 4)
     several = learner_bytes(MIDDLE, TRAIN, ranks=2, full=False)
     assert several / MIDDLE.parameters == pytest.approx(plain + 4), "each holds the whole, and the buckets of the sum"
 
@@ -90,6 +93,10 @@ def test_a_judge_counts_with_its_own_size(tiny_qwen: Path) -> None:
     check(str(tiny_qwen), TRAIN, ranks=1, full=False, gpu=gpu)
     with pytest.raises(LearnerError, match="a reference or teacher takes its share"):
         check(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
+    adapters = msgspec.structs.replace(TRAIN, lora=Lora())
+    room = learner_bytes(shape_of(str(tiny_qwen)), adapters)
+    gpu = Gpu(total=room, free=room)
+    check(str(tiny_qwen), msgspec.structs.replace(adapters, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
 
 
 def test_a_models_size_is_known_without_its_weights(tiny_qwen: Path) -> None:

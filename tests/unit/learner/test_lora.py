@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -17,6 +19,7 @@ from swarmq.engine.packing import Packed
 from swarmq.engine.transfers import distinct
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint, lora
+from swarmq.learner.frozen import Frozen
 from swarmq.learner.lora import MARK, has_lora
 from swarmq.learner.passes import Pass, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -30,8 +33,12 @@ TRAIN = Train(
 )
 
 
-def record(version: int) -> BatchRecord:
-    return BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=TRAIN)
+HELD = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce", kl=0.5))
+"""To the initial model."""
+
+
+def record(version: int, train: Train = TRAIN) -> BatchRecord:
+    return BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=train)
 
 
 def logprobs(model: torch.nn.Module, one: Pass) -> torch.Tensor:
@@ -149,6 +156,77 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_weights_and_fresh_adapters(
     found = saved(tiny_qwen, TRAIN, tmp_path)
     begun, wanted = Trainer(str(found), TRAIN), AutoModelForCausalLM.from_pretrained(found).state_dict()
     assert all(torch.equal(tensor, wanted[name]) for name, tensor in begun.named_tensors())
+
+
+@pytest.mark.parametrize("layout", ["rows", "tree"])
+def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
+    model: Path, layout: str, tmp_path: Path
+) -> None:
+    train, identity = msgspec.structs.replace(HELD, layout=layout), Identity(run="r", policy="main", model=str(model))
+    trainer = Trainer(str(model), train)
+    initial = Frozen(str(model), trainer.accelerator, role="reference", vocab=0)
+    works = work_of(EPISODES, train, trainer.engine).passes
+
+    def judged(by: Any) -> list[torch.Tensor]:
+        return [by.logprobs(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
+
+    def same(policy: Trainer) -> bool:
+        ours = judged(policy.frozen.of(train)["reference"])
+        moved = max(float((logprobs(policy.model, o) - w).abs().max()) for o, w in zip(works, ours, strict=True))
+        assert (moved > 1e-3) == (policy.version > 0), "the policy has its adapters on"
+        return all(torch.equal(our, wanted) for our, wanted in zip(ours, judged(initial), strict=True))
+
+    assert same(trainer)
+    for version in (1, 2):
+        trainer.step(record(version, train))
+        assert same(trainer)
+    checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
+    found = checkpoint.newest(tmp_path, identity)
+    assert found is not None
+    again = Trainer(str(found.path), train, initial=str(model))
+    checkpoint.restore(again, found)
+    assert same(again)
+
+
+def test_steps_are_those_with_the_initial_model_loaded_again_which_a_name_alone_does(model: Path) -> None:
+    named = msgspec.structs.replace(HELD, reference=str(model))
+    figures, weights = [], []
+    for train, models in ((HELD, 1), (named, 2)):
+        load = AutoModelForCausalLM.from_pretrained
+        with mock.patch.object(AutoModelForCausalLM, "from_pretrained", side_effect=load) as loaded:
+            trainer = Trainer(str(model), train)
+            assert loaded.call_count == models
+            figures.append([trainer.step(record(version, train)) for version in (1, 2, 3)])
+            assert loaded.call_count == models
+        weights.append(dict(trainer.named_tensors()))
+    assert figures[0][-1]["kl_reference"] > 0
+    for ours, theirs in zip(*figures, strict=True):
+        assert [ours[name] for name in ("loss", "grad_norm", "kl_reference")] == [
+            theirs[name] for name in ("loss", "grad_norm", "kl_reference")
+        ]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+def test_adapters_are_on_and_trained_again_when_the_reference_fails(model: Path) -> None:
+    trainer = Trainer(str(model), HELD)
+    trainer.step(record(1, HELD))
+    (one,) = work_of(EPISODES, HELD, trainer.engine).passes
+    before, trained = logprobs(trainer.model, one), [p.requires_grad for p in trainer.lm.parameters()]
+    with pytest.raises(IndexError):
+        trainer.frozen.of(HELD)["reference"].logprobs(
+            Placed.of(msgspec.structs.replace(one.layout, token_ids=one.layout.token_ids + 10**6), CPU),
+            torch.from_numpy(one.temperatures),
+        )
+    assert torch.equal(logprobs(trainer.model, one), before)
+    assert [p.requires_grad for p in trainer.lm.parameters()] == trained
+    assert trainer.lm.training
+
+
+def test_a_batch_of_a_start_with_adapters_trains_without_them(tiny_qwen: Path) -> None:
+    """Nothing that the policy is was decided by the batch."""
+    plain = msgspec.structs.replace(HELD, lora=None)
+    ours, wanted = Trainer(str(tiny_qwen), plain), Trainer(str(tiny_qwen), plain)
+    assert ours.step(record(1, HELD))["loss"] == wanted.step(record(1, plain))["loss"]
 
 
 def saved(model: Path, train: Train, folder: Path) -> Path:
