@@ -205,6 +205,7 @@ async def application(journal: Path, *, token_s: float) -> web.Application:
         "/detokenize": _detokenize,
         "/pause": engine.pause,
         "/resume": engine.resume,
+        "/wake_up": engine.resume,  # nothing sleeps here, and waking what is paused lets it go on
         "/update_weight_version": engine.relabel,
         "/start_weight_update": engine.start_update,
         "/update_weights": engine.update,
