@@ -56,6 +56,9 @@ class Engine:
             await self.going.wait()
             yield (END if left == 1 else ord(random.choice(string.ascii_lowercase))), self.label
 
+    async def close(self, _: web.Application) -> None:
+        self._journal.close()
+
     # ------------------------------------------------------------------------------------------- weights
 
     async def pause(self, _: web.Request) -> web.Response:
@@ -212,6 +215,7 @@ async def application(journal: Path, *, token_s: float) -> web.Application:
         "/finish_weight_update": engine.finish_update,
     }.items():
         app.router.add_post(path, answer)
+    app.on_cleanup.append(engine.close)
     engine.note("started")
     return app
 
