@@ -5,7 +5,8 @@ holds the whole model. With `--split` the whole loop runs on two GPUs, one for t
 its weights by NCCL: how busy that engine's GPU is while the learner computes, and how stale episodes are.
 
     python -m benchmarks.learner_scaling --device cpu --model tiny --ranks 1,2 --row 128 --tokens 512 --repeats 2 --out /tmp/out
-    python -m benchmarks.learner_scaling --model 4b --ranks 1,2,4 --tokens 65536 --split 1.7b       # four H200
+    python -m benchmarks.learner_scaling --model 1.7b --ranks 1,2,4 --tokens 65536 --split 1.7b     # four H200
+    python -m benchmarks.learner_scaling --model 4b --ranks 1,2 --tokens 65536 --layers gathered-each-pass
 """
 
 from __future__ import annotations
@@ -26,10 +27,14 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model, peak
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
+from swarmq.learner import fits
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
 
+LAYERS = {"gathered-once": "fsdp2", "gathered-each-pass": "fsdp2_each_pass", "whole": "ddp"}
+"""How ranks hold layers -> what figures call it. The first is what a GPU with room does of itself (in a step), the second what one
+without does; with the last, each has the whole model and its optimizer."""
 HEADS = ["ranks", "sharded", "s/step", "tokens/s", "efficiency", "GiB"]
 ENGINE_GPU = "1"
 """Of two GPUs, the first is the learner's."""
@@ -42,6 +47,7 @@ def main() -> None:
         return
     device = torch.device(arguments.device)
     name = f"scaling_{report.place(device.type)}"
+    way = LAYERS[arguments.layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
     figures, detail = report.kept(name, out=arguments.out)
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         make_model(arguments.model, folder, device)
@@ -52,10 +58,13 @@ def main() -> None:
             spread = report.Spread.of(made["samples"])
             speed = made["tokens"] / spread.median
             one = one or speed
-            figures[f"tokens_per_s_{count}"] = speed
+            figures[f"tokens_per_s_{count}" if way == "fsdp2" else f"{way}_tokens_per_s_{count}"] = speed
             if count > 1:
-                figures[f"fsdp2_efficiency_{count}"] = speed / count / one
-            detail[f"ranks_{count}"] = made | {"seconds": spread._asdict(), "model": arguments.model}
+                figures[f"{way}_efficiency_{count}"] = speed / count / one
+            detail[f"ranks_{count}" if way == "fsdp2" else f"{way}_ranks_{count}"] = made | {
+                "seconds": spread._asdict(),
+                "model": arguments.model,
+            }
             rows.append([count, made["sharded"], spread.median, speed, speed / count / one, made["peak_gib"]])
             print(report.table(HEADS, rows[-1:]), flush=True)
             report.save(name, figures, detail=detail, out=arguments.out, finished=False)
@@ -74,6 +83,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="tiny", choices=SHAPES)
     parser.add_argument("--ranks", default="1,2,4", help="one rank is measured in any case")
+    parser.add_argument("--layers", default="gathered-once", choices=LAYERS, help="how several ranks hold them")
     parser.add_argument("--row", type=int, default=2048, help="tokens of an episode")
     parser.add_argument("--tokens", type=int, default=65536, help="of one optimizer step and rank")
     parser.add_argument("--pass-tokens", type=int, default=16384, help="of one forward and backward pass")
@@ -92,7 +102,7 @@ def on_ranks(count: int, folder: Path, arguments: argparse.Namespace) -> dict[st
     """What rank 0 of `count` measured."""
     into = folder / f"ranks_{count}.json"
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
-    own = ["model", "device", "row", "tokens", "pass_tokens", "repeats"]
+    own = ["model", "device", "layers", "row", "tokens", "pass_tokens", "repeats"]
     given = [word for key in own for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
     subprocess.run(
         [sys.executable, *launch, "-m", "benchmarks.learner_scaling", *given, "--into", into, "--folder", folder],
@@ -105,8 +115,10 @@ def on_ranks(count: int, folder: Path, arguments: argparse.Namespace) -> dict[st
 
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: whole optimizer steps of the trainer."""
+    if arguments.layers == "gathered-each-pass":
+        fits.holds_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
     train = Train(
-        sharding="full",
+        sharding="none" if arguments.layers == "whole" else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
         token_log=False,
         trackers=(),

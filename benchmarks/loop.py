@@ -22,7 +22,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ GROUP_SIZE = 8
 def main() -> None:
     arguments = parse()
     kind = "loop" if arguments.placement != "split" else "loop_split"
+    kind += "_as_shipped" if arguments.as_shipped else ""
     name = f"{kind}_{report.place(arguments.device)}"
     figures, detail = report.kept(name, out=arguments.out)
     models, failed = arguments.model.split(","), 0
@@ -107,6 +108,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--placement", default="auto", choices=("auto", "shared", "split"), help="of learner and engine"
     )
+    parser.add_argument(
+        "--as-shipped", action="store_true", help="with checkpoints, token log and trackers, which are off otherwise"
+    )
     parser.add_argument("--scratch", help="where model and run folder are written")
     return parser.parse_args()
 
@@ -118,7 +122,13 @@ async def measure(
     began = time.monotonic()
     (folder / "model").mkdir()
     make_model(folder / "model", model, arguments.device)
-    job = job_of(folder, size, cuda=arguments.device == "cuda", placement=arguments.placement)
+    job = job_of(
+        folder,
+        size,
+        cuda=arguments.device == "cuda",
+        placement=arguments.placement,
+        as_shipped=arguments.as_shipped,
+    )
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
@@ -140,11 +150,15 @@ async def measure(
     if len(steps) < arguments.warm_up + LEAST_STEPS:
         raise RuntimeError(f"{model}: {len(steps)} steps within {arguments.deadline:.0f} s are too few to measure")
     figures, detail = summary(steps, events, watch, warm_up=arguments.warm_up)
-    return figures, detail | {"push_ways": push_ways(job.run_folder.logs / "learner.main.log")}
+    told = list(said_by(job.run_folder.logs / "learner.main.log"))
+    waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
+    ways = sorted({fields["way"] for fields in told if fields.get("event") == "weights go"})
+    return figures, detail | {"push_ways": ways, "training_waited_for_checkpoints_s": waited}
 
 
-def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> SwarmJob:
+def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto", as_shipped: bool = False) -> SwarmJob:
     length = 512 + size.turns * 3 * (size.sampled + size.words)
+    bare = {"checkpoint_every": 1_000_000, "token_log": False, "trackers": []}
     policy = {
         "model": str(folder / "model"),
         "placement": placement,
@@ -154,12 +168,7 @@ def job_of(folder: Path, size: Size, *, cuda: bool, placement: str = "auto") -> 
             "arguments": ["--max-num-seqs", str(size.at_once)],
         },
         "sampling": {"max_tokens": size.sampled},
-        "train": {
-            "micro_batch_tokens": max(size.pass_tokens, length),
-            "checkpoint_every": 1_000_000,
-            "token_log": False,
-            "trackers": [],
-        },
+        "train": {"micro_batch_tokens": max(size.pass_tokens, length), **({} if as_shipped else bare)},
     }
     return SwarmJob.build(
         {
@@ -210,11 +219,10 @@ async def until_step(follower: Follower, step: int) -> None:
     await follower.until(reached)
 
 
-def push_ways(log: Path) -> list[str]:
-    """How weights reached engines, by the learner's own words."""
+def said_by(log: Path) -> Iterator[dict[str, Any]]:
+    """What a daemon logged."""
     lines = (line for line in log.read_bytes().splitlines() if line.startswith(b"{"))
-    told = (msgspec.json.decode(line) for line in lines)
-    return sorted({fields["way"] for fields in told if fields.get("event") == "weights go"})
+    return (msgspec.json.decode(line) for line in lines)
 
 
 def stop_without_checkpoint(deployment: Deployment) -> None:
