@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -20,13 +21,14 @@ from transformers import AutoModelForCausalLM
 from support.disk import Disk
 from support.episodes import make_group, make_qwen
 from swarmq import cli
-from swarmq.config import RunFolder, SwarmJob, Train
+from swarmq.config import Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
 from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.loop import load
+from swarmq.learner.link import StopSignal
+from swarmq.learner.loop import Learner, load
 from swarmq.learner.model import load_lm
-from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.records import BatchRecord, Identity, Index, Kept
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
 
@@ -82,6 +84,37 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     again.step(batch(2))
     assert weights(again) == weights(trainer)
     assert weights(again) != weights(Trainer(str(tiny_qwen), TRAIN))
+
+
+class Told:
+    """A link that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[object] = []
+
+    def tell(self, message: object) -> None:
+        self.messages.append(message)
+
+
+def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal, may_seal = checkpoint._seal, threading.Event()
+    monkeypatch.setattr(checkpoint, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=TRAIN)})
+    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    learner.trainer.step(batch(1))
+    learner._save(link)  # type: ignore[arg-type]
+    learner.trainer.step(batch(2))
+    learner._saved(link)  # type: ignore[arg-type]
+    assert link.messages == []
+    may_seal.set()
+    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    assert link.messages == [Kept(oldest=1)]
+    found = checkpoint.newest(learner.folder, learner.identity)
+    assert found is not None
+    assert found.version == 1
 
 
 def test_an_optimizer_saved_in_parts_is_refused_with_what_to_do(tiny_qwen: Path, tmp_path: Path) -> None:
