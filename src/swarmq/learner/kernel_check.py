@@ -9,7 +9,6 @@ the ranks that share it out.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -75,18 +74,20 @@ def refusal(
     here = Visibility(layout, torch.device("cpu"), compiled=False)
     padded = [Visibility(layout, device, compiled=True, least=length) for length in lengths_for(pass_tokens)]
     limit = TOLERANCE.get(dtype, ROUNDED)
-    for call, there in itertools.product(calls, padded):
+    for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
         expected = _outcome(rounded, call.form, here, backward=backward)
-        try:
-            outcome = _outcome([x.to(device, dtype) for x in rounded], call.form, there, backward=backward)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):
-            raise
-        except Exception as error:
-            return f"its attention cannot be compiled for this GPU: {(str(error).splitlines() or [type(error).__name__])[0]}"
-        worst = max(_error(a.cpu(), b) for a, b in zip(outcome, expected, strict=True))
-        if not worst < limit:
-            return f"its compiled attention is off by {worst:.2g} of the largest value"
+        for there in padded:
+            try:
+                outcome = _outcome([x.to(device, dtype) for x in rounded], call.form, there, backward=backward)
+            except (torch.OutOfMemoryError, torch.AcceleratorError):
+                raise
+            except Exception as error:
+                what = (str(error).splitlines() or [type(error).__name__])[0]
+                return f"its attention cannot be compiled for this GPU: {what}"
+            worst = max(_error(a.cpu(), b) for a, b in zip(outcome, expected, strict=True))
+            if not worst < limit:
+                return f"its compiled attention is off by {worst:.2g} of the largest value"
     return None
 
 

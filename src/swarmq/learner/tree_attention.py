@@ -48,8 +48,8 @@ class Visibility:
         self.compiled = compiled
         self._layout = layout
         self._device = device
-        size = layout.num_tokens
-        self._exits, self._positions = _padded(layout, lengths_for(max(size, least))[-1] if compiled else size)
+        length = lengths_for(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
+        self._exits, self._positions = _padded(layout, length)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, Batches] = {}
         self.kept = Kept()

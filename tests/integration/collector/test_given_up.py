@@ -4,52 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 from array import array
 
 import msgspec
 import pytest
 
+from support.collector_process import collector, make_job
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.worker import Worker
 from swarmq.collector.ledger import fates
-from swarmq.config import SwarmJob
 from swarmq.keys import Invite
 from swarmq.messages import Command, Consumed, Episode, Slot, Task, Turn
 
 pytestmark = pytest.mark.broker
 
 SIZE, HOPELESS = 4, 3
-START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
 
 
 @pytest.fixture
 def job(tmp_path, run_name, amqp_url, monkeypatch):
     monkeypatch.setenv(ANSWERED, "1")  # a slow broker is waited for
-    tree = {
-        "run": run_name,
-        "folder": str(tmp_path),
-        "mix": {"math": 1.0},
-        "policies": {"main": {"model": "m"}},
-        "broker": {"url": amqp_url},
-        "groups": {"group_size": SIZE, "groups_per_batch": 1},
-    }
-    job = SwarmJob.build(tree)
-    (tmp_path / "job.toml").write_text(job.to_toml())
-    return job
-
-
-@contextlib.asynccontextmanager
-async def collector(job):
-    """The daemon; killed at the end."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml")
-    try:
-        yield
-    finally:
-        process.kill()
-        await process.wait()
+    return make_job(tmp_path, run_name, amqp_url, group_size=SIZE, groups_per_batch=1)
 
 
 @contextlib.asynccontextmanager

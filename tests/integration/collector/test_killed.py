@@ -14,12 +14,12 @@ from collections import defaultdict
 
 import pytest
 
+from support.collector_process import START, collector, make_job
 from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.session import open_session
 from swarmq.collector.ledger import fates
 from swarmq.collector.store import Store
-from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError
 from swarmq.learner.children import collector_beside
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
@@ -28,35 +28,12 @@ pytestmark = pytest.mark.broker
 
 NUM_GROUPS, GROUP_SIZE, NUM_TURNS = 30, 4, 5
 KILLS = 6
-START = "import sys; from swarmq.collector.main import run; from swarmq.config import SwarmJob; run(SwarmJob.load(sys.argv[1]))"
 
 
 @pytest.fixture
 def job(tmp_path, run_name, amqp_url, monkeypatch):
     monkeypatch.setenv(ANSWERED, "1")  # a slow broker is waited for
-    tree = {
-        "run": run_name,
-        "folder": str(tmp_path),
-        "mix": {"math": 1.0},
-        "policies": {"main": {"model": "m"}},
-        "broker": {"url": amqp_url},
-        "groups": {"group_size": GROUP_SIZE, "groups_per_batch": 2, "max_staleness": 4},
-    }
-    job = SwarmJob.build(tree)
-    (tmp_path / "job.toml").write_text(job.to_toml())
-    return job
-
-
-@contextlib.asynccontextmanager
-async def collector(job):
-    """The daemon; killed at the end if it is still there."""
-    process = await asyncio.create_subprocess_exec(sys.executable, "-c", START, f"{job.folder}/job.toml")
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        await process.wait()
+    return make_job(tmp_path, run_name, amqp_url, group_size=GROUP_SIZE, groups_per_batch=2, max_staleness=4)
 
 
 async def test_nothing_is_lost_or_doubled_when_the_collector_is_killed(job):
