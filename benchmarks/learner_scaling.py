@@ -6,7 +6,7 @@ its weights by NCCL: how busy that engine's GPU is while the learner computes, a
 
     python -m benchmarks.learner_scaling --device cpu --model tiny --ranks 1,2 --row 128 --tokens 512 --repeats 2 --out /tmp/out
     python -m benchmarks.learner_scaling --model 1.7b --ranks 1,2,4 --tokens 65536 --split 1.7b     # four H200
-    python -m benchmarks.learner_scaling --model 4b --ranks 1,2 --tokens 65536 --layers gathered-each-pass
+    python -m benchmarks.learner_scaling --model 4b --ranks 1,2 --tokens 65536 --layers gathered-once,gathered-each-pass,whole
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from swarmq.learner.trainer import Trainer
 LAYERS = {"gathered-once": "fsdp2", "gathered-each-pass": "fsdp2_each_pass", "whole": "ddp"}
 """How ranks hold layers -> what figures call it. The first is what a GPU with room does of itself (in a step), the second what one
 without does; with the last, each has the whole model and its optimizer."""
-HEADS = ["ranks", "sharded", "s/step", "tokens/s", "efficiency", "GiB"]
+HEADS = ["ranks", "layers", "s/step", "tokens/s", "efficiency", "GiB"]
 ENGINE_GPU = "1"
 """Of two GPUs, the first is the learner's."""
 
@@ -47,27 +47,26 @@ def main() -> None:
         return
     device = torch.device(arguments.device)
     name = f"scaling_{report.place(device.type)}"
-    way = LAYERS[arguments.layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
+    several = sorted({*map(int, arguments.ranks.split(","))} - {1})
     figures, detail = report.kept(name, out=arguments.out)
+    rows: list[list[object]] = []
     with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
         make_model(arguments.model, folder, device)
-        rows: list[list[object]] = []
-        one: float | None = None
-        for count in sorted({1, *map(int, arguments.ranks.split(","))}):
-            made = on_ranks(count, Path(folder), arguments)
-            spread = report.Spread.of(made["samples"])
-            speed = made["tokens"] / spread.median
-            one = one or speed
-            figures[f"tokens_per_s_{count}" if way == "fsdp2" else f"{way}_tokens_per_s_{count}"] = speed
-            if count > 1:
-                figures[f"{way}_efficiency_{count}"] = speed / count / one
-            detail[f"ranks_{count}" if way == "fsdp2" else f"{way}_ranks_{count}"] = made | {
-                "seconds": spread._asdict(),
-                "model": arguments.model,
-            }
-            rows.append([count, made["sharded"], spread.median, speed, speed / count / one, made["peak_gib"]])
-            print(report.table(HEADS, rows[-1:]), flush=True)
-            report.save(name, figures, detail=detail, out=arguments.out, finished=False)
+        alone = on_ranks(1, arguments.layers[0], Path(folder), arguments)
+        one = alone["tokens"] / alone["seconds"]["median"]
+        for layers in arguments.layers:
+            way = LAYERS[layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
+            prefix = "" if way == "fsdp2" else f"{way}_"
+            for count in (1, *several):
+                made = alone if count == 1 else on_ranks(count, layers, Path(folder), arguments)
+                seconds = made["seconds"]["median"]
+                figures[f"{prefix}tokens_per_s_{count}"] = speed = made["tokens"] / seconds
+                if count > 1:
+                    figures[f"{way}_efficiency_{count}"] = speed / count / one
+                detail[f"{prefix}ranks_{count}"] = made
+                rows.append([count, layers, seconds, speed, speed / count / one, made["peak_gib"]])
+                print(report.table(HEADS, rows[-1:]), flush=True)
+                report.save(name, figures, detail=detail, out=arguments.out, finished=False)
     if arguments.split:
         found = split(arguments)
         figures["split_staleness_mean"] = found["staleness_mean"]
@@ -83,7 +82,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="tiny", choices=SHAPES)
     parser.add_argument("--ranks", default="1,2,4", help="one rank is measured in any case")
-    parser.add_argument("--layers", default="gathered-once", choices=LAYERS, help="how several ranks hold them")
+    parser.add_argument(
+        "--layers",
+        default=["gathered-once"],
+        type=ways_to_hold,
+        help=f"how several ranks hold them, one way after the other: {', '.join(LAYERS)}",
+    )
     parser.add_argument("--row", type=int, default=2048, help="tokens of an episode")
     parser.add_argument("--tokens", type=int, default=65536, help="of one optimizer step and rank")
     parser.add_argument("--pass-tokens", type=int, default=16384, help="of one forward and backward pass")
@@ -98,27 +102,35 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def on_ranks(count: int, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+def ways_to_hold(words: str) -> list[str]:
+    named = words.split(",")
+    if unknown := [word for word in named if word not in LAYERS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of {', '.join(LAYERS)}")
+    return named
+
+
+def on_ranks(count: int, layers: str, folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """What rank 0 of `count` measured."""
     into = folder / f"ranks_{count}.json"
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
-    own = ["model", "device", "layers", "row", "tokens", "pass_tokens", "repeats"]
+    own = ["model", "device", "row", "tokens", "pass_tokens", "repeats"]
     given = [word for key in own for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
+    given += ["--layers", layers]
     subprocess.run(
         [sys.executable, *launch, "-m", "benchmarks.learner_scaling", *given, "--into", into, "--folder", folder],
         check=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     made: dict[str, Any] = json.loads(into.read_text())
-    return made
+    return made | {"seconds": report.Spread.of(made["samples"])._asdict(), "model": arguments.model}
 
 
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: whole optimizer steps of the trainer."""
-    if arguments.layers == "gathered-each-pass":
+    if arguments.layers == ["gathered-each-pass"]:
         fits.holds_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
     train = Train(
-        sharding="none" if arguments.layers == "whole" else "full",
+        sharding="none" if arguments.layers == ["whole"] else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
         token_log=False,
         trackers=(),
