@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,25 +48,14 @@ def main() -> None:
         return
     device = torch.device(arguments.device)
     name = f"scaling_{report.place(device.type)}"
-    several = sorted({*map(int, arguments.ranks.split(","))} - {1})
     figures, detail = report.kept(name, out=arguments.out)
     rows: list[list[object]] = []
-    with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
-        make_model(arguments.model, folder, device)
-        alone = on_ranks(1, arguments.layers[0], Path(folder), arguments)
-        one = alone["tokens"] / alone["seconds"]["median"]
-        for layers in arguments.layers:
-            way = LAYERS[layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
-            prefix = "" if way == "fsdp2" else f"{way}_"
-            for count in (1, *several):
-                made = alone if count == 1 else on_ranks(count, layers, Path(folder), arguments)
-                seconds = made["seconds"]["median"]
-                figures[f"{prefix}tokens_per_s_{count}"] = speed = made["tokens"] / seconds
-                if count > 1:
-                    figures[f"{way}_efficiency_{count}"] = speed / count / one
-                detail[f"{prefix}ranks_{count}"] = made
-                rows.append([count, layers, seconds, speed, speed / count / one, made["peak_gib"]])
-                print(report.table(HEADS, rows[-1:]), flush=True)
+    if arguments.ranks:
+        with tempfile.TemporaryDirectory(dir=arguments.scratch) as folder:
+            make_model(arguments.model, folder, device)
+            for row in learner_alone(Path(folder), arguments, figures, detail):
+                rows.append(row)
+                print(report.table(HEADS, [row]), flush=True)
                 report.save(name, figures, detail=detail, out=arguments.out, finished=False)
     if arguments.split:
         found = split(arguments)
@@ -77,11 +67,30 @@ def main() -> None:
     print(report.save(name, figures, detail=detail, out=arguments.out))
 
 
+def learner_alone(
+    folder: Path, arguments: argparse.Namespace, figures: dict[str, float], detail: dict[str, Any]
+) -> Iterator[list[object]]:
+    """The model in `folder` on each number of ranks and each way to hold layers; fills in figures and detail, gives rows."""
+    alone = on_ranks(1, arguments.layers[0], folder, arguments)
+    one = alone["tokens"] / alone["seconds"]["median"]
+    for layers in arguments.layers:
+        way = LAYERS[layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
+        prefix = "" if way == "fsdp2" else f"{way}_"
+        for count in sorted({1, *map(int, arguments.ranks.split(","))}):
+            made = alone if count == 1 else on_ranks(count, layers, folder, arguments)
+            seconds = made["seconds"]["median"]
+            figures[f"{prefix}tokens_per_s_{count}"] = speed = made["tokens"] / seconds
+            if count > 1:
+                figures[f"{way}_efficiency_{count}"] = speed / count / one
+            detail[f"{prefix}ranks_{count}"] = made
+            yield [count, layers, seconds, speed, speed / count / one, made["peak_gib"]]
+
+
 def parse() -> argparse.Namespace:
     parser = report.parser(__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--model", default="tiny", choices=SHAPES)
-    parser.add_argument("--ranks", default="1,2,4", help="one rank is measured in any case")
+    parser.add_argument("--ranks", default="1,2,4", help="one rank is measured beside them; '' for none")
     parser.add_argument(
         "--layers",
         default=["gathered-once"],
