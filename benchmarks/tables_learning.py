@@ -19,6 +19,10 @@ WORKLOADS = (
     ("a group's shared prompt of 0, 1k, 4k, 8k tokens, tree", "tree", ("prompt_0", "prompt_1k", "prompt_4k", "prompt_8k")),
 )  # fmt: skip
 
+LAYERS = {"gathered once a step": "fsdp2", "gathered in each pass": "fsdp2_each_pass", "whole on each GPU": "ddp"}
+"""Words -> what benchmarks/learner_scaling.py calls the way."""
+GPUS = (1, 2, 4)
+
 PHASES = (
     ("step", "step_s"),
     ("waiting for episodes", "wait_s"),
@@ -72,19 +76,28 @@ def loop_block(known: dict[str, Any]) -> Iterator[str]:
     """The whole system on one GPU."""
     if "loop_h200" not in known:
         return
-    record = known["loop_h200"]
-    figures = record["figures"]
+    figures = known["loop_h200"]["figures"]
     found = [(model, key) for model, key in MODELS if f"pause_{key}_s" in figures]
-    details = [record["detail"][key.replace("p", ".")] for _, key in found]
-    runs = [(detail, figures, key) for detail, (_, key) in zip(details, found, strict=True)]
-    stale = ("of the episodes, dropped as stale", *(f"{_share_dropped(detail, 'stale'):.1%}" for detail in details))
-    mfu = [mean(step["mfu"] for step in detail["steps"]) for detail in details]
-    idle = [f"{figures[f'gpu_idle_share_{key}']:.3f}" for _, key in found]
+    ways = {"": known["loop_h200"], " as shipped": known.get("loop_as_shipped_h200", {"figures": {}})}
+    measured = [
+        (f"{model}{words}", record["detail"][key.replace("p", ".")], record["figures"], key)
+        for model, key in MODELS
+        for words, record in ways.items()
+        if f"pause_{key}_s" in record["figures"]
+    ]
+    runs = [(detail, numbers, key) for _, detail, numbers, key in measured]
+    stale = ("of the episodes, dropped as stale", *(f"{_share_dropped(detail, 'stale'):.1%}" for detail, _, _ in runs))
+    mfu = [mean(step["mfu"] for step in detail["steps"]) for detail, _, _ in runs]
+    idle = [f"{numbers[f'gpu_idle_share_{key}']:.3f}" for _, numbers, key in runs]
     rows = [*_loop_rows(runs), stale, ("share of the time in which the GPU is idle", *idle)]
     yield from _table(
-        ("", *(model for model, _ in found)),
+        ("", *(model for model, *_ in measured)),
         [*rows, ("MFU of training, mean", *(f"{value:.2f}" for value in mfu))],
     )
+    for model, detail, _, _ in measured:
+        if waited := detail.get("training_waited_for_checkpoints_s"):
+            words = " and ".join(f"{seconds:.1f}" for seconds in waited)
+            yield f"{model}: training waited {words} s for its {len(waited)} checkpoint{'s'[: len(waited) > 1]}. "
     if "learner_h200" in known:
         alone = " and ".join(f"{known['learner_h200']['figures'][f'mfu_{key}_2k']:.2f}" for _, key in found)
         yield (
@@ -124,17 +137,30 @@ def scaling_block(known: dict[str, Any]) -> Iterator[str]:
     if "scaling_h200" not in known:
         return
     record = known["scaling_h200"]
-    figures = record["figures"]
-    counts = sorted(int(name.rpartition("_")[2]) for name in figures if name.startswith("tokens_per_s_"))
     yield from _table(
-        ("GPUs", "tokens/s", "efficiency"),
+        ("model", "GPUs", "layers", "s/step", "tokens/s", "efficiency", "GiB of each"),
         (
-            (n, f"{figures[f'tokens_per_s_{n}']:,.0f}", f"{figures.get(f'fsdp2_efficiency_{n}', 1.0):.2f}")
-            for n in counts
+            (model, gpus, layers if gpus > 1 else "-", *_scaled(record, f"{way}{named}", gpus))
+            for model, named in (("1.7 B", ""), ("4 B", "_4b"))
+            for gpus in GPUS
+            for layers, way in LAYERS.items()
+            if _ranks(f"{way}{named}", gpus) in record["detail"] and (gpus > 1 or way == "fsdp2")
         ),
     )
     if "split" in record["detail"]:
         yield from split_words(record["detail"]["split"])
+
+
+def _scaled(record: dict[str, Any], way: str, gpus: int) -> Iterator[str]:
+    """What a number of GPUs came to that hold layers in a way."""
+    made = record["detail"][_ranks(way, gpus)]
+    seconds = made["seconds"]["median"]
+    efficiency = record["figures"][f"{way}_efficiency_{gpus}"] if gpus > 1 else 1.0
+    yield from (f"{seconds:.2f}", f"{made['tokens'] / seconds:,.0f}", f"{efficiency:.2f}", f"{made['peak_gib']:.0f}")
+
+
+def _ranks(way: str, gpus: int) -> str:
+    return f"ranks_{gpus}" if way == "fsdp2" else f"{way}_ranks_{gpus}"
 
 
 def split_words(split: dict[str, Any]) -> Iterator[str]:

@@ -68,6 +68,39 @@ def test_the_loop_says_medians_and_means_and_what_was_dropped(tmp_path):
     assert "| MFU of training, mean | 0.20 |" in made
 
 
+def test_the_loop_has_a_column_for_what_is_measured_as_shipped(tmp_path):
+    text = "<!-- figures: loop -->\n<!-- end of figures -->\n"
+    phases = {phase: {"samples": [0.5]} for phase in ("wait_s", "train_s", "push_s", "pause_s", "step_s")}
+    detail = {"phases": phases, "steps": [{"episodes": 6, "dropped": {}, "mfu": 0.1}], "staleness": {"3": 9}}
+    names = ("pause_1p7b_s", "train_1p7b_s", "gpu_idle_share_1p7b")
+    for name, rate, waited in (("loop_h200", 10.0, []), ("loop_as_shipped_h200", 8.0, [2.5, 3.0])):
+        rates = {"sampled_tokens_per_s_1p7b": rate, "trained_tokens_per_s_1p7b": rate}
+        own = {"1.7b": detail | {"training_waited_for_checkpoints_s": waited}}
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps({"figures": dict.fromkeys(names, 0.25) | rates, "detail": own})
+        )
+    made = render(text, tmp_path)
+    assert "|  | 1.7 B | 1.7 B as shipped |" in made
+    assert "| tokens/s sampled | 10 | 8 |" in made
+    assert "1.7 B as shipped: training waited 2.5 and 3.0 s for its 2 checkpoints." in made
+
+
+def test_scaling_has_a_row_for_each_way_to_hold_layers(tmp_path):
+    text = "<!-- figures: scaling -->\n<!-- end of figures -->\n"
+
+    def ran(tokens: int) -> dict[str, object]:
+        return {"tokens": tokens, "seconds": {"median": 2.0}, "peak_gib": 70.4}
+
+    detail = {"ranks_1": ran(100), "fsdp2_4b_ranks_1": ran(40), "ddp_4b_ranks_1": ran(40)}
+    detail |= {"ranks_2": ran(190), "fsdp2_4b_ranks_2": ran(76), "ddp_4b_ranks_2": ran(72)}
+    figures = {"fsdp2_efficiency_2": 0.95, "fsdp2_4b_efficiency_2": 0.951, "ddp_4b_efficiency_2": 0.9}
+    (tmp_path / "scaling_h200.json").write_text(json.dumps({"figures": figures, "detail": detail}))
+    made = render(text, tmp_path)
+    assert made.count("| 1 |") == 2  # GPU of each model, however many ways beside it
+    assert "| 1.7 B | 2 | gathered once a step | 2.00 | 95 | 0.95 | 70 |" in made
+    assert "| 4 B | 2 | whole on each GPU | 2.00 | 36 | 0.90 | 70 |" in made
+
+
 def test_a_peer_is_compared_by_what_was_sampled_where_a_backlog_was_trained(tmp_path):
     text = "<!-- figures: trl -->\n<!-- end of figures -->\n<!-- figures: headlines -->\n<!-- end of figures -->\n"
 
