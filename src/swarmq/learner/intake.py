@@ -1,15 +1,17 @@
 """Which episodes make the next batch, and which are dropped and why. No clock, no I/O: episodes in, records out.
 
-    accept --> group incomplete --> group complete --> queue of its kind --take--> batch record
+    accept --> group incomplete --> group complete --> groups of its kind --take--> batch record
                                         |                    |
-                                        +---- drops ---------+-------------------> next record, batch or not
+                                        +---- drops ---------+--------------------> next record, batch or not
 
-A batch holds whole groups in the shares of the task mix, exactly: what rounding owes a kind is carried over.
+A batch holds whole groups in the shares of the task mix, exactly: what rounding owes a kind is carried over. Of a kind those with
+the oldest tokens come first. In the order of their completion, slow episodes would wait behind quick ones that began later, and be
+dropped as stale more often: fewer would be trained, and of the long ones the fewest.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
@@ -80,6 +82,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
     usable: list[Episode]
     dropped: dict[str, str]
+    oldest: int
+    """The weight version of its oldest sampled token."""
 
 
 class Intake:
@@ -87,7 +91,7 @@ class Intake:
 
     def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
         """`logged` are the indices of the batch log: what is in it is never taken again."""
-        self._queues: dict[str, deque[Group]] = {}
+        self._ready: dict[str, list[Group]] = {}
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: OrderedDict[str, None] = OrderedDict()
@@ -105,7 +109,7 @@ class Intake:
         """Other limits from the next batch on."""
         self.limits = limits
         for kind in limits.kinds:
-            self._queues.setdefault(kind, deque())
+            self._ready.setdefault(kind, [])
 
     def note(self, index: Index) -> None:
         """A record is in the log."""
@@ -132,9 +136,9 @@ class Intake:
         """The batch that turns the weights of `version` into the next, with all drops so far; None until it is full."""
         self._drop_stale(version)
         wanted, carry = self.next_batch(version + 1)
-        if any(len(self._queues[kind]) < count for kind, count in wanted.items()):
+        if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
             return None
-        groups = [self._queues[kind].popleft() for kind, count in wanted.items() for _ in range(count)]
+        groups = [group for kind, count in wanted.items() for group in self._oldest(kind, count)]
         for group in groups:
             self._drop(group.dropped)
         episodes = tuple(episode for group in groups for episode in group.usable)
@@ -146,7 +150,7 @@ class Intake:
         lent, what there is of it."""
         limits, groups = self.limits, self.limits.groups_per_batch
         own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
-        there = {kind: min(len(self._queues[kind]), own.get(kind, 0)) for kind in limits.lent}
+        there = {kind: min(len(self._ready[kind]), own.get(kind, 0)) for kind in limits.lent}
         dealt = deal(limits.shares(step), self.carry, groups - sum(there.values()))
         return Dealt(dealt.counts | there, dealt.carry)
 
@@ -161,7 +165,7 @@ class Intake:
 
     @property
     def groups_ready(self) -> dict[str, int]:
-        return {kind: len(queue) for kind, queue in self._queues.items()}
+        return {kind: len(groups) for kind, groups in self._ready.items()}
 
     @property
     def groups_incomplete(self) -> int:
@@ -170,7 +174,7 @@ class Intake:
     def _complete(self, members: list[Episode]) -> None:
         """Drop what cannot be trained, queue the rest."""
         kind = members[0].kind
-        if kind not in self._queues:
+        if kind not in self._ready:
             self._drop(_all(members, "kind_not_in_mix"))
             return
         members.sort(key=lambda episode: (episode.slot, episode.episode_id))
@@ -180,9 +184,9 @@ class Intake:
             if reason:
                 dropped[episode.episode_id] = reason
                 self._tell(reason, why)
-        self._queue(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
+        self._make_ready(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
 
-    def _queue(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
+    def _make_ready(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
         train = self.limits.train.of_kind(kind)
         if not usable or (len(usable) < SMALLEST_GROUP and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
@@ -196,7 +200,8 @@ class Intake:
             self._tally = add_tallies([self._tally, tally(usable)])
             self._drop(dropped | _all(usable, EQUAL_REWARDS))
         else:
-            self._queues[kind].append(Group(usable=usable, dropped=dropped))
+            oldest = min(map(oldest_version, usable))
+            self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest))
 
     def _unusable(self, episode: Episode) -> tuple[str, str]:
         """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
@@ -221,15 +226,19 @@ class Intake:
     def _drop_stale(self, version: int) -> None:
         """Drop episodes with a token that is too old for the next step, and what is then left without a baseline."""
         oldest = version - self.limits.max_staleness
-        for kind, queue in self._queues.items():
-            for _ in range(len(queue)):
-                group = queue.popleft()
-                stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
-                if stale:
+        for kind, groups in self._ready.items():
+            self._ready[kind] = [group for group in groups if group.oldest >= oldest]
+            for group in groups:
+                if group.oldest < oldest:
+                    stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
                     fresh = [episode for episode in group.usable if episode not in stale]
-                    self._queue(kind, fresh, group.dropped | _all(stale, "stale"))
-                else:
-                    queue.append(group)
+                    self._make_ready(kind, fresh, group.dropped | _all(stale, "stale"))
+
+    def _oldest(self, kind: str, count: int) -> list[Group]:
+        """Take so many out."""
+        groups = sorted(self._ready[kind], key=lambda group: group.oldest)
+        self._ready[kind] = groups[count:]
+        return groups[:count]
 
     def _drop(self, dropped: Mapping[str, str]) -> None:
         self._waiting.difference_update(dropped)

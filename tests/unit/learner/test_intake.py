@@ -81,6 +81,21 @@ def test_a_batch_holds_whole_groups_in_order_of_completion() -> None:
     assert take(box, 1) is None
 
 
+def test_of_a_kind_the_group_with_the_oldest_token_is_taken_first_so_that_slow_ones_are_not_left_to_go_stale() -> None:
+    box = intake(2, staleness=2)
+    quick, slow, quicker = (make_group(name, version=version) for name, version in (("a", 2), ("b", 1), ("c", 2)))
+    slow[0] = make_episode("b", 0, version=0)
+    feed(box, quick, quicker, slow)  # in the order of completion
+    record = take(box, version=2)
+    assert record is not None
+    assert [e.group_id for e in record.episodes] == ["b/0", "b/0", "a/0", "a/0"]
+    assert record.index.dropped == {}
+    feed(box, make_group("d", version=3))
+    record = take(box, version=3)
+    assert record is not None
+    assert [e.group_id for e in record.episodes] == ["c/0", "c/0", "d/0", "d/0"]
+
+
 def test_a_group_is_not_taken_before_its_last_member_came() -> None:
     box = intake()
     feed(box, make_group("a", (0.0, 1.0, 2.0))[:2])
