@@ -262,8 +262,6 @@ class Train(Settings, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.cpu_offload and self.sharding != "full":
             raise ValueError("cpu_offload: only has an effect with sharding = 'full'")
-        if self.lora is not None and self.sharding == "full":
-            raise ValueError("sharding: 'full' is for training all parameters; leave it out beside lora")
         if self.loss.name == "distill" and self.teacher is None:
             raise ValueError("teacher: loss.name = 'distill' needs one: a model folder or name, or the url of a server")
         if self.loss.name != "distill" and self.teacher is not None:

@@ -164,7 +164,7 @@ def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
     """Whether so many ranks share the model out: each way that the settings leave, the better one first."""
     if ranks == 1:
         return () if train.cpu_offload else (False,)
-    if train.lora or train.sharding == "none":
+    if train.sharding == "none":
         return (False,)
     return (True,) if train.sharding == "full" else (False, True)
 

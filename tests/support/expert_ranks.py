@@ -1,6 +1,6 @@
 """Run on every rank of a sharded mixture of experts: one optimizer step, then what engines get and what is saved.
 
-python expert_ranks.py MODEL FOLDER
+python expert_ranks.py MODEL TRAIN_JSON FOLDER
 """
 
 from __future__ import annotations
@@ -8,24 +8,23 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 
 from support.episodes import make_group
-from swarmq.config import Loss, Train
+from swarmq.config import Train
 from swarmq.engine.packing import made
 from swarmq.engine.transfers import distinct
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
 
-TRAIN = Train(sharding="full", loss=Loss(name="reinforce"), learning_rate=1e-3, warmup_steps=0, token_log=False)
 
-
-def main(model: str, folder: Path) -> None:
-    trainer, episodes = Trainer(model, TRAIN), tuple(make_group("a", (0.0, 1.0)))
+def main(model: str, train: Train, folder: Path) -> None:
+    trainer, episodes = Trainer(model, train), tuple(make_group("a", (0.0, 1.0)))
     assert is_sharded(trainer.model)
-    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=TRAIN))
+    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=train))
     trainer.save_weights(folder)
     if trainer.accelerator.is_main_process:
         pushed = {name: made(tensor).clone() for name, tensor in distinct(trainer.weights_to_push()).items()}
@@ -35,4 +34,4 @@ def main(model: str, folder: Path) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    main(sys.argv[1], Path(sys.argv[2]))
+    main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))

@@ -1,51 +1,90 @@
-"""Run on every rank, each of which has the whole model: steps of adapters that are held to the initial model, which is under
-them, and the same steps with it loaded a second time. Rank 0 saves the weights after them.
+"""Run on every rank: steps of adapters that are held to the initial model, which is under them, and the same steps with it loaded
+a second time. Rank 0 saves the weights and the adapters after them, and a checkpoint; all go on from that.
 
-python lora_ranks.py MODEL TRAIN_JSON TARGET
+python lora_ranks.py MODEL TRAIN_JSON FOLDER
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
-from support.learner_ranks import EPISODES
+from support.learner_ranks import EPISODES, STEPS, batch, forget, weights
+from support.same_gradient import assert_same_way
 from swarmq.config import Train
+from swarmq.learner import checkpoint, fits
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.records import Identity
+from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
 
 
-def main(model: str, train: Train, target: Path) -> None:
-    ours, named = trained(model, train), trained(model, msgspec.structs.replace(train, reference=model))
-    wanted = dict(named.named_tensors())
-    assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.named_tensors())
+def main(model: str, train: Train, folder: Path) -> None:
+    ours = trained(model, train)
+    forget()
+    named = trained(model, msgspec.structs.replace(train, reference=model))
     world, rank = ours.accelerator.num_processes, ours.accelerator.process_index
-    assert isinstance(ours.model, DistributedDataParallel) == (world > 1)
+    is_main, sharded = ours.accelerator.is_main_process, is_sharded(ours.model)
+    assert sharded == (world > 1 and train.sharding == "full")
+    assert isinstance(ours.model, DistributedDataParallel) == (world > 1 and not sharded)
+    if is_main:
+        wanted = weights(named)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in ours.named_tensors())
+    if sharded:
+        forget()
+        with mock.patch.object(fits, "holds_whole", return_value=False):  # layers are gathered anew in every pass
+            apart = trained(model, train)
+        if is_main:
+            before = {
+                name: tensor for name, tensor in load_file(f"{model}/model.safetensors").items() if name in wanted
+            }
+            moved = {name for name, tensor in before.items() if not torch.equal(tensor, wanted[name])}
+            assert_same_way(*({name: each[name] for name in moved} for each in (weights(apart), wanted, before)))
     initial = Frozen(model, ours.accelerator, role="reference", vocab=0)
     for one in work_of(EPISODES, train, ours.engine, rank=rank, world=world).passes:
         asked = Placed.of(one.layout, ours.accelerator.device), torch.from_numpy(one.temperatures)
         reference = ours.frozen.of(train)["reference"].logprobs(*asked)
         assert torch.equal(reference, initial.logprobs(*asked))
-        policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
+        with torch.no_grad():
+            policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
         assert one.idle or not torch.equal(reference, policy), "nothing was learned"
-    if ours.accelerator.is_main_process:
-        torch.save(wanted, target)
+    identity = Identity(run="r", policy="main", model=model)
+    checkpoint.save(folder / "checkpoints", ours, identity, model=model, keep=1)
+    if is_main:
+        torch.save(weights(ours), folder / "made")
+    gone_on(model, train, folder, ours)
     ours.accelerator.wait_for_everyone()
     ours.accelerator.end_training()
 
 
 def trained(model: str, train: Train) -> Trainer:
     trainer = Trainer(model, train)
-    for version in (1, 2, 3):
-        trainer.step(BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=train))
+    for version in range(1, STEPS + 1):
+        trainer.step(batch(version, train))
     return trainer
+
+
+def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
+    """A step from the checkpoint is the step without it, however many ranks wrote it."""
+    ours.step(batch(STEPS + 1, train))
+    found = checkpoint.newest(folder / "checkpoints", Identity(run="r", policy="main", model=model))
+    assert found is not None
+    forget()
+    again = Trainer(str(found.path), train, initial=model)
+    checkpoint.restore(again, found)
+    again.step(batch(STEPS + 1, train))
+    if ours.accelerator.is_main_process:
+        wanted = weights(ours)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in again.named_tensors())
+        torch.save(wanted, folder / "next")
 
 
 if __name__ == "__main__":

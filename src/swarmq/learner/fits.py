@@ -64,7 +64,7 @@ def shard(source: str, train: Train) -> Sharding:
             "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; start two "
             "ranks or more (--num-gpus, accelerate launch --num_processes), or leave train.cpu_offload out"
         )
-    if ranks == 1 or train.sharding == "none" or train.lora:
+    if ranks == 1 or train.sharding == "none":
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
     if train.sharding == "full":
         return Sharding(full=True, reason="train.sharding asks for it")
@@ -124,7 +124,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
     needed = taking(full=full)
     instead = "raise the limit of the container, or take a host with more"
-    if not train.lora and taking(full=True) < needed:
+    if taking(full=True) < needed:
         instead += "; or set train.sharding = 'full', with which one rank loads for all"
     if full and train.cpu_offload:
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"

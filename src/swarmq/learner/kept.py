@@ -147,10 +147,12 @@ class Checkpointing:
             return cast + sum(4 * p.numel() for p in trained)
         apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
         ends = sum(p.numel() for p in parameters) - apart  # which are gathered by now
+        learned = sum(p.numel() for p in parameters if p.requires_grad)
         if self.held:
-            return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * (apart + ends))
+            return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * learned)
         shares = sum(p.to_local().numel() for p in trained if isinstance(p, DTensor) and p.device == hidden.device)
-        return 4 * shares + (hidden.itemsize + 4) * (ends + GATHERED * apart // self._num_layers)
+        together = ends + GATHERED * apart // self._num_layers
+        return 4 * shares + hidden.itemsize * together + 4 * together * learned // (apart + ends)
 
     def _tell(self, kept: int, hidden: Tensor) -> None:
         if kept != self._told:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,12 +99,21 @@ def load_adapter(lm: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def without_adapters(lm: Any) -> Iterator[None]:
-    """`lm` is the model that adapters were put into. They are on again afterwards, and trained as before."""
-    lm.disable_adapters()
+    """`lm` is the model that adapters were put into. They are on again afterwards.
+
+    PEFT's own switch also says what requires a gradient: of the parameters that are there, which where ranks share them out are
+    others from moment to moment."""
+    layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
+    _switch(layers, off=True)
     try:
         yield
     finally:
-        lm.enable_adapters()
+        _switch(layers, off=False)
+
+
+def _switch(layers: Iterable[Any], *, off: bool) -> None:
+    for layer in layers:
+        layer._disable_adapters = off  # noqa: SLF001 - what `disable_adapters` tells
 
 
 def has_lora(lm: Any) -> bool:
@@ -113,13 +122,14 @@ def has_lora(lm: Any) -> bool:
 
 def merged(lm: Any) -> Iterator[tuple[str, Tensor]]:
     """Every weight of the model under its own name, with what its adapter adds."""
-    return ((name, made(tensor)) for name, tensor in deferred(lm))
+    return ((name, made(tensor)) for name, tensor in deferred(lm, lm.state_dict()))
 
 
-def deferred(lm: Any) -> Iterator[tuple[str, Tensor | Deferred]]:
-    """The same; what adapters add is computed when the tensor is asked for."""
+def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | Deferred]]:
+    """The same of these `weights` of the model; what adapters add is computed when the tensor is asked for. Where ranks share out
+    both, they ask for it together."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
-    for name, tensor in lm.state_dict().items():
+    for name, tensor in weights.items():
         if MARK in name:
             continue
         layer, plain = _adapter_of(name, layers), name.replace(WRAPPED, "")
@@ -145,8 +155,13 @@ def _sum(weight: Tensor, layer: Any) -> Tensor:
     return whole
 
 
-def save_adapter(lm: Any, lora: Lora, folder: Path) -> None:
-    """Write the adapters, and how they were made, into a folder beside the merged weights."""
+def adapters(lm: Any) -> dict[str, Tensor]:
+    """By the names that `load_adapter` knows."""
+    return {name: value for name, value in lm.state_dict().items() if MARK in name}
+
+
+def save_adapter(adapters: Mapping[str, Tensor], lora: Lora, folder: Path) -> None:
+    """Write them, and how they were made, into a folder beside the merged weights."""
     (folder / ADAPTER).parent.mkdir(exist_ok=True)
-    adapters = {name: value.contiguous() for name, value in lm.state_dict().items() if MARK in name}
-    save_file(adapters, folder / ADAPTER, metadata={SETTINGS: msgspec.json.encode(lora).decode()})
+    kept = {name: value.contiguous() for name, value in adapters.items()}
+    save_file(kept, folder / ADAPTER, metadata={SETTINGS: msgspec.json.encode(lora).decode()})

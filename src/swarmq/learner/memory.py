@@ -73,7 +73,8 @@ def learner_bytes(
 
 def whole_bytes(shape: Shape, train: Train) -> int:
     """Of a GPU with a share of the parameters, where layers stay gathered: all weights as computed with, gradients in FP32."""
-    return shape.parameters * ((HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES) + WHOLE_BYTES)
+    computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
+    return shape.parameters * (computed_with + (0 if train.lora else WHOLE_BYTES))
 
 
 def state_bytes(
@@ -101,10 +102,11 @@ def host_bytes(
     """Of the memory of a host that has the ranks `here` of all `ranks`, at the most: when models are loaded, or when a
     checkpoint is written. Other arguments as `learner_bytes` has them.
 
-    Rank 0 of those that share a policy out also gathers its weights for engines, and the optimizer's moments for checkpoints.
+    Rank 0 of those that share a policy out also gathers its weights for engines and, for checkpoints, in FP32 and the optimizer's
+    moments, one after the other.
     """
     gathering = full and 0 in here
-    saved = MOMENTS_BYTES * shape.parameters if gathering else 0
+    saved = (WHOLE_BYTES if train.lora else MOMENTS_BYTES) * shape.parameters if gathering else 0
     kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
     if not cuda or (full and train.cpu_offload):
         own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from swarmq.config import Train
+from swarmq.engine.packing import Deferred, NamedTensors, made
 from swarmq.errors import LearnerError
 from swarmq.learner.handing_out import hand_out
 
@@ -35,6 +36,8 @@ PRECISION = {
 }
 """Layers compute in BF16, since their weights are; what goes into the model (temperatures) and comes out of it
 (log-probabilities) stays FP32, and gradients are added up in FP32. accelerate's own choice is BF16 for all of these."""
+
+AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 
 def plugin(train: Train) -> FullyShardedDataParallelPlugin:
@@ -118,7 +121,8 @@ def frozen(model: nn.Module, accelerator: Accelerator) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    """Also while its layers are gathered."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -127,26 +131,30 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def gathered(lm: Any, *, keep: bool) -> dict[str, Tensor]:
-    """Every weight as it is trained, by its Hugging Face name, in host memory where `keep`; empty elsewhere. Every rank calls it."""
+def gathered(named: Mapping[str, Tensor | Deferred], *, keep: bool) -> dict[str, Tensor]:
+    """Sharded tensors whole, in host memory where `keep`; empty elsewhere. Every rank calls it."""
 
-    def bring(_: str, tensor: Tensor) -> Tensor:
-        full = whole(tensor)
+    def bring(_: str, tensor: Tensor | Deferred) -> Tensor:
+        full = whole(made(tensor))
         return full.cpu() if keep else full.new_empty(0)
 
-    weights = _each_once(lm.state_dict(keep_vars=True), bring)
+    weights = _each_once(named, bring)
     return weights if keep else {}
 
 
-def computed_with(model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same of `lm` inside of the sharded `model`, in the type that layers compute in.
+def computed_with(
+    model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Tensor], as_named: AsNamed
+) -> dict[str, Tensor]:
+    """The weights of `lm` inside of the sharded `model`, in the type that layers compute in, in host memory where `keep`; empty
+    elsewhere. Every rank calls it.
 
     A layer's weights come together at once, as they do when it is computed: a tenth of the collectives. `into`: what an
-    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get.
+    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get. `as_named`: from
+    weights that are there to what is wanted of them.
     """
 
-    def bring(name: str, tensor: Tensor) -> Tensor:
-        return _kept(tensor.detach(), into.get(name))
+    def bring(name: str, tensor: Tensor | Deferred) -> Tensor:
+        return _kept(made(tensor).detach(), into.get(name))
 
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
@@ -157,14 +165,16 @@ def computed_with(model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, T
             if keep:
                 named = lm.named_parameters(remove_duplicate=False)
                 ready = {name: each for name, each in named if name in saved and not isinstance(each, DTensor)}
-                weights |= _each_once(ready, bring)
+                weights |= _each_once(dict(as_named(ready)), bring)
             part.reshard()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return {name: weights[name] for name in saved} if keep else {}
+    return {name: weights[name] for name, _ in as_named(saved)} if keep else {}
 
 
-def _each_once(named: Mapping[str, Tensor], bring: Callable[[str, Tensor], Tensor]) -> dict[str, Tensor]:
+def _each_once(
+    named: Mapping[str, Tensor | Deferred], bring: Callable[[str, Tensor | Deferred], Tensor]
+) -> dict[str, Tensor]:
     """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
     places: dict[int, Tensor] = {}
     for name, tensor in named.items():

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
-from swarmq.engine.packing import Deferred, made
+from swarmq.engine.packing import Deferred, NamedTensors, made
 from swarmq.errors import LearnerError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
@@ -163,12 +163,15 @@ class Trainer:
 
     def weights_to_push(self) -> Iterator[tuple[str, Tensor | Deferred]]:
         """The same for engines, as in the model's folder: what adapters add and what is taken apart is made when it is packed."""
-        return as_in_folder(self.lm, lora.deferred(self.lm) if self.train.lora else self.named_tensors())
+        return as_in_folder(self.lm, self._whole.items() if self._whole else self._as_named(self.lm.state_dict()))
 
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
-        weights = gathered(self.lm, keep=is_main) if sharded else {}
+        named: Mapping[str, Tensor | Deferred] = dict(self._as_named(self.lm.state_dict(keep_vars=True)))
+        adapters = lora.adapters(self.lm)
+        if sharded:
+            named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
         if not is_main:
             return
         if not sharded and not self.train.lora:
@@ -176,8 +179,7 @@ class Trainer:
             return
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
-        named = weights.items() if sharded else lora.deferred(self.lm)
-        kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named if name not in left_out))
+        kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
         save_file(
             {name: made(tensor).contiguous() for name, tensor in kept},
             folder / "model.safetensors",
@@ -187,13 +189,17 @@ class Trainer:
         if self.lm.can_generate():
             self.lm.generation_config.save_pretrained(folder)  # which may name more ends of an answer
         if self.train.lora:
-            lora.save_adapter(self.lm, self.train.lora, folder)
+            lora.save_adapter(adapters, self.train.lora, folder)
 
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
             keep = self.accelerator.is_main_process
-            self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole)
+            self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole, as_named=self._as_named)
+
+    def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
+        """Some of the model's, under its own names and with what adapters add."""
+        return lora.deferred(self.lm, weights) if self.train.lora else weights.items()
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
@@ -422,7 +428,7 @@ def _policy_lm(source: str, initial: str, train: Train, *, empty: bool) -> Any:
     lm = load_lm(initial if train.lora else source, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if train.lora:
         lora.add_lora(lm, train.lora)
-        if resumes:
+        if resumes and not empty:
             lora.load_adapter(lm, Path(source))
         if train.gradient_checkpointing:
             lm.enable_input_require_grads()

@@ -95,15 +95,28 @@ def test_ranks_make_the_gradient_and_the_weights_of_one(
 @pytest.mark.timeout(1500)
 def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp_path: Path) -> None:
     """The ranks themselves hold it to the initial model, loaded apart."""
-    train = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
-    made = []
-    for count in (1, 2):
-        launch(
-            count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(train).decode(), str(tmp_path / f"{count}")
-        )
-        made.append(torch.load(tmp_path / f"{count}"))
-    for name, tensor in made[0].items():
-        torch.testing.assert_close(made[1][name], tensor, rtol=0, atol=1e-4, msg=name)
+    plain = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
+    shared = msgspec.structs.replace(plain, sharding="full")
+    ways = {"alone": (1, plain), "two": (2, plain), "two sharded": (2, shared)}
+    for name, (count, train) in ways.items():
+        (folder := tmp_path / name).mkdir()
+        launch(count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(train).decode(), str(folder))
+    alone = tmp_path / "alone"
+    before = dict(Trainer(str(tiny_qwen), plain).named_tensors())
+    for name in ("two", "two sharded"):
+        for when in ("made", "next"):
+            made, wanted = torch.load(tmp_path / name / when), torch.load(alone / when)
+            still = [each for each in wanted if torch.equal(wanted[each], before[each])]
+            assert 0 < len(still) < len(wanted)
+            assert all(torch.equal(made[each], wanted[each]) for each in still), "only adapted weights change"
+            assert_same_way(*({k: v for k, v in each.items() if k not in still} for each in (made, wanted, before)))
+        files = [next((tmp_path / each / "checkpoints").glob("*")) for each in (name, "alone")]
+        for file in ("model.safetensors", "adapter/adapter.safetensors"):
+            ours, theirs = (load_file(each / file) for each in files)
+            assert ours.keys() == theirs.keys()
+            for key, tensor in theirs.items():
+                assert ours[key].shape == tensor.shape
+                torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-5, msg=key)
 
 
 def assert_same(made: dict[str, Any], alone: dict[str, Any]) -> None:
@@ -128,16 +141,24 @@ def one_goes_on(model: Path, train: Train, folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_that_share_experts_out_push_and_save_them_as_the_folder_has_them(tmp_path: Path) -> None:
-    model = tiny_experts("qwen3_moe")
-    launch(2, expert_ranks.__file__, str(model), str(tmp_path))
+@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0)], ids=["all parameters", "adapters"])
+def test_ranks_that_share_experts_out_push_and_save_them_as_the_folder_has_them(
+    tmp_path: Path, lora: Lora | None
+) -> None:
+    model, train = tiny_experts("qwen3_moe"), msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), lora=lora)
+    shared = msgspec.structs.replace(train, sharding="full", learning_rate=1e-3)
+    launch(2, expert_ranks.__file__, str(model), msgspec.json.encode(shared).decode(), str(tmp_path))
     pushed, saved, first = (
         load_file(file)
         for file in (tmp_path / "pushed.safetensors", tmp_path / "model.safetensors", model / "model.safetensors")
     )
     assert {name: tensor.shape for name, tensor in pushed.items()} == {n: t.shape for n, t in first.items()}
     assert saved.keys() == first.keys()
-    assert all(torch.equal(pushed[name], tensor) for name, tensor in saved.items())
+    for (
+        name,
+        tensor,
+    ) in saved.items():  # what adapters add is added up over the ranks for the one, and on one of them for the other
+        torch.testing.assert_close(pushed[name], tensor, rtol=0, atol=1e-6 if lora else 0)
     assert not torch.equal(pushed[EXPERT], first[EXPERT]), "nothing was learned"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert torch.equal(loaded["model.layers.1.mlp.experts.down_proj"][3], saved[EXPERT])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -103,6 +104,26 @@ def test_a_models_size_is_known_without_its_weights(tiny_qwen: Path) -> None:
     shape = shape_of(str(tiny_qwen))
     assert (shape.hidden, shape.layers) == (32, 2)
     assert shape.parameters > 10_000
+
+
+def test_adapters_are_trained_in_a_model_that_ranks_share_out_where_no_gpu_holds_it(
+    monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
+) -> None:
+    adapters, source = msgspec.structs.replace(TRAIN, lora=Lora()), str(tiny_qwen)
+    whole = learner_bytes(shape_of(source), adapters, ranks=2, full=False)
+    assert learner_bytes(shape_of(source), adapters, ranks=2) < whole
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    for total, full in ((2 * whole, False), (whole, True)):
+        monkeypatch.setattr(
+            "torch.cuda.get_device_properties", lambda _, total=total: SimpleNamespace(total_memory=total)
+        )
+        assert shard(source, adapters).full is full
+    assert not shard(source, msgspec.structs.replace(adapters, sharding="none")).full
+    share = learner_bytes(shape_of(source), adapters, ranks=2)
+    room = share + 2 * shape_of(source).parameters  # all weights in BF16; what is not trained has no gradient
+    for free, holds in ((room, True), (room - 1, False)):
+        assert holds_whole(source, adapters, ranks=2, gpu=Gpu(total=GIB, free=free)) is holds
 
 
 @pytest.mark.parametrize(

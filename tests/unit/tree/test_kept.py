@@ -145,16 +145,16 @@ def test_attention_of_a_layer_has_its_share_of_what_is_free_beside_all_that_cann
 class Share:
     """A parameter of `size` numbers, of which this rank of four has a part."""
 
-    requires_grad, grad, device = True, None, torch.device("cpu")
+    grad, device = None, torch.device("cpu")
 
-    def __init__(self, size):
-        self.size = size
+    def __init__(self, size, *, requires_grad=True):
+        self.size, self.requires_grad = size, requires_grad
 
     def numel(self):
         return self.size
 
     def to_local(self):
-        return Share(self.size // 4)
+        return Share(self.size // 4, requires_grad=self.requires_grad)
 
 
 HIDDEN = torch.zeros(1, 2, 4, dtype=torch.bfloat16)
@@ -162,18 +162,21 @@ ENDS, LAYER = 100, 1000
 WEIGHT, GRADIENT = 2, 4
 
 
-def later(monkeypatch, *, held, passes):
-    """What is counted before each of `passes`, of which only those that learn leave a gradient."""
+def later(monkeypatch, *, held, passes, trained=None):
+    """What is counted before each of `passes`, of which only those that learn leave a gradient. `trained`: where it is not all,
+    so many numbers of each layer."""
     monkeypatch.setattr(keeping, "DTensor", Share)
-    layers = [Share(LAYER) for _ in range(LAYERS)]
-    checkpointing = Checkpointing(LAYERS, lambda: [torch.zeros(ENDS, requires_grad=True), *layers])
+    sizes = {LAYER: True} if trained is None else {trained: True, LAYER - trained: False}
+    layers = [Share(size, requires_grad=learns) for _ in range(LAYERS) for size, learns in sizes.items()]
+    ends = torch.zeros(ENDS, requires_grad=trained is None)
+    checkpointing = Checkpointing(LAYERS, lambda: [ends, *layers])
     checkpointing.held = held
     for learns in passes:
         with torch.set_grad_enabled(learns):
             checkpointing._begin()
             yield checkpointing._later(HIDDEN)
         if held:
-            layers[:] = [torch.zeros(LAYER) for _ in layers]
+            layers[:] = [torch.zeros(each.numel(), requires_grad=each.requires_grad) for each in layers]
 
 
 def test_what_stays_gathered_from_pass_to_pass_is_counted_before_it_is_there_and_no_more(monkeypatch):
@@ -185,3 +188,13 @@ def test_what_stays_gathered_from_pass_to_pass_is_counted_before_it_is_there_and
 def test_layers_that_are_gathered_for_their_turn_alone_are_not_counted_whole(monkeypatch):
     counted = GRADIENT * LAYERS * LAYER // 4 + (WEIGHT + GRADIENT) * (ENDS + 2 * LAYER)
     assert list(later(monkeypatch, held=False, passes=[True, True])) == [counted, counted]
+
+
+def test_what_is_not_trained_has_no_gradient_to_count(monkeypatch):
+    weights, gradient = WEIGHT * LAYERS * LAYER, GRADIENT * LAYERS * 40
+    assert list(later(monkeypatch, held=True, passes=[True, True], trained=40)) == [weights + gradient, 0]
+    together = ENDS + 2 * LAYER
+    shares = (
+        GRADIENT * LAYERS * 40 // 4 + WEIGHT * together + GRADIENT * together * LAYERS * 40 // (LAYERS * LAYER + ENDS)
+    )
+    assert list(later(monkeypatch, held=False, passes=[True], trained=40)) == [shares]
