@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +25,51 @@ class Deferred(NamedTuple):
         return self.dtype.is_floating_point
 
 
-NamedTensors = Iterable[tuple[str, torch.Tensor | Deferred]]
-Tensors = dict[str, torch.Tensor | Deferred]
+class Adapter(NamedTuple):
+    """What is added to a matrix [out, in]: scale * up @ down."""
+
+    down: torch.Tensor
+    """[r, in] float32"""
+    up: torch.Tensor
+    """[out, r] float32"""
+    scale: float
+
+    def added_to(self, base: torch.Tensor) -> torch.Tensor:
+        """`base` [out, in] float32. Learner and engine both add here, and so come to the same bits."""
+        with torch.no_grad():
+            return base + (self.up @ self.down) * self.scale
+
+
+class FromFolder(NamedTuple):
+    """A weight that the model's folder has, with or without an adapter: who has the folder can make it from there."""
+
+    base: torch.Tensor | Deferred
+    """What the folder has."""
+    adapter: Adapter | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    def is_floating_point(self) -> bool:
+        return self.base.is_floating_point()
+
+    def make(self) -> torch.Tensor:
+        base = made(self.base)
+        return self.adapter.added_to(base) if self.adapter else base
+
+
+Weight = torch.Tensor | Deferred | FromFolder
+NamedTensors = Iterable[tuple[str, Weight]]
+Tensors = Mapping[str, Weight]
 
 Entry = tuple[str, str, tuple[int, ...]]
 """Name, dtype without `torch.`, shape."""
@@ -69,8 +112,8 @@ def checksum(buffer: torch.Tensor) -> int:
     return int(buffer.view(torch.int64).sum())
 
 
-def made(tensor: torch.Tensor | Deferred) -> torch.Tensor:
-    return tensor.make() if isinstance(tensor, Deferred) else tensor
+def made(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.make()
 
 
 def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

@@ -19,8 +19,9 @@ import msgspec
 import structlog
 
 from swarmq.engine.control import EngineControl, Parcel, Phase, Timeouts
-from swarmq.engine.packing import NamedTensors, Tensors
+from swarmq.engine.packing import FromFolder, NamedTensors, Tensors
 from swarmq.engine.transfers import (
+    AdaptersTransfer,
     FileTransfer,
     IpcTransfer,
     NcclTransfer,
@@ -62,7 +63,7 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     pauses: dict[str, float] = {}
     """`engine_N`, the N-th of the policy's engines at that moment, from 0 -> its own."""
     ways: dict[str, str] = {}
-    """Engine url -> `ipc`, `nccl` or `file`."""
+    """Engine url -> `ipc`, `nccl`, `adapters` or `file`."""
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> why it does not serve this version. `ensure` brings them up to date when they are back."""
@@ -89,6 +90,7 @@ class WeightPusher:
         self._transfers = transfers or {
             "ipc": IpcTransfer(staging),
             "nccl": NcclTransfer(staging),
+            "adapters": AdaptersTransfer(engine_urls, folder),
             "file": FileTransfer(engine_urls, folder),
         }
         self._timeouts = timeouts or Timeouts()
@@ -178,7 +180,7 @@ class WeightPusher:
     async def _until_taken(self, urls: Sequence[str], shipment: Shipment, patience_s: float) -> Outcome:
         deadline = time.monotonic() + patience_s
         while True:
-            routes = await _each(urls, self._route)
+            routes = await _each(urls, lambda url: self._route(url, adapted=shipment.adapted))
             for route in routes.values():
                 if isinstance(route, Route):
                     shipment.publish(route)  # of every way before the first pause begins
@@ -194,13 +196,13 @@ class WeightPusher:
     async def _update_all(self, routes: Mapping[str, Route | EngineError], shipment: Shipment) -> Outcome:
         return await _each(list(routes), lambda url: self._update(url, routes[url], shipment))
 
-    async def _route(self, url: str) -> Route | EngineError:
+    async def _route(self, url: str, *, adapted: bool) -> Route | EngineError:
         """How the engine is reached at this moment: it may have been started again since the last push."""
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 if (await engine.status()).condemned:
                     return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
-                route = route_to(url, await engine.facts(), gpu_uuid())
+                route = route_to(url, await engine.facts(), gpu_uuid(), adapted=adapted)
                 route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
         except EngineError as error:
             return error
@@ -281,6 +283,7 @@ class Shipment:
         self.version = version
         self.seconds = 0.0
         """Spent on making ready."""
+        self.adapted = any(isinstance(tensor, FromFolder) and tensor.adapter for tensor in tensors.values())
         self._transfers, self._tensors = transfers, tensors
         self._parcels: dict[tuple[str, str | None], Parcel | EngineError] = {}
 

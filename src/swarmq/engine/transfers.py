@@ -1,8 +1,10 @@
 """How tensors reach engines, and which way suits which engine.
 
-same GPU          ipc   one buffer of the learner's that the engine opens: no copy leaves the card
-other GPUs here   nccl  the same buffer, broadcast to all workers of the engine
-anything else     file  in shared memory on this host, else on a disk that all see; also what is left when a way fails
+same GPU          ipc       one buffer of the learner's that the engine opens: no copy leaves the card
+other GPUs here   nccl      the same buffer, broadcast to all workers of the engine
+anything else     adapters  a file with what adapters learned; the engine has the rest of the model in the folder that it serves
+                  file      all weights, where there are no adapters or the engine serves another folder; both in shared memory on
+                            this host, else on a disk that all see; also what is left when a way fails
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ import msgspec
 import torch
 from safetensors.torch import save_file
 
-from swarmq.engine import weights_ipc, weights_nccl
+from swarmq.engine import adapters, weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import Deferred, NamedTensors, Packed, Tensors, checksum, made
+from swarmq.engine.packing import FromFolder, NamedTensors, Packed, Tensors, Weight, checksum, made
 from swarmq.errors import EngineError
 from swarmq.process import free_port
 
@@ -63,13 +65,13 @@ class Transfer(Protocol):
         """Every engine has been asked: free what `publish` holds."""
 
 
-def route_to(url: str, facts: Sequence[Facts], own_gpu: str) -> Route:
-    """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none."""
+def route_to(url: str, facts: Sequence[Facts], own_gpu: str, *, adapted: bool = False) -> Route:
+    """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none; `adapted`: adapters are trained."""
     dtypes = {worker.dtype for worker in facts}
     gpus = [worker.gpu for worker in facts]
     ways, reason = _ways(url, gpus, own_gpu)
     return Route(
-        ways=(*ways, "file"),
+        ways=(*ways, "adapters", "file") if adapted else (*ways, "file"),
         reason=reason,
         dtype=dtypes.pop() if len(dtypes) == 1 else None,
         workers=tuple(worker.pid for worker in facts),
@@ -95,16 +97,16 @@ def _ways(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...],
 
 def distinct(named_tensors: NamedTensors) -> Tensors:
     """By name; of several names for one tensor (a tied head) the first."""
-    tensors: Tensors = {}
+    tensors: dict[str, Weight] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-    for name, tensor in named_tensors:
-        if isinstance(tensor, Deferred):
-            tensors[name] = tensor
-            continue
-        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
-        if place not in seen:
+    for name, weight in named_tensors:
+        tensor = weight.base if isinstance(weight, FromFolder) and weight.adapter is None else weight
+        if isinstance(tensor, torch.Tensor):
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if place in seen:
+                continue
             seen.add(place)
-            tensors[name] = tensor.detach()
+        tensors[name] = weight.detach() if isinstance(weight, torch.Tensor) else weight
     return tensors
 
 
@@ -127,16 +129,18 @@ class FileTransfer:
             name: made(tensor).to("cpu", wanted if tensor.is_floating_point() else None).contiguous()
             for name, tensor in tensors.items()
         }
-        size_bytes = sum(tensor.nbytes for tensor in placed.values())
-        folder = _scratch_folder(self._roomy(size_bytes))
-        self._scratch.append(folder)
-        path = folder / f"{version}.safetensors"
-        save_file(placed, path)
-        return Parcel(update_info={"path": str(path)}, size_bytes=size_bytes)
+        return Parcel(update_info={"path": str(self._written(placed, version))}, size_bytes=_size_bytes(placed))
 
     def withdraw(self) -> None:
         while self._scratch:
             shutil.rmtree(self._scratch.pop(), ignore_errors=True)
+
+    def _written(self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None) -> Path:
+        folder = _scratch_folder(self._roomy(_size_bytes(placed)))
+        self._scratch.append(folder)
+        path = folder / f"{version}.safetensors"
+        save_file(placed, path, metadata)
+        return path
 
     def _roomy(self, size_bytes: int) -> Path:
         for parent in (self._parent, self._fallback):
@@ -147,6 +151,26 @@ class FileTransfer:
         raise EngineError(
             f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free some"
         )
+
+
+class AdaptersTransfer(FileTransfer):
+    """The same, of adapters alone. An engine that serves another folder refuses them before it is touched."""
+
+    def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
+        super().__init__(engine_urls, folder)
+        self._base = adapters.Checksums()
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        parts, metadata = adapters.apart(tensors, dtype, self._base)
+        path = self._written(parts, version, metadata)
+        read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        return Parcel(
+            update_info={"adapters": str(path)}, size_bytes=read
+        )  # what the engine reads of its folder is as large
+
+
+def _size_bytes(placed: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in placed.values())
 
 
 class Staging:

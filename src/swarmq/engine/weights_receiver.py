@@ -1,6 +1,7 @@
-"""Runs inside vLLM: loads what the learner sends into the model being served. Three ways, one at a time:
+"""Runs inside vLLM: loads what the learner sends into the model being served. Four ways, one at a time:
 
     {"path": ...}                  a safetensors file, in shared memory or on a disk that both see
+    {"adapters": ...}              the same of adapters alone, for the weights in the folder that is served
     {"handle": ..., "tensors": ..., "checksum": ...}   memory of the learner on this very GPU (CUDA IPC)
     {"tensors": ..., "checksum": ...}   a broadcast of the learner's GPU (NCCL), after a rendezvous
 
@@ -12,13 +13,13 @@ behind in the engine, except a communicator that the next rendezvous replaces.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -27,15 +28,13 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from swarmq.engine import weights_ipc, weights_nccl, weights_reload
-from swarmq.engine.packing import Packed, checksum
+from swarmq.engine import adapters, weights_ipc, weights_nccl, weights_reload
+from swarmq.engine.packing import Packed, Tensors, checksum, made
+from swarmq.engine.served_folder import ServedFolder, Shape
 from swarmq.engine.weights_plugin import UNTOUCHED
 
-INDEX = "model.safetensors.index.json"
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
-
-Shape = tuple[int, ...]
 
 
 @dataclass
@@ -52,6 +51,8 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where the weights are, in checkpoint format: Hugging Face's names and shapes, the whole model."""
 
     path: str | None = None
+    adapters: str | None = None
+    """As `path`."""
     handle: list[Any] | None = None
     tensors: list[Any] | None = None
     """Of `Packed`."""
@@ -65,6 +66,7 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
     init_info_cls = Rendezvous
     update_info_cls = Update
     _expected: dict[str, Shape] | None = None
+    _served: ServedFolder | None = None
     _group: weights_nccl.Group | None = None
 
     def init_transfer_engine(self, init_info: Rendezvous) -> None:
@@ -97,9 +99,10 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
         """Read all, check all, load all. Raises ValueError before the model is touched; RuntimeError when vLLM does not load all of
         it, which only shows afterwards."""
         with self._arrived(update_info) as tensors:
-            self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, update_info.path or "push")
+            source = update_info.path or update_info.adapters or "push"
+            self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
             weights_reload.make_ready(self.model, self.device)
-            named = list(self._with_head(tensors))
+            named = self._with_head(tensors, own=weights_reload.has_own_head(self.model))
             initialize_layerwise_reload(self.model)
             self.model.load_weights(named)
             left_out = weights_reload.left_out(self.model) if self.model_config.quantization is None else []
@@ -113,9 +116,13 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
                 torch.accelerator.synchronize()  # the learner's memory may be read no longer
 
     @contextlib.contextmanager
-    def _arrived(self, update: Update) -> Iterator[dict[str, torch.Tensor]]:
+    def _arrived(self, update: Update) -> Iterator[Tensors]:
         if update.path is not None:
             yield self._read(update.path)
+            return
+        if update.adapters is not None:
+            with adapters.together(update.adapters, self._folder(), self.device) as merged:
+                yield merged
             return
         packed = Packed(update.tensors or ())
         try:
@@ -132,7 +139,21 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
             raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
         yield packed.views(buffer)
 
-    def _read(self, path: str) -> dict[str, torch.Tensor]:
+    def _folder(self) -> ServedFolder:
+        """What vLLM itself has loaded from, also where that was named as on the hub."""
+        if self._served is None:
+            name = self.model_config.model
+            try:
+                self._served = ServedFolder(Path(name) if Path(name).is_dir() else self._snapshot(name))
+            except Exception as error:
+                raise ValueError(f"the weights of {name} are not to be found here, {UNTOUCHED}: {error}") from error
+        return self._served
+
+    def _snapshot(self, name: str) -> Path:
+        cache, revision = self.vllm_config.load_config.download_dir, self.model_config.revision
+        return Path(snapshot_download(name, cache_dir=cache, revision=revision, local_files_only=True))
+
+    def _read(self, path: str) -> Tensors:
         try:
             with safe_open(path, framework="pt", device=str(self.device)) as file:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
@@ -142,7 +163,7 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
     def _check(self, shapes: dict[str, Shape], source: str) -> None:
         """Compare with the checkpoint being served, where that is a folder here (a hub name is not looked up)."""
         if self._expected is None:
-            self._expected = _checkpoint_shapes(Path(self.model_config.model))
+            self._expected = ServedFolder(Path(self.model_config.model)).shapes()
             if self._tied:
                 self._expected.pop(HEAD, None)
         missing = sorted(self._expected.keys() - shapes.keys())
@@ -155,20 +176,8 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
     def _tied(self) -> bool:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
-    def _with_head(self, tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
         """Without the head where it is the embedding: several models of vLLM (Gemma 2, BLOOM) fail at it by its name."""
-        own = weights_reload.has_own_head(self.model)
-        yield from ((name, tensor) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
+        yield from ((name, made(tensor)) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
         if HEAD not in tensors and self._tied and own:
-            yield from ((HEAD, tensor) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
-
-
-def _checkpoint_shapes(folder: Path) -> dict[str, Shape]:
-    """Of what vLLM has loaded from there: where there is an index, the files in it, and not others that lie beside them."""
-    shapes: dict[str, Shape] = {}
-    index = folder / INDEX
-    named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
-    for path in [folder / name for name in named] or folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+            yield from ((HEAD, made(tensor)) for name, tensor in tensors.items() if name.endswith(EMBEDDING))

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from swarmq.engine.packing import Deferred, NamedTensors, made
+from swarmq.engine.packing import Deferred, FromFolder, NamedTensors, Weight, made
 
-Sources = dict[str, Tensor | Deferred]
+Sources = dict[str, Weight]
 
 
-def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Tensor | Deferred]]:
+def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
     """`named`, by the names of `lm`, as the folder that it was loaded from has them. What has to be taken apart or put together is
     made when it is asked for; all else is passed on as it is."""
     together: dict[tuple[str, ...], Sources] = {}
@@ -30,15 +30,20 @@ def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Tensor | D
         yield from _parts(lm, sources)
 
 
-def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Tensor | Deferred]]:
+def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     outlines = {name: _outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
-    apart = Apart(lm, sources)
+    apart, unchanged = Apart(lm, sources), all(_is_unchanged(tensor) for tensor in sources.values())
     for name, part in _reverted(lm, outlines).items():
         if id(part) in known:
             yield name, known[id(part)]
         else:
-            yield name, Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
+            one = Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
+            yield name, FromFolder(one) if unchanged else one
+
+
+def _is_unchanged(tensor: Weight) -> bool:
+    return isinstance(tensor, FromFolder) and tensor.adapter is None
 
 
 class Apart:
@@ -59,5 +64,5 @@ def _reverted(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return parts
 
 
-def _outline(tensor: Tensor | Deferred) -> Tensor:
+def _outline(tensor: Weight) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

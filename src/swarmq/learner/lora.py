@@ -1,7 +1,8 @@
 """LoRA: low-rank adapters (PEFT) are trained, the model they sit in is not.
 
 Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them as it
-serves full weights, by any way of pushing, and a checkpoint loads without PEFT. The adapters alone lie beside it.
+serves full weights, and a checkpoint loads without PEFT. The adapters alone lie beside it, and are what travels to engines that
+merge for themselves (engine/adapters.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from typing import Any
 import msgspec
 import torch
 from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Linear, LoraLayer
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmq.config import Lora
-from swarmq.engine.packing import Deferred, made
+from swarmq.engine.packing import Adapter, Deferred, FromFolder, Weight, made
 from swarmq.errors import LearnerError
 from swarmq.learner.folders import as_in_folder
 
@@ -125,21 +126,30 @@ def merged(lm: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, made(tensor)) for name, tensor in deferred(lm, lm.state_dict()))
 
 
-def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor | Deferred]]:
-    """The same of these `weights` of the model; what adapters add is computed when the tensor is asked for. Where ranks share out
-    both, they ask for it together."""
+def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
+    """The same of these `weights` of the model; what adapters add is computed when the tensor is asked for, and what it is added to
+    is told apart from it. Where ranks share out both, they ask for it together."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
+    frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():
         if MARK in name:
             continue
-        layer, plain = _adapter_of(name, layers), name.replace(WRAPPED, "")
-        if layer is None:
-            yield plain, tensor.detach()
+        layer, plain = _layer_of(name, layers), name.replace(WRAPPED, "")
+        if layer is not None:
+            yield plain, _adapted(tensor, layer)
         else:
-            yield plain, Deferred(tensor.shape, tensor.dtype, tensor.device, partial(_sum, tensor, layer))
+            yield plain, FromFolder(tensor) if name in frozen else tensor.detach()
 
 
-def _adapter_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
+def _adapted(weight: Tensor, layer: Any) -> Weight:
+    """Only what a plain linear layer's adapter adds is two matrices and a factor: not what stacked experts' do, or a turned layer's."""
+    if type(layer) is not Linear or layer.fan_in_fan_out:
+        return Deferred(weight.shape, weight.dtype, weight.device, partial(_sum, weight, layer))
+    down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
+    return FromFolder(weight, Adapter(down, up, float(layer.scaling[NAME])))
+
+
+def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
     """Stacked experts have several tensors in a module, and an adapter around it for each, one in the other."""
     owner, _, leaf = name.rpartition(".")
     while owner.endswith(WRAPPED):

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from swarmq.config import Train
-from swarmq.engine.packing import Deferred, NamedTensors, made
+from swarmq.engine.packing import NamedTensors, Weight, made
 from swarmq.errors import LearnerError
 from swarmq.learner.handing_out import hand_out
 
@@ -131,10 +131,10 @@ def whole(tensor: Tensor) -> Tensor:
     return full.detach()
 
 
-def gathered(named: Mapping[str, Tensor | Deferred], *, keep: bool) -> dict[str, Tensor]:
+def gathered(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
     """Sharded tensors whole, in host memory where `keep`; empty elsewhere. Every rank calls it."""
 
-    def bring(_: str, tensor: Tensor | Deferred) -> Tensor:
+    def bring(_: str, tensor: Weight) -> Tensor:
         full = whole(made(tensor))
         return full.cpu() if keep else full.new_empty(0)
 
@@ -153,7 +153,7 @@ def computed_with(
     weights that are there to what is wanted of them.
     """
 
-    def bring(name: str, tensor: Tensor | Deferred) -> Tensor:
+    def bring(name: str, tensor: Weight) -> Tensor:
         return _kept(made(tensor).detach(), into.get(name))
 
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
@@ -172,9 +172,7 @@ def computed_with(
     return {name: weights[name] for name, _ in as_named(saved)} if keep else {}
 
 
-def _each_once(
-    named: Mapping[str, Tensor | Deferred], bring: Callable[[str, Tensor | Deferred], Tensor]
-) -> dict[str, Tensor]:
+def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Tensor]) -> dict[str, Tensor]:
     """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
     places: dict[int, Tensor] = {}
     for name, tensor in named.items():

@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
-from swarmq.engine.packing import Deferred, NamedTensors, made
+from swarmq.engine.packing import NamedTensors, Weight, made
 from swarmq.errors import LearnerError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
@@ -161,14 +161,15 @@ class Trainer:
             return lora.merged(self.lm)
         return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
 
-    def weights_to_push(self) -> Iterator[tuple[str, Tensor | Deferred]]:
-        """The same for engines, as in the model's folder: what adapters add and what is taken apart is made when it is packed."""
+    def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
+        """The same for engines, as in the model's folder: what is taken apart is made when it is packed, and so is what adapters add,
+        where it is not they who travel."""
         return as_in_folder(self.lm, self._whole.items() if self._whole else self._as_named(self.lm.state_dict()))
 
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
-        named: Mapping[str, Tensor | Deferred] = dict(self._as_named(self.lm.state_dict(keep_vars=True)))
+        named: Mapping[str, Weight] = dict(self._as_named(self.lm.state_dict(keep_vars=True)))
         adapters = lora.adapters(self.lm)
         if sharded:
             named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
-from swarmq.engine.packing import Packed
+from swarmq.engine.packing import Adapter, Packed
 from swarmq.engine.transfers import distinct
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint, lora
@@ -71,14 +71,14 @@ def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch:
     wanted = distinct(trainer.named_tensors())
     made: list[weakref.ref[torch.Tensor]] = []
 
-    def counted(weight: torch.Tensor, layer: object) -> torch.Tensor:
+    def counted(adapter: Adapter, base: torch.Tensor) -> torch.Tensor:
         assert [each for each in made if each() is not None] == [], "one merged tensor at a time"
-        whole = summed(weight, layer)
+        whole = added_to(adapter, base)
         made.append(weakref.ref(whole))
         return whole
 
-    summed = lora._sum
-    monkeypatch.setattr(lora, "_sum", counted)
+    added_to = Adapter.added_to
+    monkeypatch.setattr(Adapter, "added_to", counted)
     tensors = distinct(trainer.weights_to_push())
     assert made == []
     plan = Packed.of(tensors, torch.float32)
