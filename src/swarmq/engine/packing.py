@@ -37,7 +37,7 @@ class Adapter(NamedTuple):
     def added_to(self, base: torch.Tensor) -> torch.Tensor:
         """`base` [out, in] float32. Learner and engine both add here, and so come to the same bits."""
         with torch.no_grad():
-            return base + (self.up @ self.down) * self.scale
+            return torch.addmm(base, self.up, self.down, alpha=self.scale)
 
 
 class FromFolder(NamedTuple):

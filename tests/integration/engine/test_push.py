@@ -13,11 +13,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.engine import running_engine
+from support.tiny_model import tiny_model as make_tiny_model
 from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
 from swarmq.engine.control import EngineControl, Parcel, Status
 from swarmq.engine.push import WeightPusher
-from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY
+from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, distinct
 from swarmq.errors import EngineError
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
@@ -41,23 +42,80 @@ async def test_the_engine_samples_from_the_pushed_weights(vllm, network, push):
     assert choice["weight_versions"] == [{"version": "1", "start": 0, "end": 32}]
 
 
-async def test_what_adapters_learned_is_what_the_engine_samples_from(vllm, network, pusher, tiny_model):
+def adapted(model: Path) -> Trainer:
     train = Train(lora=Lora(rank=4, alpha=8.0), gradient_checkpointing=False, token_log=False)
-    trainer = Trainer(str(tiny_model), train)
+    trainer = Trainer(str(model), train)
+    learn(trainer)
+    return trainer
+
+
+def learn(trainer: Trainer) -> None:
+    """Other adapters than before."""
     with torch.no_grad():
         for name, parameter in trainer.lm.named_parameters():
             if ".lora_B" in name:  # zero when training begins
                 parameter.normal_(std=0.05)
-    await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 1)
-    choice = await vllm.generate(PROMPT, 16)
-    plain, adapted = logprobs_of(network, PROMPT, choice["token_ids"]), logprobs_in(choice)
+
+
+async def test_what_adapters_learned_is_what_the_engine_samples_from_after_every_push(
+    vllm, network, pusher, tiny_model
+):
+    trainer = adapted(tiny_model)
+    for version in (1, 2):
+        report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), version)
+        assert report.ways == {vllm.url: "adapters"}
+        choice = await vllm.generate(PROMPT, 16)
+        assert choice["weight_versions"] == [{"version": str(version), "start": 0, "end": 16}]
+        before, sampled = logprobs_of(network, PROMPT, choice["token_ids"]), logprobs_in(choice)
+        network.load_state_dict(dict(trainer.named_tensors()))
+        assert sampled == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+        assert max(abs(a - b) for a, b in zip(sampled, before, strict=True)) > 0.1, "as good as what was served before"
+        layout = lay_rows([(0, unfold([standalone(PROMPT, choice["token_ids"], sampled)])[0])])
+        with torch.no_grad():
+            learner = trainer.model(Placed.of(layout, torch.device("cpu"))).logprobs
+        assert sampled == pytest.approx(learner.tolist(), abs=TOLERANCE)
+        learn(trainer)
+
+
+@pytest.fixture
+def parcel_of(engine_url, tmp_path):
+    """`parcel_of(trainer)`: its adapters, ready to be fetched."""
+    transfer = AdaptersTransfer([engine_url], tmp_path)
+    yield lambda trainer: transfer.publish(distinct(trainer.weights_to_push()), 5, "float32")
+    transfer.withdraw()
+
+
+async def test_an_engine_that_serves_another_model_merges_nothing_and_gets_all_weights(
+    vllm, network, push, pusher, parcel_of
+):
+    await push(network, 4)
+    trainer = adapted(make_tiny_model(seed=1))
+    await _is_refused(vllm, network, parcel_of(trainer), "is not what the adapters were trained in: .* 29 are others")
+    report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), 6)
+    assert report.ways == {vllm.url: "file"}
     network.load_state_dict(dict(trainer.named_tensors()))
-    assert adapted == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
-    assert max(abs(a - b) for a, b in zip(adapted, plain, strict=True)) > 0.1, "the adapters change nothing"
-    layout = lay_rows([(0, unfold([standalone(PROMPT, choice["token_ids"], adapted)])[0])])
-    with torch.no_grad():
-        learner = trainer.model(Placed.of(layout, torch.device("cpu"))).logprobs
-    assert adapted == pytest.approx(learner.tolist(), abs=TOLERANCE)
+    choice = await vllm.generate(PROMPT, 8)
+    assert choice["weight_versions"] == [{"version": "6", "start": 0, "end": 8}]
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+
+
+async def test_a_torn_file_of_adapters_is_refused_and_the_engine_goes_on_with_the_old(
+    vllm, network, push, tiny_model, parcel_of
+):
+    await push(network, 4)
+    parcel = parcel_of(adapted(tiny_model))
+    _cut(Path(parcel.update_info["adapters"]))
+    await _is_refused(vllm, network, parcel, "cannot be merged")
+
+
+async def _is_refused(vllm, network, parcel: Parcel, reason: str) -> None:
+    """`network`, pushed as version 4, is what is served on."""
+    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
+        with pytest.raises(EngineError, match=f"(?=.*the model was not touched).*{reason}"):
+            await engine.update(parcel, 5)
+        assert await engine.status() == Status(label="4", paused=False)
+    choice = await vllm.generate(PROMPT, 8)
+    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
 
 
 @pytest.mark.slow
@@ -141,16 +199,10 @@ async def test_the_model_on_disk_has_no_version_until_one_is_pushed(engine_url, 
 
 
 @pytest.mark.parametrize("damage", ["missing file", "cut file", "missing tensor", "other shape"])
-async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(
-    vllm, network, push, damage, tmp_path: Path, tiny_model: Path
-):
+async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(vllm, network, push, damage, tmp_path: Path):
     await push(network, 4)
-    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
-        with pytest.raises(EngineError, match="the model was not touched"):
-            await engine.update(Parcel(update_info={"path": str(_damaged(damage, network, tmp_path))}), 5)
-        assert await engine.status() == Status(label="4", paused=False)
-    choice = await vllm.generate(PROMPT, 8)
-    assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
+    parcel = Parcel(update_info={"path": str(_damaged(damage, network, tmp_path))})
+    await _is_refused(vllm, network, parcel, "")
 
 
 def _damaged(damage: str, network, folder: Path) -> Path:
@@ -168,8 +220,12 @@ def _damaged(damage: str, network, folder: Path) -> Path:
             tensors[norm] = tensors[norm][:-1].clone()
     save_file(tensors, path)
     if damage == "cut file":
-        path.write_bytes(path.read_bytes()[:-100])
+        _cut(path)
     return path
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
 
 
 STEPS = [

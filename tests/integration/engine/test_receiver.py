@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from swarmq.engine import weights_nccl
 from swarmq.engine.packing import Packed, checksum
+from swarmq.engine.served_folder import ServedFolder
 from swarmq.engine.weights_plugin import UNTOUCHED
 from swarmq.errors import EngineError
 from swarmq.process import free_port
@@ -60,7 +61,34 @@ def test_what_lies_beside_the_files_of_an_index_is_not_of_the_model(tmp_path: Pa
     save_file({"a": torch.ones(2, 3)}, tmp_path / "model-00001-of-00001.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
     save_file({"layers.a": torch.ones(2, 3)}, tmp_path / "consolidated.safetensors")
-    assert weights_receiver._checkpoint_shapes(tmp_path) == {"a": (2, 3)}
+    folder = ServedFolder(tmp_path)
+    assert folder.shapes() == {"a": (2, 3)}
+    with folder.weights() as weights:
+        assert weights.keys() == {"a"}
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v2"])
+def test_the_folder_of_a_model_that_is_named_as_on_the_hub_is_the_one_that_vllm_loaded(
+    tmp_path: Path, revision: str | None
+) -> None:
+    for commit, ref in (("c1", "main"), ("c2", "v2")):
+        (tmp_path / "models--org--tiny" / "refs").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "models--org--tiny" / "refs" / ref).write_text(commit)
+        (tmp_path / "models--org--tiny" / "snapshots" / commit).mkdir(parents=True)
+    found = serving("org/tiny", tmp_path, revision)._folder().path
+    assert found == tmp_path / "models--org--tiny" / "snapshots" / ("c2" if revision == "v2" else "c1")
+
+
+def test_a_model_that_is_not_on_this_host_is_not_fetched_for_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"the weights of org/tiny are not to be found here, {UNTOUCHED}"):
+        serving("org/tiny", tmp_path)._folder()
+
+
+def serving(model: str, cache: Path, revision: str | None = None) -> weights_receiver.WeightReceiver:
+    receiver = object.__new__(weights_receiver.WeightReceiver)
+    receiver.model_config = SimpleNamespace(model=model, revision=revision)
+    receiver.vllm_config = SimpleNamespace(load_config=SimpleNamespace(download_dir=str(cache)))
+    return receiver
 
 
 def test_the_bytes_that_were_sent_are_the_weights(plan: Packed, sent: torch.Tensor) -> None:

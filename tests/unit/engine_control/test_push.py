@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from swarmq.engine.control import Facts, Parcel, Timeouts
-from swarmq.engine.packing import Deferred
+from swarmq.engine.packing import Adapter, Deferred, FromFolder
 from swarmq.engine.push import DOUBTS, WeightPusher
 from swarmq.engine.transfers import (
     FOLDER_PREFIX,
@@ -131,6 +131,7 @@ LOCAL, FAR = "http://127.0.0.1:8000", "http://far.example:8000"
 def test_the_way_follows_from_where_learner_and_engine_are(url, gpus, own, ways):
     facts = [Facts(gpu=gpu, dtype="bfloat16", pid=number) for number, gpu in enumerate(gpus)]
     assert route_to(url, facts, own).ways == ways
+    assert route_to(url, facts, own, adapted=True).ways == (*ways[:-1], "adapters", "file")
 
 
 class Scripted:
@@ -157,7 +158,18 @@ class Scripted:
 @pytest.fixture
 def ways(monkeypatch):
     monkeypatch.setattr("swarmq.engine.push.gpu_uuid", lambda: HERE)
-    return {"ipc": Scripted(handle=[1]), "nccl": Scripted(tensors=[]), "file": Scripted(path="there")}
+    return {
+        "ipc": Scripted(handle=[1]),
+        "nccl": Scripted(tensors=[]),
+        "adapters": Scripted(adapters="parts"),
+        "file": Scripted(path="there"),
+    }
+
+
+@pytest.fixture
+def adapted(weights):
+    adapter = Adapter(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
+    return [(name, FromFolder(tensor, adapter if name == "a" else None)) for name, tensor in weights]
 
 
 def worker(gpu: str, pid: int = 7) -> dict[str, object]:
@@ -185,6 +197,58 @@ async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(v
     vllm.workers = [worker(HERE, pid=8)]
     await asyncio.to_thread(pusher.push, weights, 7)
     assert ways["ipc"].published == 2, "one that was started again is asked again"
+
+
+@pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "adapters")])
+async def test_adapters_are_what_goes_where_there_are_some_and_weights_would_go_as_a_file(
+    vllm, weights, adapted, tmp_path, ways, gpu, way
+):
+    vllm.workers = [worker(gpu)]
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    assert (await asyncio.to_thread(pusher.push, adapted, 5)).ways == {vllm.url: way}
+    assert [name for name, transfer in ways.items() if transfer.published] == [way]
+    frozen = [(name, FromFolder(tensor)) for name, tensor in weights]
+    for version, whole in ((6, weights), (7, frozen)):
+        wanted = "file" if way == "adapters" else way
+        assert (await asyncio.to_thread(pusher.push, whole, version)).ways == {vllm.url: wanted}
+
+
+@pytest.mark.parametrize("knows", [True, False])
+async def test_an_engine_that_refuses_adapters_gets_all_weights_and_is_not_asked_again(
+    vllm, another, adapted, tmp_path, ways, capsys, knows
+):
+    """It has another model in its folder, or a swarmq of before; others go on as they did."""
+    refusal = vllm.untouched() if knows else "Invalid update_info: an unexpected keyword argument"
+    vllm.workers, another.workers = [worker("")], [worker("", pid=8)]
+    vllm.fail_updates_with = {"adapters": refusal}
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=ways)
+    for version in (5, 6):
+        report = await asyncio.to_thread(pusher.push, adapted, version)
+        assert report.ways == {vllm.url: "file", another.url: "adapters"}
+        assert report.failed == {}
+        assert [(each.label, each.weights, each.paused) for each in (vllm, another)] == [
+            (str(version), "there", False),
+            (str(version), "packed", False),
+        ]
+    assert vllm.calls.count("/update_weights") == 3, "adapters were offered once"
+    said = capsys.readouterr().out
+    assert refusal in said
+    vllm.fail_updates_with, vllm.workers = {}, [worker("", pid=9)]
+    assert (await asyncio.to_thread(pusher.push, adapted, 7)).ways[vllm.url] == "adapters", "one that was started again"
+
+
+async def test_an_engine_in_doubt_that_refuses_adapters_is_repaired_with_all_weights(vllm, adapted, tmp_path, ways):
+    vllm.workers, vllm.label, vllm.paused = [worker("")], "updating-4", True
+    vllm.fail_updates_with = {"adapters": vllm.untouched()}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    assert (await asyncio.to_thread(pusher.push, adapted, 5)).ways == {vllm.url: "file"}
+    assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
+
+
+def test_weights_of_the_folder_are_named_once_when_they_are_tied():
+    head, adapter = torch.ones(2, 3), Adapter(down=torch.ones(1, 3), up=torch.ones(2, 1), scale=2.0)
+    tied = [("a", FromFolder(head)), ("b", FromFolder(head)), ("c", FromFolder(head, adapter)), ("d", head)]
+    assert list(distinct(tied)) == ["a", "c"]
 
 
 @pytest.mark.parametrize(("own", "engines"), [("", "2.29.2"), ("2.29.2", ""), ("2.28.9", "2.29.2")])

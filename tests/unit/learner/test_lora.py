@@ -18,7 +18,7 @@ from swarmq.config import Lora, Loss, Train
 from swarmq.engine.packing import Adapter, Packed
 from swarmq.engine.transfers import distinct
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint, lora
+from swarmq.learner import checkpoint
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.lora import MARK, has_lora
 from swarmq.learner.passes import Pass, work_of
