@@ -80,7 +80,9 @@ def test_the_folder_of_a_model_that_is_named_as_on_the_hub_is_the_one_that_vllm_
 
 
 def test_a_model_that_is_not_on_this_host_is_not_fetched_for_adapters(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"the weights of org/tiny are not to be found here, {UNTOUCHED}"):
+    with pytest.raises(
+        ValueError, match=f"org/tiny are not to be found here, {UNTOUCHED}: .*traffic has been disabled"
+    ):
         serving("org/tiny", tmp_path)._folder()
 
 
