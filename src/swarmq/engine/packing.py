@@ -112,6 +112,11 @@ def checksum(buffer: torch.Tensor) -> int:
     return int(buffer.view(torch.int64).sum())
 
 
+def held(weight: Weight) -> Weight:
+    """What there is of it already: where nothing is added to what the folder has, that."""
+    return weight.base if isinstance(weight, FromFolder) and weight.adapter is None else weight
+
+
 def made(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.make()
 

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from swarmq.engine import adapters, weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import FromFolder, NamedTensors, Packed, Tensors, Weight, checksum, made
+from swarmq.engine.packing import NamedTensors, Packed, Tensors, Weight, checksum, held, made
 from swarmq.errors import EngineError
 from swarmq.process import free_port
 
@@ -100,7 +100,7 @@ def distinct(named_tensors: NamedTensors) -> Tensors:
     tensors: dict[str, Weight] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     for name, weight in named_tensors:
-        tensor = weight.base if isinstance(weight, FromFolder) and weight.adapter is None else weight
+        tensor = held(weight)
         if isinstance(tensor, torch.Tensor):
             place = (tensor.data_ptr(), tensor.shape, tensor.stride())
             if place in seen:

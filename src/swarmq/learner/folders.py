@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from swarmq.engine.packing import Deferred, FromFolder, NamedTensors, Weight, made
+from swarmq.engine.packing import Deferred, FromFolder, NamedTensors, Weight, held, made
 
 Sources = dict[str, Weight]
 
@@ -33,17 +33,13 @@ def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
 def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     outlines = {name: _outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
-    apart, unchanged = Apart(lm, sources), all(_is_unchanged(tensor) for tensor in sources.values())
+    apart, unchanged = Apart(lm, sources), all(held(tensor) is not tensor for tensor in sources.values())
     for name, part in _reverted(lm, outlines).items():
         if id(part) in known:
             yield name, known[id(part)]
         else:
             one = Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
             yield name, FromFolder(one) if unchanged else one
-
-
-def _is_unchanged(tensor: Weight) -> bool:
-    return isinstance(tensor, FromFolder) and tensor.adapter is None
 
 
 class Apart:

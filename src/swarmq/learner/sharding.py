@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from swarmq.config import Train
-from swarmq.engine.packing import NamedTensors, Weight, made
+from swarmq.engine.packing import NamedTensors, Weight, held, made
 from swarmq.errors import LearnerError
 from swarmq.learner.handing_out import hand_out
 
@@ -176,9 +176,9 @@ def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Tenso
     """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
     places: dict[int, Tensor] = {}
     for name, tensor in named.items():
-        if id(tensor) not in places:
-            places[id(tensor)] = bring(name, tensor)
-    return {name: places[id(tensor)] for name, tensor in named.items()}
+        if id(held(tensor)) not in places:
+            places[id(held(tensor))] = bring(name, tensor)
+    return {name: places[id(held(tensor))] for name, tensor in named.items()}
 
 
 def _kept(full: Tensor, place: Tensor | None) -> Tensor:
