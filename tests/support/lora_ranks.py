@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from support.learner_ranks import EPISODES, STEPS, batch, forget, weights
 from support.same_gradient import assert_same_way
 from swarmq.config import Train
+from swarmq.engine.transfers import distinct
 from swarmq.learner import checkpoint, fits
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.passes import work_of
@@ -59,6 +60,8 @@ def main(model: str, train: Train, folder: Path) -> None:
     identity = Identity(run="r", policy="main", model=model)
     checkpoint.save(folder / "checkpoints", ours, identity, model=model, keep=1)
     if is_main:
+        sent = distinct(ours.weights_to_push())
+        assert sent.keys() == load_file(f"{model}/model.safetensors").keys(), "a tied head has one name"
         torch.save(weights(ours), folder / "made")
     gone_on(model, train, folder, ours)
     ours.accelerator.wait_for_everyone()
