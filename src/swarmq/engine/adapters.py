@@ -31,10 +31,10 @@ CPU = torch.device("cpu")
 class Base(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A weight that the folder has."""
 
-    float32: int
-    """Its checksum in this type."""
+    float32: int | None = None
+    """Its checksum in this type; None: the learner keeps it in BF16."""
     bfloat16: int | None = None
-    """The same, where this type can hold its values."""
+    """The same in this type, where it can hold the values that the learner has."""
     scale: float | None = None
     """Of its adapter; None: it has none."""
 
@@ -64,6 +64,8 @@ class Checksums:
 
 
 def _told(base: torch.Tensor) -> Base:
+    if base.dtype == torch.bfloat16:
+        return Base(bfloat16=checksum(base, torch.bfloat16))
     fits = all(torch.equal(piece.bfloat16().float(), piece) for piece in torch.split(base.reshape(-1), PIECE))
     return Base(float32=checksum(base, torch.float32), bfloat16=checksum(base, torch.bfloat16) if fits else None)
 
@@ -117,7 +119,7 @@ def _check(outline: Outline, served: Mapping[str, torch.Tensor], folder: ServedF
 
 
 def _same(name: str, base: Base, weight: torch.Tensor, folder: ServedFolder) -> bool:
-    half = weight.dtype == torch.bfloat16
+    half = weight.dtype == torch.bfloat16 or base.float32 is None
     return folder.checksum(name, weight, torch.bfloat16 if half else torch.float32) == (
         base.bfloat16 if half else base.float32
     )
@@ -129,13 +131,21 @@ def _parts(
     """Raises KeyError and ValueError when they do not go together."""
     if base is None:
         return FromFolder(sent[name])
+    kept = _as_kept(served[name], base)
     if base.scale is None:
-        return FromFolder(served[name])
+        return FromFolder(kept)
     adapter = Adapter(sent[name + DOWN], sent[name + UP], base.scale)
     fits = (adapter.up.shape[0], adapter.down.shape[1]) == served[name].shape
     if not fits or adapter.up.shape[1] != adapter.down.shape[0]:
         raise ValueError(f"an adapter of another shape for {name}")
-    return FromFolder(served[name], adapter)
+    return FromFolder(kept, adapter)
+
+
+def _as_kept(weight: torch.Tensor, base: Base) -> torch.Tensor | Deferred:
+    """As the learner has it."""
+    if base.float32 is not None or weight.dtype == torch.bfloat16:
+        return weight
+    return Deferred(weight.shape, torch.bfloat16, weight.device, weight.bfloat16)
 
 
 def _deferred(weight: FromFolder, device: torch.device, dtype: str | None) -> Deferred:
@@ -146,7 +156,7 @@ def _made(weight: FromFolder, device: torch.device, dtype: str | None) -> torch.
     base = made(weight.base).to(device)
     if weight.adapter:
         down, up, scale = weight.adapter
-        base = Adapter(down.to(device), up.to(device), scale).added_to(base.float())
+        base = Adapter(down.to(device), up.to(device), scale).added_to(base)
     return typed(base, device, dtype)
 
 

@@ -35,9 +35,9 @@ class Adapter(NamedTuple):
     scale: float
 
     def added_to(self, base: torch.Tensor) -> torch.Tensor:
-        """`base` [out, in] float32. Learner and engine both add here, and so come to the same bits."""
+        """[out, in] in the adapter's type, whatever that of `base`. Learner and engine both add here, and so come to the same bits."""
         with torch.no_grad():
-            return torch.addmm(base, self.up, self.down, alpha=self.scale)
+            return torch.addmm(base.to(self.up.dtype), self.up, self.down, alpha=self.scale)
 
 
 class FromFolder(NamedTuple):

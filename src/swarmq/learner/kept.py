@@ -143,7 +143,8 @@ class Checkpointing:
         parameters = list(self._parameters())
         trained = [p for p in parameters if p.requires_grad and p.grad is None]
         if self.held is None:
-            cast = 2 * sum(p.numel() for p in parameters) if torch.is_autocast_enabled("cuda") else 0
+            wide = sum(p.numel() for p in parameters if p.dtype == torch.float32)
+            cast = 2 * wide if torch.is_autocast_enabled("cuda") else 0
             return cast + sum(4 * p.numel() for p in trained)
         apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
         ends = sum(p.numel() for p in parameters) - apart  # which are gathered by now

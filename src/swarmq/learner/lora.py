@@ -37,7 +37,7 @@ WRAPPED = ".base_layer"
 
 
 def add_lora(lm: Any, lora: Lora) -> None:
-    """Freeze `lm` and put fresh adapters into it, which add nothing yet. Raises LearnerError."""
+    """Freeze `lm` and put fresh FP32 adapters into it, which add nothing yet. Raises LearnerError."""
     if lora.modules is not None:
         _check_modules(lm, lora.modules)
     config = LoraConfig(
@@ -54,6 +54,9 @@ def add_lora(lm: Any, lora: Lora) -> None:
             lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
         raise LearnerError(f"train.lora: {error}") from error
+    for name, parameter in lm.named_parameters():
+        if MARK in name:
+            parameter.data = parameter.data.float()  # PEFT makes them of the model's type
 
 
 def _check_modules(lm: Any, modules: Collection[str]) -> None:
@@ -160,8 +163,9 @@ def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
 
 
 def _sum(weight: Tensor, layer: Any) -> Tensor:
+    """In FP32, whatever the weight is kept in."""
     with torch.no_grad():
-        whole: Tensor = weight + layer.get_delta_weight(NAME)
+        whole: Tensor = weight.float() + layer.get_delta_weight(NAME).float()
     return whole
 
 

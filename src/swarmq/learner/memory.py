@@ -1,10 +1,11 @@
 """What learning takes of a GPU's memory, and of the host's. Pure: numbers in, bytes out.
 
 Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; where
-several ranks hold the whole model each, gradients are added up over them in buckets, 4.
+several ranks hold the whole model each, gradients are added up over them in buckets, 4. What adapters are trained in is
+there once, in the type that layers compute in.
 Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
 
-Models are loaded in host memory, in FP32: by every rank that holds the whole of them, else by rank 0 for all.
+Models are loaded in host memory, in FP32 or what they are kept in: by every rank that holds the whole of them, else by rank 0 for all.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def learner_bytes(
     `judged_by`: parameters of each frozen model; by default they are as large as the policy.
     """
     half = train.precision(cuda=True) == "bf16"
-    copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half else 0
+    copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half and not train.lora else 0
     once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
     wide = 1 if half else 2
     state = state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
@@ -92,8 +93,7 @@ def state_bytes(
     if ranks > parts and not train.lora:
         whole += BUCKET_BYTES * shape.parameters
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
-    own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
-    return (own + FROZEN_BYTES * frozen) // parts + whole
+    return (_own_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
 
 def host_bytes(
@@ -109,7 +109,15 @@ def host_bytes(
     saved = (WHOLE_BYTES if train.lora else MOMENTS_BYTES) * shape.parameters if gathering else 0
     kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
     if not cuda or (full and train.cpu_offload):
-        own = shape.parameters * (FROZEN_BYTES if train.lora else STATE_BYTES)
+        own = _own_bytes(shape, train, cuda=cuda)
         kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
     copies = int(gathering) if full else len(here) if cuda else 0  # which stay what they are on a CPU
-    return kept + max(WHOLE_BYTES * max(shape.parameters, *judged_by, 0) * copies, saved)
+    loaded = _own_bytes(shape, train, cuda=cuda) if train.lora else WHOLE_BYTES * shape.parameters
+    return kept + max(max(loaded, *(WHOLE_BYTES * each for each in judged_by), 0) * copies, saved)
+
+
+def _own_bytes(shape: Shape, train: Train, *, cuda: bool) -> int:
+    """Of the policy between steps. Adapters are next to nothing beside what they are trained in."""
+    if not train.lora:
+        return STATE_BYTES * shape.parameters
+    return (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters

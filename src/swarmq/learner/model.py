@@ -17,14 +17,16 @@ from swarmq.errors import LearnerError
 from swarmq.learner.kept import Checkpointing
 
 
-def load_lm(source: str, *, gradient_checkpointing: bool, empty: bool = False) -> Any:
-    """The causal LM in a folder or of a name, as FP32 master weights and without dropout, as engines compute it; `empty`: on
-    the meta device, for a rank that is handed its part. Raises LearnerError: not there, not one."""
+def load_lm(
+    source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
+) -> Any:
+    """The causal LM in a folder or of a name, as FP32 master weights if not as `dtype`, and without dropout, as engines compute
+    it; `empty`: on the meta device, for a rank that is handed its part. Raises LearnerError: not there, not one."""
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
     try:
-        lm = _without_weights(config) if empty else _with_weights(source, config)
+        lm = _without_weights(config, dtype) if empty else _with_weights(source, config, dtype)
     except (OSError, ValueError, RuntimeError) as error:
         raise LearnerError(f"model {source}: its weights cannot be loaded: {error}") from error
     lm.train()
@@ -45,13 +47,13 @@ def named_by(setting: str) -> Iterator[None]:
         raise LearnerError(f"{setting}: {error}") from error
 
 
-def _with_weights(source: str, config: Any) -> Any:
-    return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
+    return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
 
 
-def _without_weights(config: Any) -> Any:
+def _without_weights(config: Any, dtype: torch.dtype) -> Any:
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def _drop_nothing(config: Any) -> None:

@@ -154,7 +154,7 @@ def computed_with(
     """
 
     def bring(name: str, tensor: Weight) -> Tensor:
-        return _kept(made(tensor).detach(), into.get(name))
+        return _kept(made(tensor).detach().to(tensor.dtype), into.get(name))
 
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}

@@ -100,11 +100,12 @@ class Trainer:
         if self._held:
             hold(self.accelerator)
         self.train, self.version = train, version
-        lm = _policy_lm(source, initial or source, train, empty=without_weights(self.accelerator))
+        dtype = compute_dtype(self.accelerator)
+        lm = _policy_lm(source, initial or source, train, dtype, empty=without_weights(self.accelerator))
         policy = LayoutModel(
             lm,
             device=self.accelerator.device,
-            dtype=compute_dtype(self.accelerator),
+            dtype=dtype,
             pass_tokens=train.micro_batch_tokens,
         )
         if train.layout == "tree" and policy.rows_only:
@@ -420,17 +421,19 @@ def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
             )
 
 
-def _policy_lm(source: str, initial: str, train: Train, *, empty: bool) -> Any:
+def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:
     """The model to train, `empty` where rank 0 hands its weights out. A checkpoint's adapters go into the initial model, since its
-    weights hold them already."""
+    weights hold them already; under them are weights of the type that layers compute in, which change by no small steps."""
     resumes = source != initial
     if resumes:
         lora.check_goes_on(Path(source), train.lora)
-    lm = load_lm(initial if train.lora else source, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
-    if train.lora:
-        lora.add_lora(lm, train.lora)
-        if resumes and not empty:
-            lora.load_adapter(lm, Path(source))
-        if train.gradient_checkpointing:
-            lm.enable_input_require_grads()
+    load = partial(load_lm, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
+    if not train.lora:
+        return load(source)
+    lm = load(initial, dtype=dtype)
+    lora.add_lora(lm, train.lora)
+    if resumes and not empty:
+        lora.load_adapter(lm, Path(source))
+    if train.gradient_checkpointing:
+        lm.enable_input_require_grads()
     return lm

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -104,6 +105,24 @@ def test_an_engine_merges_to_the_bit_what_the_learner_merges(kind: str, dtype: s
     wanted = whole(trainer, dtype)
     assert sum(not torch.equal(before[name], tensor) for name, tensor in wanted.items()) >= 8, "adapters add nothing"
     assert same(merged(send(trainer, dtype), model), wanted)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_so_it_does_where_the_learner_keeps_in_bf16_what_it_does_not_train(
+    kind: str, send: Send, tmp_path: Path
+) -> None:
+    model = MODELS[kind](tmp_path / "model")
+    AcceleratorState._reset_state()
+    trainer = trained(model, msgspec.structs.replace(TRAIN, mixed_precision="bf16"))
+    AcceleratorState._reset_state()
+    exact = trained(model)
+    for dtype in ("bfloat16", "float32"):
+        ours = merged(send(trainer, dtype), model)
+        assert same(ours, whole(trainer, dtype))
+        rounding = {
+            name: float((ours[name].float() - each.float()).abs().max()) for name, each in whole(exact, dtype).items()
+        }
+        assert max(rounding.values()) < 0.01, rounding
 
 
 def test_an_engine_that_does_not_say_its_type_gets_what_is_merged_in_float32(send: Send, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from unittest import mock
 import msgspec
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
@@ -63,6 +64,28 @@ def test_adapters_learn_and_the_merged_weights_are_the_same_policy(model: Path) 
     plain.load_state_dict(weights)
     (one,) = work_of(EPISODES, TRAIN, trainer.engine).passes
     torch.testing.assert_close(logprobs(LayoutModel(plain), one), logprobs(trainer.model, one), rtol=0, atol=1e-5)
+
+
+def test_in_bf16_what_is_not_trained_is_kept_so_and_what_adapters_learn_is_not_rounded(model: Path) -> None:
+    AcceleratorState._reset_state()
+    half = Trainer(str(model), msgspec.structs.replace(TRAIN, mixed_precision="bf16"))
+    AcceleratorState._reset_state()
+    exact = Trainer(str(model), TRAIN)
+    for name, parameter in half.lm.named_parameters():
+        assert parameter.dtype == (torch.float32 if MARK in name else torch.bfloat16), name
+    for trainer in (half, exact):
+        trainer.step(record(1))
+    ours, wanted, before = dict(half.named_tensors()), dict(exact.named_tensors()), Trainer(str(model), TRAIN)
+    moved = {name: value for name, value in before.named_tensors() if not torch.equal(value, wanted[name])}
+    assert moved
+    for name, value in moved.items():
+        start = value.bfloat16().float()
+        way = float((ours[name] - start).norm())
+        apart = float(((ours[name] - start) - (wanted[name] - value)).norm())
+        assert apart < 0.3 * way, (name, apart / way)
+        assert not torch.equal(ours[name].bfloat16().float(), ours[name]), f"{name} was rounded"
+    (one,) = work_of(EPISODES, TRAIN, exact.engine).passes
+    torch.testing.assert_close(logprobs(half.model, one), logprobs(exact.model, one), rtol=0, atol=0.05)
 
 
 def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
