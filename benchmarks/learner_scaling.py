@@ -1,12 +1,14 @@
 """The learner on several GPUs: FSDP2's scaling efficiency, and engines that go on while the learner computes.
 
 Each number of ranks trains as many tokens a rank, so efficiency is the speed of n ranks over n times that of one, which
-holds the whole model. With `--split` the whole loop runs on two GPUs, one for the learner and one for an engine that gets
+holds the whole model. With `--context N` every N ranks share each pass, token by token: rows of `--row` tokens that one rank computes
+alone are cut over N. With `--split` the whole loop runs on two GPUs, one for the learner and one for an engine that gets
 its weights by NCCL: how busy that engine's GPU is while the learner computes, and how stale episodes are.
 
     python -m benchmarks.learner_scaling --device cpu --model tiny --ranks 1,2 --row 128 --tokens 512 --repeats 2 --out /tmp/out
     python -m benchmarks.learner_scaling --model 1.7b --ranks 1,2,4 --tokens 65536 --split 1.7b     # four H200
     python -m benchmarks.learner_scaling --model 4b --ranks 1,2 --tokens 65536 --layers gathered-once,gathered-each-pass,whole
+    python -m benchmarks.learner_scaling --model 1.7b --ranks 2 --context 2 --row 65536 --tokens 65536
 """
 
 from __future__ import annotations
@@ -75,6 +77,7 @@ def learner_alone(
     one = alone["tokens"] / alone["seconds"]["median"]
     for layers in arguments.layers:
         way = LAYERS[layers] + ("" if arguments.model == "1.7b" else f"_{arguments.model}")
+        way += f"_row_{arguments.row}_over_{arguments.context}" if arguments.context > 1 else ""
         prefix = "" if way == "fsdp2" else f"{way}_"
         for count in sorted({1, *map(int, arguments.ranks.split(","))}):
             made = alone if count == 1 else on_ranks(count, layers, folder, arguments)
@@ -97,6 +100,7 @@ def parse() -> argparse.Namespace:
         type=ways_to_hold,
         help=f"how several ranks hold them, one way after the other: {', '.join(LAYERS)}",
     )
+    parser.add_argument("--context", type=int, default=1, help="of several ranks, so many share each pass")
     parser.add_argument("--row", type=int, default=2048, help="tokens of an episode")
     parser.add_argument("--tokens", type=int, default=65536, help="of one optimizer step and rank")
     parser.add_argument("--pass-tokens", type=int, default=16384, help="of one forward and backward pass")
@@ -122,7 +126,7 @@ def on_ranks(count: int, layers: str, folder: Path, arguments: argparse.Namespac
     """What rank 0 of `count` measured."""
     into = folder / f"ranks_{count}.json"
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
-    own = ["model", "device", "row", "tokens", "pass_tokens", "repeats"]
+    own = ["model", "device", "context", "row", "tokens", "pass_tokens", "repeats"]
     given = [word for key in own for word in (f"--{key.replace('_', '-')}", str(getattr(arguments, key)))]
     given += ["--layers", layers]
     subprocess.run(
@@ -141,6 +145,7 @@ def rank(arguments: argparse.Namespace) -> None:
     train = Train(
         sharding="none" if arguments.layers == ["whole"] else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
+        context_parallel=arguments.context if fits.num_ranks() > 1 else 1,
         token_log=False,
         trackers=(),
     )

@@ -246,6 +246,9 @@ class Train(Settings, frozen=True, kw_only=True):
     `auto` shares where the whole does not fit a GPU."""
     cpu_offload: bool = False
     """With full sharding: keep parameters and optimizer state in host memory between uses."""
+    context_parallel: Count = 1
+    """So many ranks share each pass, token by token, for calls that are longer than one GPU has memory for; `micro_batch_tokens`
+    are those of the whole pass. The number of ranks must be a multiple."""
     lora: Lora | None = None
     checkpoint_every: Count = 20
     keep_checkpoints: Count = 3

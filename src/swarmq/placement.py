@@ -162,6 +162,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
 
 def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
     """Whether so many ranks share the model out: each way that the settings leave, the better one first."""
+    if ranks % train.context_parallel:
+        return ()
     if ranks == 1:
         return () if train.cpu_offload else (False,)
     if train.sharding == "none":
@@ -212,6 +214,8 @@ def place(
     numbers = tuple(range(first, first + len(gpus)))
     if not policy.trained:
         return _served(policy, model, needs, numbers, memory)
+    if len(gpus) < policy.train.context_parallel:
+        raise _no_groups(policy, model, len(gpus))
     if not needs.learners:
         raise ConfigError(
             f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it; take two GPUs or "
@@ -223,7 +227,17 @@ def place(
     if policy.placement == "split":
         smallest = min(needs.learners, key=lambda way: way.step)
         raise _too_large(policy, model, needs, memory, len(gpus), "split", smallest, smallest.step - memory.usable)
+    if len(gpus) % policy.train.context_parallel:
+        raise _no_groups(policy, model, len(gpus))
     return _shared(policy, model, needs, numbers, memory)
+
+
+def _no_groups(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
+    ranks = policy.train.context_parallel
+    return ConfigError(
+        f"train.context_parallel: {ranks} ranks share each pass of {model.name}, and it gets {num_gpus} GPU(s), with no room on "
+        f"others for its engine: give it a multiple of {ranks}, or set it to a number that divides them"
+    )
 
 
 def _split(policy: Policy, needs: Needs, numbers: tuple[int, ...], memory: Memory) -> Placement | None:

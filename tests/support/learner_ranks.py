@@ -31,11 +31,12 @@ from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
 from swarmq.learner import checkpoint, fits, kernel_check, sharding, tree
-from swarmq.learner.passes import work_of
+from swarmq.learner.passes import Work, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed, decoder_layers
+from swarmq.messages import Episode
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
 
@@ -71,14 +72,13 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
     trainer.accelerator.end_training()
 
 
-def learned(trainer: Trainer, train: Train) -> dict[str, Any]:
+def learned(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> dict[str, Any]:
     """The gradient of the batch, and what `STEPS` steps on it make of the weights; these on rank 0."""
-    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+    work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
     with gatherings:
         fields, _ = trainer.accumulate(work, train)
-    if is_sharded(trainer.model):
+    if is_sharded(trainer.model) and not train.lora:
         assert len(work.passes) > 1
         stayed = gathered.call_count == len(parts(trainer))
         assert stayed != train.cpu_offload, (
@@ -87,25 +87,34 @@ def learned(trainer: Trainer, train: Train) -> dict[str, Any]:
     gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     before = weights(trainer)
-    norms = [trainer.step(batch(n + 1, train))["grad_norm"] for n in range(STEPS)]
+    steps = [trainer.step(batch(n + 1, train, episodes)) for n in range(STEPS)]
     for judge in trainer.frozen.of(train).values():
         assert is_sharded(judge._model) == is_sharded(trainer.model)
     return {
         "sharded": is_sharded(trainer.model),
         "left_out": fields["tokens_left_out"],
         "gradient": gradient,
-        "norms": norms,
+        "norms": [each["grad_norm"] for each in steps],
+        "figures": [fields, *steps],
         "before": before,
         "weights": weights(trainer),
     }
 
 
 def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """On rank 0; where ranks share them out, there alone."""
+    if is_sharded(trainer.model) and not trainer.accelerator.is_main_process:
+        return {}
     return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
 
 
-def batch(version: int, train: Train) -> BatchRecord:
-    return BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=train)
+def own_work(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> Work:
+    rank, world = trainer.share
+    return work_of(episodes, train, trainer.engine, rank=rank, world=world)
+
+
+def batch(version: int, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> BatchRecord:
+    return BatchRecord(index=Index(record=version, version=version), episodes=episodes, settings=train)
 
 
 @contextlib.contextmanager
@@ -139,8 +148,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
             ),
             with_kwargs=True,
         )
-    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+    work = own_work(trainer, train)
     placed, warm = Placed.of(work.passes[0].layout, trainer.accelerator.device), torch.full((), 0.7)
     with torch.no_grad():
         scored = trainer.model(placed, warm.expand(len(placed.targets)))
@@ -156,7 +164,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
         assert apart < 0.1, (name, apart)
     scratch.mkdir(exist_ok=True)
     trainer.save_weights(scratch)
-    if rank == 0:
+    if trainer.accelerator.is_main_process:
         for_engines = dict(trainer.named_tensors())
         saved = load_file(scratch / "model.safetensors")
         assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
@@ -188,13 +196,12 @@ def parts(trainer: Trainer) -> list[FSDPModule]:
     return [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
 
 
-def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> None:
+def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor], episodes: tuple[Episode, ...] = EPISODES) -> None:
     """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
     forget()
     with mock.patch.object(fits, "holds_whole", return_value=False):
         trainer = Trainer(model, train)
-    world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+    work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
     with gatherings:
         trainer.accumulate(work, train)
@@ -215,8 +222,7 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
         ):
             trainer = Trainer(model, train)
             assert trainer.engine.rows_only == "refused"
-            world, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-            work = work_of(EPISODES, train, trainer.engine, rank=rank, world=world)
+            work = own_work(trainer, train)
             assert any(len(one.layout.node_starts) > 1 for one in work.passes)
             trainer.accumulate(work, train)
         same(trainer, wanted)

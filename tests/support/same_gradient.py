@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
+import pytest
+import torch
 from torch import Tensor
 
 ROUNDING = 1e-5
@@ -36,3 +39,12 @@ def assert_same_way(
         assert way > 0, f"{name} was not moved"
         apart = float((ours[name] - value).norm()) / way
         assert apart < tolerance, (name, apart)
+
+
+def assert_same(made: dict[str, Any], alone: dict[str, Any]) -> None:
+    """What two runs of `learner_ranks` made: the steps by the size of their gradients too, which AdamW makes nothing of."""
+    assert made["left_out"] == alone["left_out"]
+    assert_same_gradient(made["gradient"], alone["gradient"])
+    assert made["norms"] == pytest.approx(alone["norms"], rel=1e-5)
+    assert all(torch.equal(tensor, alone["before"][name]) for name, tensor in made["before"].items())
+    assert_same_way(made["weights"], alone["weights"], alone["before"])

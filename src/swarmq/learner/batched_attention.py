@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 
+from swarmq.timeline.turns import IntArray
+
 Run = tuple[int, int]
 
 PIECE = 512
@@ -35,7 +37,7 @@ class Form(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """B nodes, or pieces of them; indices are into the T tokens."""
+    """B nodes, or pieces of them; indices are into the T tokens, or into those that have queries."""
 
     queries: Tensor  # [B, Q]
     keys: Tensor  # [B, K]
@@ -46,7 +48,7 @@ class Batches(NamedTuple):
     """All of a layout."""
 
     batches: list[Batch]
-    answers: Tensor  # [T] where each token's answer is among all queries of all batches
+    answers: Tensor  # [T] where each token's answer is among all queries of all batches; of those that have one
 
 
 class Piece(NamedTuple):
@@ -64,7 +66,7 @@ class Piece(NamedTuple):
 
 
 def attend_in_batches(query: Tensor, key: Tensor, value: Tensor, layout: Batches, form: Form) -> Tensor:
-    """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D]."""
+    """[1, heads, L, D] from queries of that shape, and keys and values of [1, key heads, T, D]."""
     repeat = query.shape[1] // key.shape[1]
     answers = []
     for batch in layout.batches:
@@ -83,10 +85,16 @@ def attend_in_batches(query: Tensor, key: Tensor, value: Tensor, layout: Batches
 
 
 def batches_of(
-    nodes: Sequence[Run], paths: Sequence[Sequence[Run]], window: int | None, device: torch.device
+    nodes: Sequence[Run],
+    paths: Sequence[Sequence[Run]],
+    window: int | None,
+    device: torch.device,
+    tokens: IntArray | None = None,
 ) -> Batches:
-    """`paths` are the runs of tokens from the root to the end of each node."""
-    pieces = [piece for node, path in zip(nodes, paths, strict=True) for piece in _cut(node, path, window)]
+    """`paths` are the runs of tokens from the root to the end of each node. `tokens` [L], ascending: those that have queries, by
+    default all."""
+    parts = zip(nodes, paths, strict=True) if tokens is None else _only(tokens, nodes, paths)
+    pieces = [piece for part, path in parts for piece in _cut(part, path, window)]
     pieces.sort(key=lambda piece: (piece.num_keys, piece.num_queries), reverse=True)
     batches = []
     answers = np.empty(max(end for _, end in nodes), np.int64)
@@ -97,6 +105,10 @@ def batches_of(
         for piece in members:
             answers[piece.start : piece.end] = done + np.arange(piece.num_queries)
             done += width
+    if tokens is not None:
+        places = torch.from_numpy(np.searchsorted(tokens, np.arange(len(answers)))).to(device)
+        batches = [batch._replace(queries=places[batch.queries]) for batch in batches]
+        answers = answers[tokens]
     return Batches(batches, torch.from_numpy(answers).to(device))
 
 
@@ -119,6 +131,19 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, for
         scores = torch.cat([scores, sink], dim=-1)
     weights = torch.softmax(scores, dim=-1)[..., : k.shape[2]]
     return weights.to(v.dtype) @ v
+
+
+def _only(
+    tokens: IntArray, nodes: Sequence[Run], paths: Sequence[Sequence[Run]]
+) -> Iterator[tuple[Run, Sequence[Run]]]:
+    """The parts of nodes that are these tokens, each with the path to its own end."""
+    runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1)]
+    for (start, end), path in zip(nodes, paths, strict=True):
+        length = sum(b - a for a, b in path)
+        for low, high in runs:
+            first, last = max(start, low), min(end, high)
+            if first < last:
+                yield (first, last), _middle(path, 0, length - (end - last))
 
 
 def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Piece]:

@@ -52,8 +52,17 @@ def num_ranks() -> int:
 
 
 def looked_at(train: Train) -> Train:
-    """For one rank that goes over what several have trained: it does without their offload."""
-    return msgspec.structs.replace(train, cpu_offload=False) if num_ranks() == 1 else train
+    """For one rank that goes over what several have trained: it does without their offload, and computes whole passes."""
+    return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
+
+
+def check_groups(train: Train) -> None:
+    """Raises LearnerError when the ranks of this process's world do not make whole groups of those that share passes."""
+    if num_ranks() % train.context_parallel:
+        raise LearnerError(
+            f"train.context_parallel: {train.context_parallel} ranks share each pass, and there are {num_ranks()}: start a multiple "
+            "of that many (--num-gpus, accelerate launch --num_processes), or set it to a number that divides them"
+        )
 
 
 def shard(source: str, train: Train) -> Sharding:

@@ -22,8 +22,10 @@ from swarmq.learner.tree import LayoutModel, Placed, evaluating
 class Frozen:
     """One frozen model, laid out over the ranks as the policy is."""
 
-    def __init__(self, source: str, accelerator: Accelerator, *, role: str, vocab: int, pass_tokens: int = 0) -> None:
-        """`pass_tokens` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
+    def __init__(
+        self, source: str, accelerator: Accelerator, *, role: str, vocab: int, pass_tokens: int = 0, ranks: int = 1
+    ) -> None:
+        """`pass_tokens` and `ranks` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
         with named_by(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
@@ -31,8 +33,10 @@ class Frozen:
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
         lm = lm.requires_grad_(requires_grad=False)
-        judge = LayoutModel(lm, device=accelerator.device, dtype=compute_dtype(accelerator), pass_tokens=pass_tokens)
-        self.rows_only = judge.rows_only
+        judge = LayoutModel(
+            lm, device=accelerator.device, dtype=compute_dtype(accelerator), pass_tokens=pass_tokens, ranks=ranks
+        )
+        self.rows_only, self.whole_only = judge.rows_only, judge.whole_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
         self._model: Any = frozen(judge, accelerator)
 
@@ -49,7 +53,7 @@ class UnderAdapters:
     """The initial model where adapters are trained: the policy with them off. It takes no memory of its own."""
 
     def __init__(self, policy: LayoutModel) -> None:
-        self.rows_only = policy.rows_only
+        self.rows_only, self.whole_only = policy.rows_only, policy.whole_only
         self._model = policy
 
     def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
@@ -65,7 +69,7 @@ class FrozenModels:
     def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
         """`policy` is what this rank computes with, inside of all wrappers; `lora`: the adapters that it has."""
         self._initial, self._accelerator, self._vocab = initial, accelerator, vocab_size(policy.model)
-        self._lora, self._under = lora, UnderAdapters(policy)
+        self._lora, self._under, self._ranks = lora, UnderAdapters(policy), policy.ranks
         self._loaded: dict[tuple[str, str], Frozen] = {}
 
     def of(self, train: Train) -> dict[str, Frozen | UnderAdapters]:
@@ -80,6 +84,11 @@ class FrozenModels:
             if source != self._initial:
                 check_judge(self._initial, source, role=role)
             self._loaded[role, source] = Frozen(
-                source, self._accelerator, role=role, vocab=self._vocab, pass_tokens=pass_tokens
+                source,
+                self._accelerator,
+                role=role,
+                vocab=self._vocab,
+                pass_tokens=pass_tokens,
+                ranks=self._ranks,
             )
         return self._loaded[role, source]

@@ -42,7 +42,7 @@ def _told(error: RuntimeError) -> str | None:
     if isinstance(error, torch.OutOfMemoryError) or FULL.search(text):
         return (
             f"the GPU has too little memory: {_line(text, FULL)}; {SAFE}. Before it, lower train.micro_batch_tokens or "
-            "engine.gpu_memory_utilization, or set train.gradient_checkpointing"
+            "engine.gpu_memory_utilization, or set train.gradient_checkpointing, or train.context_parallel for long calls"
         )
     return (
         f"the GPU failed: {_line(text, FAILED)}; {SAFE}. Look at it with nvidia-smi and the kernel's log (Xid): one that "

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from swarmq.learner.memory import GPU_SHARE, LAYER_BYTES
+from swarmq.learner.memory import GPU_SHARE, layer_bytes
 
 log = structlog.get_logger()
 
@@ -46,24 +46,23 @@ class Kept:
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
-    def output(self, module: Any, inputs: Sequence[Tensor], compute: Callable[[], Tensor]) -> Tensor:
-        """The attention that `compute` makes of `inputs` (query, key, value), or made before if `module` is computed again.
+    def output(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
+        """The attention that `compute` makes, or made before if `module` is computed again. Its backward pass needs `saved` bytes.
 
         The tensors that it saves are exempt from checkpointing, and the recomputation is given the output that there was.
         """
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
         if recomputing and module in self._outputs:
             return self._outputs.pop(module)
-        if not torch.is_grad_enabled() or not self._may_keep(inputs) or self.whole:
+        if not torch.is_grad_enabled() or not self._may_keep(saved) or self.whole:
             return compute()
         with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
             output = compute()
         self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
         return output
 
-    def _may_keep(self, inputs: Sequence[Tensor]) -> bool:
+    def _may_keep(self, size: int) -> bool:
         if self._fits is None:
-            size = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output is as large as the query
             self._fits = size < self.room
             self.attention_bytes = size if self._fits else 0
         return self._fits
@@ -102,16 +101,18 @@ class Checkpointing:
         visibility = layer.keywords.get("visibility")
         if visibility is None or not visibility.compiled:
             return checkpoint(layer, *inputs, use_reentrant=False)
-        kept, hidden = visibility.kept, inputs[0]
+        kept, hidden, context = visibility.kept, inputs[0], visibility.context
         if kept.layers is None:
             self._begin()
-            free = self._room(hidden)
+            free = context.least(self._room(hidden, context.ranks))
             kept.layers, kept.room = 0, free / self._num_layers
-            if LAYER_BYTES * hidden.numel() < free:
+            if layer_bytes(hidden.numel(), context.ranks) < free:
                 before = allocated(hidden.device)
                 outputs = _whole(kept, layer, inputs)
                 taken = allocated(hidden.device) - before
-                kept.layers = self._how_many(self._room(hidden), taken - hidden.nbytes, kept.attention_bytes)
+                left = self._room(hidden, context.ranks)
+                more = self._how_many(left, taken - hidden.nbytes, kept.attention_bytes)
+                kept.layers = int(context.least(more))  # what is computed again gathers again, on all ranks or on none
                 self._tell(kept.layers + 1, hidden)
                 return outputs
             self._tell(0, hidden)
@@ -126,10 +127,10 @@ class Checkpointing:
         others = self._num_layers - 1
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
-    def _room(self, hidden: Tensor) -> float:
+    def _room(self, hidden: Tensor, ranks: int) -> float:
         """Bytes that may be kept beside what cannot be helped: weights and gradients that are not there yet, the input of every
-        layer, and one layer when it is computed again."""
-        later = self._later(hidden) + self._num_layers * hidden.nbytes + LAYER_BYTES * hidden.numel()
+        layer, and one layer when it is computed again, by one of the `ranks` that share the pass."""
+        later = self._later(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
         return SHARE * (room(hidden.device) - later)
 
     def _begin(self) -> None:

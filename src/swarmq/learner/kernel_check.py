@@ -9,14 +9,16 @@ the ranks that share it out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 
 from swarmq.learner.batched_attention import Form
-from swarmq.learner.tree_attention import Visibility, lengths_for
+from swarmq.learner.context import Context, cut, cut_length
+from swarmq.learner.tree_attention import BLOCK, Visibility, lengths_for
 from swarmq.timeline import Layout
 
 T = TypeVar("T")
@@ -65,14 +67,17 @@ def refusal(
     *,
     backward: bool,
     pass_tokens: int = 0,
+    ranks: int = 1,
 ) -> str | None:
     """Why attention over `layout` cannot be compiled for `device`; None when it gives what attention in batches gives.
 
-    `backward`: whether gradients will be asked for. `pass_tokens`: of the largest pass. A GPU that fails or is full is no
+    `backward`: whether gradients will be asked for. `pass_tokens`: of the largest pass. `ranks` share each pass; what all of
+    them would compute is tried here. A GPU that fails or is full is no
     refusal: its error is passed on.
     """
-    here = Visibility(layout, torch.device("cpu"), compiled=False)
-    padded = [Visibility(layout, device, compiled=True, least=length) for length in lengths_for(pass_tokens)]
+    here = [Visibility(layout, torch.device("cpu"), compiled=False)]
+    longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
+    padded = [_shared(layout, device, length, ranks) for length in lengths_for(longest)]
     limit = TOLERANCE.get(dtype, ROUNDED)
     for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
@@ -115,12 +120,35 @@ def _error(values: Tensor, expected: Tensor) -> float:
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 
-def _outcome(inputs: list[Tensor], form: Form, visibility: Visibility, *, backward: bool) -> list[Tensor]:
+def _shared(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
+    """Of every rank."""
+    if ranks == 1:
+        return [Visibility(layout, device, compiled=True, least=least)]
+    each = [Context(ranks, rank) for rank in range(ranks)]
+    return [
+        Visibility(layout, device, compiled=True, least=least, part=cut(layout, one, block=BLOCK), context=one)
+        for one in each
+    ]
+
+
+def attend_as_ranks(query: Tensor, key: Tensor, value: Tensor, form: Form, ranks: Sequence[Visibility]) -> Tensor:
+    """What ranks that exchange nothing compute together, each with all keys and values."""
+    if len(ranks) == 1:
+        return ranks[0].attend(None, query, key, value, form)
+    count = query.shape[2]
+    query, key, value = (F.pad(x, (0, 0, 0, ranks[0].num_tokens - count)) for x in (query, key, value))
+    tokens = [torch.from_numpy(one.part.tokens).to(query.device) for one in ranks if one.part]
+    outputs = [one.attend(None, query[:, :, own], key, value, form) for one, own in zip(ranks, tokens, strict=True)]
+    return torch.cat(outputs, dim=2)[:, :, torch.cat(tokens).argsort()[:count]]
+
+
+def _outcome(inputs: list[Tensor], form: Form, ranks: Sequence[Visibility], *, backward: bool) -> list[Tensor]:
     """The attention's output and, of half the sum of its squares, the gradient of every input."""
     sinks = () if form.sinks is None else (form.sinks.detach().to(inputs[0].device),)
     asked = [x.detach().requires_grad_(backward) for x in (*inputs, *sinks)]
     query, key, value = asked[:3]
     with torch.set_grad_enabled(backward):
-        output = visibility.attend(None, query, key, value, form._replace(sinks=asked[3] if sinks else None)).float()
+        form = form._replace(sinks=asked[3] if sinks else None)
+        output = attend_as_ranks(query, key, value, form, ranks).float()
     gradient = torch.autograd.grad(output, asked, output.detach(), materialize_grads=True) if backward else ()
     return [output.detach(), *(x.float() for x in gradient)]

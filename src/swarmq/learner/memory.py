@@ -26,6 +26,9 @@ KEPT_BYTES = 2
 """Per token, hidden unit and layer: a layer's input in BF16, kept by gradient checkpointing."""
 LAYER_BYTES = 70
 """Per token and hidden unit: everything inside one layer, in BF16."""
+GATHERED_BYTES = 10
+"""Per token of the whole pass and hidden unit, where ranks share it: one layer's keys and values in BF16, and their gradients in
+BF16 and FP32, if they are half as wide as hidden states."""
 HEADROOM = 0.92
 """Of a GPU's memory may be planned with."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
@@ -66,10 +69,17 @@ def learner_bytes(
     """
     half = train.precision(cuda=True) == "bf16"
     copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half and not train.lora else 0
-    once = KEPT_BYTES * shape.layers + LAYER_BYTES if train.gradient_checkpointing else LAYER_BYTES * shape.layers
+    units = shape.hidden * -(-train.micro_batch_tokens // train.context_parallel)
+    layer, kept = layer_bytes(units, train.context_parallel), KEPT_BYTES * units
+    once = kept * shape.layers + layer if train.gradient_checkpointing else layer * shape.layers
     wide = 1 if half else 2
     state = state_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
-    return state + copies + wide * train.micro_batch_tokens * shape.hidden * once
+    return state + copies + wide * once
+
+
+def layer_bytes(units: int, ranks: int = 1) -> int:
+    """Of what is computed in one layer, of so many hidden units (times tokens) on one of the `ranks` that share the pass."""
+    return units * (LAYER_BYTES + (GATHERED_BYTES * ranks if ranks > 1 else 0))
 
 
 def whole_bytes(shape: Shape, train: Train) -> int:

@@ -34,6 +34,7 @@ from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
+from swarmq.learner.context import Context
 from swarmq.learner.folders import as_in_folder
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
@@ -100,6 +101,7 @@ class Trainer:
         if self._held:
             hold(self.accelerator)
         self.train, self.version = train, version
+        self.context = Context.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
         lm = _policy_lm(source, initial or source, train, dtype, empty=without_weights(self.accelerator))
         policy = LayoutModel(
@@ -107,6 +109,7 @@ class Trainer:
             device=self.accelerator.device,
             dtype=dtype,
             pass_tokens=train.micro_batch_tokens,
+            ranks=self.context.ranks,
         )
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
@@ -120,7 +123,12 @@ class Trainer:
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self._initial = initial or source
         self.frozen = FrozenModels(self._initial, self.accelerator, policy, train.lora)
-        limits = [policy.rows_only, *(judge.rows_only for judge in self.frozen.of(train).values())]
+        judges = self.frozen.of(train)
+        if self.context.ranks > 1:
+            _check_cut(
+                {source: policy.whole_only, **{f"the {role}": judge.whole_only for role, judge in judges.items()}}
+            )
+        limits = [policy.rows_only, *(judge.rows_only for judge in judges.values())]
         self.engine = Engine(
             cost=policy.cost,
             rows_only=next(filter(None, limits), None),
@@ -146,6 +154,12 @@ class Trainer:
     @property
     def vocab_size(self) -> int:
         return vocab_size(self.lm)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a batch this rank computes; those that share each pass have the same one."""
+        ranks = self.context.ranks
+        return self.accelerator.process_index // ranks, self.accelerator.num_processes // ranks
 
     @property
     def max_length(self) -> int:
@@ -214,7 +228,7 @@ class Trainer:
 
     def _step(self, record: BatchRecord) -> dict[str, Any]:
         assert record.settings is not None
-        train, rank, world = record.settings, self.accelerator.process_index, self.accelerator.num_processes
+        train, (rank, world) = record.settings, self.share
         began = time.perf_counter()
         credit = advantages(groups_of(record.episodes), train, record.baselines)
         parts = parts_of(record.episodes, train.steps_per_batch)
@@ -222,7 +236,7 @@ class Trainer:
         proximal = [self._logprobs(work) for work in works[1:]]
         fields, self.tokens = [], []
         for number, (part, work) in enumerate(zip(parts, works, strict=True)):
-            self._seen = Seen() if train.token_log else None
+            self._seen = Seen() if train.token_log and self.context.is_first else None
             self._proximal = proximal[number - 1] if number else None
             self.consult(part, work, train)
             fields.append(self.optimize(work, train, step=record.index.version))
@@ -247,10 +261,11 @@ class Trainer:
     def _logprobs(self, work: Work) -> list[Tensor]:
         """Of each pass [S], under the weights as they are."""
         with torch.no_grad():
-            return [
-                self.model(Placed.of(one.layout, self.accelerator.device), self._placed(one.temperatures)).logprobs
-                for one in work.passes
-            ]
+            return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
+
+    def laid(self, one: Pass) -> Placed:
+        """What this rank computes of a pass."""
+        return Placed.of(one.layout, self.accelerator.device, context=self.context)
 
     def optimize(self, work: Work, train: Train, *, step: int) -> dict[str, Any]:
         """One optimizer step on this rank's part of the work."""
@@ -262,7 +277,9 @@ class Trainer:
 
         Raises LearnerError when it does not answer."""
         served = train.teacher if is_served(train.teacher) else None
-        self._taught = ServedTeacher(served, self._initial).scores(episodes, work) if served else None
+        self._taught = (
+            self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
+        )
 
     def accumulate(self, work: Work, train: Train) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
@@ -311,7 +328,7 @@ class Trainer:
         temperatures, mu, credit, calls, weights = (
             self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
-        laid = Placed.of(one.layout, self.accelerator.device)
+        laid = self.laid(one)
         scored = self.model(laid, temperatures)
         tokens = Tokens(
             scored.logprobs,
@@ -363,6 +380,8 @@ class Trainer:
         return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
+        """Over all ranks; of those that share each pass, and have the same numbers, the first one's count."""
+        values = values if self.context.is_first else torch.zeros_like(values)
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
 
 
@@ -376,6 +395,7 @@ def _repeat(deterministic: bool) -> None:
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
     """For the policy in `source`, whose size decides whether it is sharded."""
     _refuse_split_sequences(os.environ)
+    fits.check_groups(train)
     shard = fits.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
     plan = plugin(train) if shard.full else None
@@ -411,13 +431,23 @@ def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
 
 
 def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
-    """What `accelerate launch` was asked for. Raises LearnerError for what cuts a row into parts on several ranks."""
+    """What `accelerate launch` was asked for. Raises LearnerError for its ways to cut rows over ranks."""
     for axis, name in (("CP", "context"), ("SP", "sequence"), ("TP", "tensor")):
-        if int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1) > 1:
+        if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
             raise LearnerError(
-                f"{name} parallelism is not available: accelerate's needs plain causal attention over one row, and the "
-                "learner's passes hold packed rows and trees; ranks share out a batch by whole passes instead. Leave "
-                f"--parallelism-config-{axis.lower()}-size out; for long rows take train.sharding = 'full' and more ranks"
+                f"accelerate's {name} parallelism is not available, for it needs plain causal attention over one row, and passes "
+                f"hold packed rows and trees: leave --parallelism-config-{axis.lower()}-size out. Ranks share passes of these with "
+                f"train.context_parallel = {ranks}, and the model with train.sharding = 'full'"
+            )
+
+
+def _check_cut(reasons: Mapping[str, str | None]) -> None:
+    """Raises LearnerError where there is a reason why ranks cannot share the passes of a model."""
+    for model, reason in reasons.items():
+        if reason:
+            raise LearnerError(
+                f"train.context_parallel: ranks cannot share the passes of {model} ({reason}); set it to 1, and for long calls "
+                "train.sharding = 'full'"
             )
 
 

@@ -22,8 +22,9 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError
 from swarmq.learner import tree_attention
+from swarmq.learner.context import ALONE, Context, cut
 from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
-from swarmq.learner.tree_attention import Visibility, placed
+from swarmq.learner.tree_attention import BLOCK, Visibility, placed
 from swarmq.learner.tree_head import Scored, head_of, score, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
 
@@ -38,27 +39,38 @@ EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]
 
 @dataclass(frozen=True)
 class Placed:
-    """The part of a layout that the model needs, on its device."""
+    """The part of a layout that the model needs, on its device: all T tokens and S sampled ones, or those of one of the ranks that
+    share the pass."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
     predictors: Tensor  # [S]
     targets: Tensor  # [S]
     visibility: Visibility
+    sampled: Tensor | None = None  # [S] which of the layout's these are; None: all
+    num_sampled: int = 0
+    """Of the layout, where that is not S."""
 
     @classmethod
-    def of(cls, layout: Layout, device: torch.device, *, compiled: bool | None = None) -> Placed:
-        """Copies to `device`. `compiled` chooses FlexAttention, by default where there is CUDA."""
+    def of(
+        cls, layout: Layout, device: torch.device, *, compiled: bool | None = None, context: Context = ALONE
+    ) -> Placed:
+        """Copies to `device`. `compiled` chooses FlexAttention, by default where there is CUDA. `context` shares the pass."""
+        compiled = device.type == "cuda" if compiled is None else compiled
+        part = cut(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
+        mine = part or layout
         ids, positions, predictors, targets = (
             placed(values.astype(np.int64), device)
-            for values in (layout.token_ids, layout.positions, layout.predictors, layout.targets)
+            for values in (mine.token_ids, mine.positions, mine.predictors, mine.targets)
         )
         return cls(
             input_ids=ids[None],
             position_ids=positions[None],
             predictors=predictors,
             targets=targets,
-            visibility=Visibility(layout, device, compiled=device.type == "cuda" if compiled is None else compiled),
+            visibility=Visibility(layout, device, compiled=compiled, part=part, context=context),
+            sampled=placed(part.sampled.astype(np.int64), device) if part else None,
+            num_sampled=layout.num_trained,
         )
 
 
@@ -82,9 +94,11 @@ class LayoutModel(nn.Module):
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
         pass_tokens: int = 0,
+        ranks: int = 1,
     ) -> None:
         """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now.
-        `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come."""
+        `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come. `ranks` share
+        each pass."""
         super().__init__()
         self.model: Any = model
         self.head_apart = True
@@ -93,8 +107,14 @@ class LayoutModel(nn.Module):
         """Why trees cannot be computed; None when they can."""
         self._windows: list[int | None] = []
         """How far back each layer sees, where that was found out."""
+        self.ranks = ranks
         self._device = device or self.model.device
         self._check(self._device, dtype or self.model.dtype, pass_tokens)
+
+    @property
+    def whole_only(self) -> str | None:
+        """Why ranks cannot share its passes; None when they can."""
+        return self.rows_only or _looks_at_the_longest(self.model)
 
     @property
     def cost(self) -> Cost:
@@ -121,16 +141,24 @@ class LayoutModel(nn.Module):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
     def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
-        """Log-probabilities of the layout's S targets at `temperatures`, one for all or [S]."""
+        """Log-probabilities of the layout's S targets, also those that other ranks score, at `temperatures`, one for all or [S]."""
         temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
+        shared = placed.sampled
+        if shared is not None and temperatures.ndim:
+            temperatures = temperatures[shared]
         temperatures = temperatures.expand(len(placed.targets))
         run = _row_by_row if self.rows_only else _together
         outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
         # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
         chosen = F.embedding(placed.predictors, outputs)
         if self.head_apart:
-            return score(chosen, head_of(self.model), placed.targets, temperatures)
-        return score_logits(chosen, placed.targets, temperatures)
+            scored = score(chosen, head_of(self.model), placed.targets, temperatures)
+        else:
+            scored = score_logits(chosen, placed.targets, temperatures)
+        if shared is None:
+            return scored
+        logprobs, entropies = placed.visibility.context.together(torch.stack(scored), shared, placed.num_sampled)
+        return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
         """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
@@ -143,7 +171,9 @@ class LayoutModel(nn.Module):
         )
         if self.rows_only is None and device.type == "cuda":
             trained = any(parameter.requires_grad for parameter in self.parameters())
-            self.rows_only = refusal(calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens)
+            self.rows_only = refusal(
+                calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens, ranks=self.ranks
+            )
         self.rows_only = agreed(self.rows_only)
         if self.rows_only is None:
             self._attend_over_layouts()
@@ -195,6 +225,20 @@ def why_not(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _looks_at_the_longest(model: PreTrainedModel) -> str | None:
+    """Ranks that compute other tokens of a row would turn it by other angles."""
+    kinds = {
+        kind for module in model.modules() for kind in _rotations(module) if kind == "longrope" or "dynamic" in kind
+    }
+    return f"its positions ({min(kinds)}) depend on the longest row of a pass" if kinds else None
+
+
+def _rotations(module: nn.Module) -> list[str]:
+    """Kinds of rotary positions, of all layers or by the kind of layer."""
+    kind = getattr(module, "rope_type", None) or ()
+    return [kind] if isinstance(kind, str) else list(kind.values()) if isinstance(kind, dict) else []
+
+
 def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
     """What `network` puts out for all T tokens, in one pass."""
     return network(
@@ -209,8 +253,8 @@ def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Ten
 def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
     """The same for packed rows, a pass each, with the model's own attention."""
     visibility = placed.visibility
-    if any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
-        raise LearnerError("this model computes packed rows only: plan with only='rows'")
+    if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
+        raise LearnerError("this model computes packed rows only, each on one rank: plan with only='rows'")
     return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
 
 

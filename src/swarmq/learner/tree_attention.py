@@ -2,7 +2,8 @@
 
 On CUDA this is FlexAttention, compiled, with block masks computed from the layout instead of from T x T pairs. Lengths are
 padded to one of a few inside the attention alone, so there is little to compile and nothing else computes the
-padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product attention (batched_attention).
+padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product attention (batched_attention). Where ranks share a
+pass (context.py), queries are those of some of the tokens, keys and values those of all.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 
 from swarmq.errors import LearnerError
 from swarmq.learner.batched_attention import Batches, Form, Run, attend_in_batches, batches_of
+from swarmq.learner.context import ALONE, Context, Part
 from swarmq.learner.kept import Kept
 from swarmq.timeline.layout import Layout, block_map, node_spans
 from swarmq.timeline.turns import IntArray
@@ -42,14 +44,27 @@ def lengths_for(tokens: int) -> list[int]:
 class Visibility:
     """Who sees whom in one layout, on one device."""
 
-    def __init__(self, layout: Layout, device: torch.device, *, compiled: bool, least: int = 0) -> None:
-        """`least`: tokens that what is compiled has at least, with padding."""
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        *,
+        compiled: bool,
+        least: int = 0,
+        part: Part | None = None,
+        context: Context = ALONE,
+    ) -> None:
+        """`least`: tokens that what is compiled has at least, with padding. `part`: what is computed of the layout here, in whole
+        blocks where it is compiled; `context` computes the rest."""
+        layout = part.layout if part else layout
         self.num_tokens = layout.num_tokens
         self.compiled = compiled
+        self.part = part
+        self.context = context
         self._layout = layout
         self._device = device
         length = lengths_for(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
-        self._exits, self._positions = _padded(layout, length)
+        self._exits, self._positions = _lengthened(layout, length)
         self._block_masks: dict[int | None, BlockMask] = {}
         self._batches: dict[int | None, Batches] = {}
         self.kept = Kept()
@@ -69,6 +84,10 @@ class Visibility:
             partly, wholly = block_map(self._exits, self._positions, BLOCK, window)
             partly[-(-self.num_tokens // BLOCK) :] = False  # padding alone
             sees = _sees(placed(self._exits, self._device), placed(self._positions, self._device), window)
+            if self.part:
+                rows, tokens = self.part.tokens[::BLOCK] // BLOCK, self.part.tokens
+                partly, wholly = (_longer(x[rows], self.padded_queries // BLOCK) for x in (partly, wholly))
+                sees = _from(placed(_longer(tokens, self.padded_queries), self._device), sees)
             self._block_masks[window] = BlockMask.from_kv_blocks(
                 *_ordered(partly, self._device), *_ordered(wholly, self._device), BLOCK_SIZE=BLOCK, mask_mod=sees
             )
@@ -77,20 +96,29 @@ class Visibility:
     def batches(self, window: int | None) -> Batches:
         """For attention without a compiler; made once per window and layout."""
         if window not in self._batches:
-            self._batches[window] = batches_of(self.nodes, self.paths, window, self._device)
+            tokens = self.part.tokens if self.part else None
+            self._batches[window] = batches_of(self.nodes, self.paths, window, self._device, tokens)
         return self._batches[window]
 
     def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
-        """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D], of layer `module`."""
+        """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D], of layer `module`. All of them
+        are of the tokens that are computed here."""
         if self.compiled:
-            inputs = (query, key, value)
-            return self.kept.output(module, inputs, lambda: _attend_compiled(*inputs, self, form))
-        return attend_in_batches(query, key, value, self.batches(form.window), form)
+            gathered = self.context.ranks * (key.nbytes + value.nbytes)
+            saved = 2 * query.nbytes + gathered  # the output is as large as the query
+            return self.kept.output(module, saved, lambda: _attend_compiled(query, key, value, self, form))
+        keys, values = self.context.gathered(key, value)
+        return attend_in_batches(query, keys, values, self.batches(form.window), form)
 
     @property
     def padded_length(self) -> int:
         """Tokens that the attention kernel is given; what it is compiled for."""
         return len(self._exits)
+
+    @property
+    def padded_queries(self) -> int:
+        """Of these, queries: as many for every layout of this length, so that there is one kernel for each."""
+        return -(-self.padded_length // (BLOCK * self.context.ranks)) * BLOCK
 
 
 def placed(values: NDArray[Any], device: torch.device) -> Tensor:
@@ -125,9 +153,11 @@ def attend(
 
 
 def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: Form) -> Tensor:
-    pad, kind = visibility.padded_length - visibility.num_tokens, query.device.type
+    count, kind = query.shape[2], query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    query, key, value = (F.pad(x.to(dtype), (0, 0, 0, pad)).contiguous() for x in (query, key, value))
+    key, value = visibility.context.gathered(key.to(dtype), value.to(dtype))
+    query = _padded(query.to(dtype), visibility.padded_queries)
+    key, value = (_padded(x, visibility.padded_length) for x in (key, value))
     with torch.autocast(kind, torch.bfloat16, enabled=False):  # else what was compiled without it is compiled again
         output = _compiled_flex_attention()(
             query,
@@ -143,8 +173,12 @@ def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visi
         # A sink is one more key with a value of 0: exp(lse) of exp(lse) + exp(sink) remains.
         output, aux = output
         output = output * torch.sigmoid(aux.lse - form.sinks.float().view(1, -1, 1)).unsqueeze(-1).to(output.dtype)
-    seen: Tensor = output[:, :, : visibility.num_tokens]
+    seen: Tensor = output[:, :, :count]
     return seen
+
+
+def _padded(values: Tensor, length: int) -> Tensor:
+    return F.pad(values, (0, 0, 0, length - values.shape[2])).contiguous()
 
 
 def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
@@ -158,10 +192,15 @@ def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
     return paths
 
 
-def _padded(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
+def _lengthened(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
     """Exits and positions, padded with tokens that see nothing but themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
+
+
+def _longer(values: NDArray[Any], length: int) -> NDArray[Any]:
+    """With zeros at the end of the first dimension."""
+    return np.pad(values, [(0, length - len(values)), *[(0, 0)] * (values.ndim - 1)])
 
 
 def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -181,6 +220,15 @@ def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[...,
         return (k <= q) & (q < exits[k]) & (positions[q] - positions[k] < window)
 
     return ancestor_within
+
+
+def _from(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Of which token each query is."""
+
+    def of_token(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return sees(b, h, queries[q], k)
+
+    return of_token
 
 
 @functools.cache

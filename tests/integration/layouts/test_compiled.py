@@ -2,7 +2,11 @@ import pytest
 import torch
 
 from support.forks import make_group, make_model
+from swarmq.learner.batched_attention import Form
+from swarmq.learner.context import Context, cut
+from swarmq.learner.kernel_check import attend_as_ranks
 from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree_attention import BLOCK, Visibility
 from swarmq.timeline import PrefixTree, row_layouts
 
 CPU = torch.device("cpu")
@@ -20,3 +24,19 @@ def test_flex_attention_computes_what_plain_attention_computes(name):
             with torch.no_grad():
                 plain, compiled = (model(Placed.of(layout, CPU, compiled=c)).logprobs for c in (False, True))
             assert (plain - compiled).abs().max() < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("window", [None, 50])
+def test_flex_attention_computes_for_ranks_that_share_a_pass_what_it_does_for_one(window):
+    (layout, *_) = PrefixTree(make_group(seed=1, episodes=5, turns=30)).layouts(1000)
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, heads, layout.num_tokens, 8) for heads in (4, 2, 2))
+    form, contexts = Form(0.3, window, None, None), [Context(3, rank) for rank in range(3)]
+    ranks = [
+        Visibility(layout, CPU, compiled=True, part=cut(layout, each, block=BLOCK), context=each) for each in contexts
+    ]
+    with torch.no_grad():
+        plain = Visibility(layout, CPU, compiled=False).attend(None, query, key, value, form)
+        assert (attend_as_ranks(query, key, value, form, ranks) - plain).abs().max() < 1e-5

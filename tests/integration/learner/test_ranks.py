@@ -5,9 +5,6 @@ The objective has a reference model in it, so that one is laid out over the rank
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from support import expert_ranks, learner_ranks, lora_ranks
 from support.episodes import make_qwen
-from support.same_gradient import assert_same_gradient, assert_same_way
+from support.launch import launch
+from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.learner import checkpoint
@@ -45,20 +43,6 @@ def on_ranks(count: int, model: Path, train: Train, target: Path) -> Made:
     trains = [msgspec.structs.replace(train, **changes) for changes in SETTINGS.values()]
     launch(count, learner_ranks.__file__, str(model), msgspec.json.encode(trains).decode(), str(target))
     return dict(zip(SETTINGS, torch.load(target), strict=True))
-
-
-def launch(count: int, *program: str) -> None:
-    ranks = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"] if count > 1 else []
-    subprocess.run(
-        [sys.executable, *ranks, *program],
-        check=True,
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": f"{Path(learner_ranks.__file__).parents[1]}:{os.environ.get('PYTHONPATH', '')}",
-        },
-        timeout=600,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -117,15 +101,6 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
             for key, tensor in theirs.items():
                 assert ours[key].shape == tensor.shape
                 torch.testing.assert_close(ours[key], tensor, rtol=0, atol=1e-5, msg=key)
-
-
-def assert_same(made: dict[str, Any], alone: dict[str, Any]) -> None:
-    """The steps by the size of their gradients too, which AdamW makes nothing of."""
-    assert made["left_out"] == alone["left_out"]
-    assert_same_gradient(made["gradient"], alone["gradient"])
-    assert made["norms"] == pytest.approx(alone["norms"], rel=1e-5)
-    assert all(torch.equal(tensor, alone["before"][name]) for name, tensor in made["before"].items())
-    assert_same_way(made["weights"], alone["weights"], alone["before"])
 
 
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:

@@ -80,15 +80,19 @@ def _of(episode: object, run: str) -> object:
     return msgspec.structs.replace(episode, run=run, turns=turns)  # type: ignore[type-var]
 
 
-async def test_one_rank_and_two_under_accelerate_launch_learn_the_same_and_report_every_episode(
+async def test_one_rank_two_under_accelerate_launch_and_two_that_share_passes_learn_the_same_and_report_every_episode(
     tiny_qwen: Path, tmp_path: Path, amqp_url: str, run_name: str
 ) -> None:
     weights = []
     async with AmqpBroker.open(amqp_url, name="test", deadline_s=None) as broker:
-        for name, launch in (("one", {}), ("two", {"accelerate": True})):
+        for name, launch, train in (
+            ("one", {}, {}),
+            ("two", {"accelerate": True}, {}),
+            ("shared", {"num_gpus": 2}, {"context_parallel": 2}),
+        ):
             folder = tmp_path / name
             folder.mkdir()
-            job = make_job(folder, f"{run_name}-{name}", tiny_qwen, amqp_url)
+            job = make_job(folder, f"{run_name}-{name}", tiny_qwen, amqp_url, **train)
             await fill(broker, job, range(2 * STEPS))
             assert await ended(start(job, folder, **launch)) == 0, (folder / "log").read_text()
             told: set[str] = set()
@@ -101,9 +105,10 @@ async def test_one_rank_and_two_under_accelerate_launch_learn_the_same_and_repor
             assert depth.ready == 0
             checkpoints = job.run_folder.checkpoints("main")
             weights.append(load_file(checkpoints / f"step-{STEPS:08d}" / "model.safetensors"))
-    one, two = weights
+    one, *others = weights
     for name, tensor in one.items():
-        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=2e-5)
+        for other in others:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-3, atol=2e-5)
 
 
 async def test_a_lost_rank_of_a_shared_out_model_ends_the_learner_with_its_number_and_the_next_start_goes_on(

@@ -14,7 +14,7 @@ import torch
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import trainer
-from swarmq.learner.fits import Gpu, check, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.fits import Gpu, check, check_groups, check_shape, holds_whole, looked_at, shape_of, shard
 from swarmq.learner.memory import GIB, Shape, learner_bytes
 from swarmq.learner.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
@@ -147,6 +147,29 @@ def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: 
     assert not shard("m", looked_at(offloaded)).full, "what goes over its batches afterwards may be alone"
 
 
+def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    three = msgspec.structs.replace(TRAIN, context_parallel=3)
+    for count in (1, 2, 4):
+        monkeypatch.setenv("WORLD_SIZE", str(count))
+        with pytest.raises(LearnerError, match=rf"train\.context_parallel: 3 ranks .* there are {count}: .*--num-gpus"):
+            make_accelerator(three, "m")
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    check_groups(three)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    check_groups(looked_at(three))
+
+
+def test_ranks_that_share_a_pass_have_room_for_longer_ones() -> None:
+    def taken(tokens: int, ranks: int) -> int:
+        train = msgspec.structs.replace(TRAIN, micro_batch_tokens=tokens, context_parallel=ranks)
+        return learner_bytes(MIDDLE, train, ranks=ranks, full=False) - learner_bytes(
+            MIDDLE, msgspec.structs.replace(train, micro_batch_tokens=1), ranks=ranks, full=False
+        )
+
+    assert taken(65536, 4) < taken(65536, 2) < taken(65536, 1)
+    assert taken(65536, 2) > taken(65536, 1) / 2, "each has the keys and values of all"
+
+
 def test_advice_is_advice_that_the_settings_take() -> None:
     with pytest.raises(LearnerError, match="train.sharding = 'full' with train.cpu_offload on two GPUs or more"):
         check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
@@ -178,9 +201,9 @@ def test_accelerate_is_told_of_the_offload_before_it_founds_the_group(monkeypatc
 
 
 @pytest.mark.parametrize("axis", ["CP", "SP", "TP"])
-def test_what_would_cut_rows_into_parts_is_refused_by_name(
+def test_what_would_cut_rows_into_parts_is_refused_by_name_and_with_what_does_it_here(
     axis: str, monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
 ) -> None:
     monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis}_SIZE", "2")
-    with pytest.raises(LearnerError, match=f"--parallelism-config-{axis.lower()}-size out"):
+    with pytest.raises(LearnerError, match=f"--parallelism-config-{axis.lower()}-size out.*train.context_parallel = 2"):
         make_accelerator(TRAIN, str(tiny_qwen))

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from swarmq.learner import kept as keeping
+from swarmq.learner.context import ALONE
 from swarmq.learner.kept import Checkpointing, Kept
 from swarmq.learner.memory import LAYER_BYTES
 
@@ -29,7 +30,7 @@ class Layer(nn.Module):
 
     def forward(self, x, kept):
         x = torch.tanh(self.before(x))
-        return torch.tanh(self.after(kept.output(self, (x, x, x), lambda: self.attend(x))))
+        return torch.tanh(self.after(kept.output(self, 4 * x.nbytes, lambda: self.attend(x))))
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ class Decoder:
         monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
         self.layers, self.checkpointing = layers, Checkpointing(LAYERS, list)
-        self.kept = []
+        self.kept, self.context = [], ALONE
 
     def checkpoint(self, layer, *inputs, use_reentrant):
         self.taken -= WHOLE - INPUT - ATTENTION  # which running it adds
@@ -105,7 +106,7 @@ class Decoder:
     def gradient(self):
         self.layers.zero_grad()
         self.kept, x = [], torch.linspace(-1, 1, 8).view(1, 2, 4)
-        visibility = SimpleNamespace(kept=Kept(), compiled=True)
+        visibility = SimpleNamespace(kept=Kept(), compiled=True, context=self.context)
         self.visibility = visibility
         visibility.kept.attention_bytes, visibility.kept._fits = ATTENTION, True
         for layer in self.layers:
@@ -134,6 +135,24 @@ def test_layers_are_kept_whole_as_far_as_memory_goes(layers, monkeypatch, room, 
     found, expected = decoder.gradient(), gradient(layers, checkpointed=False)
     assert decoder.kept == kept
     assert torch.equal(found, expected)
+
+
+def test_ranks_that_share_a_pass_keep_as_much_as_the_one_with_the_least_room(layers, monkeypatch):
+    """What is computed again gathers its keys and values again, so none may do so alone."""
+
+    class Beside:
+        ranks, said = 1, []
+
+        def least(self, value):
+            self.said.append(value)
+            return min(value, 2 * TRIED if len(self.said) == 1 else 0)
+
+    decoder = Decoder(monkeypatch, layers, REST + 2 * MORE)
+    decoder.context = Beside()
+    decoder.gradient()
+    assert decoder.context.said == [REST + 2 * MORE - HELD, 2]
+    assert decoder.kept == [True, False, False]
+    assert decoder.visibility.kept.room == 2 * TRIED / LAYERS
 
 
 def test_attention_of_a_layer_has_its_share_of_what_is_free_beside_all_that_cannot_be_helped(layers, monkeypatch):

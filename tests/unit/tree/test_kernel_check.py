@@ -76,16 +76,18 @@ def flex_by_definition(query, key, value, *, score_mod, block_mask, scale, enabl
     scores = query @ key.transpose(2, 3) * scale
     if score_mod is not None:
         scores = score_mod(scores, None, None, None, None)
-    scores = scores.masked_fill(~block_mask.mask_mod(None, None, index[:, None], index[None, :]), -torch.inf)
+    keys = torch.arange(key.shape[2])
+    scores = scores.masked_fill(~block_mask.mask_mod(None, None, index[:, None], keys[None, :]), -torch.inf)
     output = scores.softmax(-1) @ value
     return output if return_aux is None else (output, SimpleNamespace(lse=scores.logsumexp(-1)))
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt-oss"])
-def test_what_is_made_of_the_compilers_attention_is_that_of_every_kind_of_layer(checked, monkeypatch, name):
-    """Windows, capped scores and sinks, and lengths that are padded."""
+def test_what_is_made_of_the_compilers_attention_is_that_of_every_kind_of_layer(checked, monkeypatch, name, ranks):
+    """Windows, capped scores and sinks, and lengths that are padded; whole passes and those that ranks share."""
     monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda: flex_by_definition)
-    assert checked(tree_attention._attend_compiled, name) is None
+    assert checked(tree_attention._attend_compiled, name, ranks=ranks) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -113,16 +115,22 @@ def test_a_model_that_only_judges_needs_no_backward_pass(checked):
 
 
 @pytest.mark.parametrize(
-    ("pass_tokens", "lengths"), [(0, [1024]), (4097, [1024, 4096, 8192]), (8192, [1024, 4096, 8192])]
+    ("pass_tokens", "ranks", "lengths"),
+    [
+        (0, 1, [1024]),
+        (4097, 1, [1024, 4096, 8192]),
+        (8192, 1, [1024, 4096, 8192]),
+        (8192, 3, [1024, 4096, 8192, 16384]),
+    ],
 )
-def test_a_kernel_is_tried_for_every_length_that_passes_will_have(checked, pass_tokens, lengths):
+def test_a_kernel_is_tried_for_every_length_that_passes_will_have(checked, pass_tokens, ranks, lengths):
     tried = set()
 
     def kernel(query, key, value, visibility, form):
         tried.add(visibility.padded_length)
         return right(query, key, value, visibility, form)
 
-    assert checked(kernel, pass_tokens=pass_tokens) is None
+    assert checked(kernel, pass_tokens=pass_tokens, ranks=ranks) is None
     assert sorted(tried) == lengths
 
 
@@ -131,6 +139,14 @@ def test_a_kernel_that_is_wrong_for_one_length_alone_is_refused(checked):
         return right(query, key, value, visibility, form) * (1 + (visibility.padded_length == 4096))
 
     assert "is off by" in checked(kernel, pass_tokens=8192)
+
+
+def test_a_kernel_that_is_wrong_for_one_of_the_ranks_alone_is_refused(checked):
+    def kernel(query, key, value, visibility, form):
+        return right(query, key, value, visibility, form) * (1 + (visibility.context.rank == 0))
+
+    assert checked(right, ranks=2) is None
+    assert "is off by" in checked(kernel, ranks=2)
 
 
 def test_a_full_gpu_is_no_reason_to_compute_rows(checked):
@@ -150,14 +166,14 @@ def test_a_layer_of_every_kind_is_tried(make_model, make_group):
 def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(make_model, monkeypatch, trained):
     tried = []
 
-    def check(calls, _, device, dtype, *, backward, pass_tokens):
-        tried.append((len(calls), device, dtype, backward, pass_tokens))
+    def check(calls, _, device, dtype, *, backward, pass_tokens, ranks):
+        tried.append((len(calls), device, dtype, backward, pass_tokens, ranks))
         return "its attention cannot be compiled for this GPU: too wide"
 
     monkeypatch.setattr(tree, "refusal", check)
     lm = make_model("mistral").requires_grad_(trained)
-    model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16, pass_tokens=5000)
-    assert tried == [(1, CUDA, torch.bfloat16, trained, 5000)]
+    model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16, pass_tokens=5000, ranks=2)
+    assert tried == [(1, CUDA, torch.bfloat16, trained, 5000, 2)]
     assert model.rows_only == "its attention cannot be compiled for this GPU: too wide"
     assert lm.config._attn_implementation == "sdpa"
 

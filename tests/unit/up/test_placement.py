@@ -147,6 +147,7 @@ WAYS = {
     "lora": Train(lora=Lora()),
     "judged": Train(loss=Loss(kl=0.1)),
     "long": Train(micro_batch_tokens=65536),
+    "cut": Train(micro_batch_tokens=131072, context_parallel=2),
 }
 
 
@@ -211,6 +212,15 @@ def test_a_learner_with_its_state_in_host_memory_gets_two_gpus_or_says_why_not()
     assert len(place(offloaded, model(8), [H200] * 4).learner) == 2
     with pytest.raises(ConfigError, match="these are too few for both"):
         place(msgspec.structs.replace(offloaded, placement="split"), model(8), [H200] * 2)
+
+
+def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not() -> None:
+    cut = policy(train=WAYS["cut"])
+    assert len(place(cut, model(1), [H200] * 3).learner) == 2
+    assert len(place(cut, model(1), [H200] * 6).learner) == 4
+    for count, kind in ((1, "auto"), (3, "shared")):
+        with pytest.raises(ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m, and it gets {count} GPU"):
+            place(msgspec.structs.replace(cut, placement=kind), model(1), [H200] * count)
 
 
 def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
