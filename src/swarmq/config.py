@@ -575,7 +575,9 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     *sections, key = path.split(".")
     node = tree
     for depth, section in enumerate(sections):
-        node = node.setdefault(section, {})
+        if node.get(section) is None:  # so that a section which is off can be set, too
+            node[section] = {}
+        node = node[section]
         if not isinstance(node, dict):
             raise ConfigError(f"--set {assignment!r}: {'.'.join(sections[: depth + 1])} is a value, not a section")
     node[key] = value

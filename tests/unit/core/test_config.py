@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.config import Broker, SwarmJob, amqp_url
+from swarmq.config import Broker, Lora, SwarmJob, amqp_url
 from swarmq.errors import ConfigError
 
 TREE = {"run": "r", "policies": {"main": {"model": "m"}}}
@@ -24,6 +24,14 @@ def test_set_overrides_one_value_and_leaves_the_rest():
     assert job.policies["main"].train.learning_rate == 0.001
     assert job.policies["main"].train.loss.name == "reinforce"
     assert job.groups == build().groups
+
+
+def test_a_part_of_a_section_that_is_off_switches_it_on():
+    """As in the demo's settings, which name it all the same."""
+    off = {"policies": {"main": {"model": "m", "train": {"lora": None}}}}
+    for tree in ({}, off):
+        job = build("policies.main.train.lora.rank=8", "policies.main.train.lora.alpha=24", **tree)
+        assert job.policies["main"].train.lora == Lora(rank=8, alpha=24)
 
 
 @pytest.mark.parametrize(
