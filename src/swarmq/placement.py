@@ -18,7 +18,7 @@ from swarmq.config import Policy, Train
 from swarmq.engine.gpus import Gpu
 from swarmq.engine.model import Model
 from swarmq.errors import ConfigError
-from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, learner_bytes, state_bytes
+from swarmq.learner.memory import GIB, HEADROOM, Shape, learner_bytes, or_less, state_bytes
 
 ALONE = 0.9
 """Share of a GPU that an engine without neighbours takes."""
@@ -370,7 +370,7 @@ def _too_large(
     advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
-    advice += [OR_LESS] if learner else []
+    advice += [or_less(policy.train)] if learner else []
     return ConfigError(
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters) does not fit as {how} on {num_gpus} GPU(s) of {memory}: "
         f"{both}, {lacking}; {', '.join(advice)}"

@@ -64,7 +64,7 @@ def tiny_model(cache: Path | None = None, *, seed: int = 0) -> Path:
 
 
 def tiny_experts(family: str, cache: Path | None = None) -> Path:
-    """The folder of a mixture of experts, `qwen3_moe`, `mixtral`, `gpt_oss` or `olmoe`, of less than a million parameters."""
+    """The folder of a mixture of experts, `qwen3_moe`, `mixtral`, `gpt_oss`, `olmoe` or `glm4_moe`, of less than a million parameters."""
     digest = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     return made_once(f"tiny-{family}-{digest}", lambda folder: _make_experts(folder, family), cache=cache)
 
@@ -111,7 +111,7 @@ def _make(folder: Path, seed: int) -> None:
 
 
 def _make_experts(folder: Path, family: str) -> None:
-    from transformers import GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
+    from transformers import Glm4MoeConfig, GptOssConfig, MixtralConfig, OlmoeConfig, Qwen3MoeConfig
 
     shape = _with_tokenizer(folder) | {
         "hidden_size": 128,
@@ -130,6 +130,16 @@ def _make_experts(folder: Path, family: str) -> None:
             **shape | {"max_position_embeddings": 4096}, head_dim=32, intermediate_size=96, num_local_experts=4
         ),
         "olmoe": lambda: OlmoeConfig(**shape, intermediate_size=96, num_experts=4),
+        "glm4_moe": lambda: Glm4MoeConfig(
+            **shape,
+            head_dim=32,
+            intermediate_size=256,
+            moe_intermediate_size=96,
+            n_routed_experts=4,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
     }
     _save_random(folder, configs[family]())
 

@@ -16,7 +16,7 @@ from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner import host
 from swarmq.learner.host import Room
-from swarmq.learner.memory import GIB, HEADROOM, OR_LESS, Shape, host_bytes, judges, learner_bytes, whole_bytes
+from swarmq.learner.memory import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
 from swarmq.learner.model import load_config, named_by
 
 log = structlog.get_logger()
@@ -116,7 +116,7 @@ def check_shape(
         return said
     raise LearnerError(
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
-        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {OR_LESS}"
+        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {or_less(train)}"
         + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
     )
 

@@ -34,8 +34,6 @@ HEADROOM = 0.92
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable: the share of its GPU's memory that a learner may fill with what it could do without."""
 GIB = 1 << 30
-OR_LESS = "or set train.lora, or train.sharding = 'full' with train.cpu_offload on two GPUs or more"
-"""What makes a learner smaller than all else does: the end of an error that says what to do."""
 
 
 class Shape(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +47,12 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 def is_served(teacher: str | None) -> bool:
     """Whether `train.teacher` is the url of an engine."""
     return teacher is not None and teacher.startswith(("http://", "https://"))
+
+
+def or_less(train: Train) -> str:
+    """What makes a learner smaller than all else does: the end of an error that says what to do."""
+    offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
+    return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 
 
 def judges(train: Train, initial: str) -> dict[str, str]:
@@ -113,10 +117,11 @@ def host_bytes(
     checkpoint is written. Other arguments as `learner_bytes` has them.
 
     Rank 0 of those that share a policy out also gathers its weights for engines and, for checkpoints, in FP32 and the optimizer's
-    moments, one after the other.
+    moments, one after the other. What adapters add is merged for checkpoints in FP32, whoever holds the model.
     """
     gathering = full and 0 in here
-    saved = (WHOLE_BYTES if train.lora else MOMENTS_BYTES) * shape.parameters if gathering else 0
+    writing = gathering or (0 in here and train.lora)
+    saved = (WHOLE_BYTES if train.lora else MOMENTS_BYTES) * shape.parameters if writing else 0
     kept = (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters if gathering else 0
     if not cuda or (full and train.cpu_offload):
         own = _own_bytes(shape, train, cuda=cuda)

@@ -158,7 +158,7 @@ def computed_with(
 
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
-    weights = _each_once(apart, bring) if keep else {}
+    weights = _each_once(dict(as_named(apart)), bring) if keep else {}
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.unshard()

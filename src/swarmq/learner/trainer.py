@@ -197,7 +197,9 @@ class Trainer:
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
         save_file(
-            {name: made(tensor).contiguous() for name, tensor in kept},
+            {
+                name: made(tensor).cpu().contiguous() for name, tensor in kept
+            },  # a GPU has no room for all of it once more
             folder / "model.safetensors",
             metadata={"format": "pt"},
         )

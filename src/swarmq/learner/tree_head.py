@@ -105,8 +105,9 @@ class _Score(torch.autograd.Function):
         hidden, weight, bias, targets, temperatures, norms, kept = ctx.saved_tensors
         factor = weight.to(ctx.dtype)
         hidden_grad = torch.empty_like(hidden)
-        weight_grad: Tensor | None = None
-        bias_grad = None if bias is None else torch.zeros(bias.shape, dtype=torch.float32, device=bias.device)
+        _, learns, bias_learns, *_ = ctx.needs_input_grad
+        weight_grad = torch.zeros_like(weight) if learns and not len(targets) else None
+        bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
         by_scaled = (gradients[0] / temperatures)[:, None]
         for part in _kept_and_chunks(len(kept), len(targets), weight):
             inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
@@ -118,13 +119,14 @@ class _Score(torch.autograd.Function):
                 _slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
                 del logits
             hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
-            weight_grad = _add_product(weight_grad, by_product.t(), (inputs * above).to(ctx.dtype))
+            if learns:
+                weight_grad = _add_product(weight_grad, by_product.t(), (inputs * above).to(ctx.dtype))
             if bias_grad is not None:
                 bias_grad += by_product.float().t() @ above[:, 0]
         return (
             hidden_grad,
-            torch.zeros_like(weight) if weight_grad is None else weight_grad.to(weight.dtype),
-            None if bias is None or bias_grad is None else bias_grad.to(bias.dtype),
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
             *[None] * 4,
         )
 

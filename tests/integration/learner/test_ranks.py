@@ -116,11 +116,15 @@ def one_goes_on(model: Path, train: Train, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=8.0)], ids=["all parameters", "adapters"])
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [("qwen3_moe", None), ("qwen3_moe", Lora(rank=4, alpha=8.0)), ("glm4_moe", Lora(rank=4, alpha=8.0))],
+    ids=["all parameters", "adapters", "adapters around a router with a buffer"],
+)
 def test_ranks_that_share_experts_out_push_and_save_them_as_the_folder_has_them(
-    tmp_path: Path, lora: Lora | None
+    tmp_path: Path, family: str, lora: Lora | None
 ) -> None:
-    model, train = tiny_experts("qwen3_moe"), msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), lora=lora)
+    model, train = tiny_experts(family), msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce"), lora=lora)
     shared = msgspec.structs.replace(train, sharding="full", learning_rate=1e-3)
     launch(2, expert_ranks.__file__, str(model), msgspec.json.encode(shared).decode(), str(tmp_path))
     pushed, saved, first = (

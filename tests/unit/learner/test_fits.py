@@ -173,7 +173,11 @@ def test_ranks_that_share_a_pass_have_room_for_longer_ones() -> None:
 def test_advice_is_advice_that_the_settings_take() -> None:
     with pytest.raises(LearnerError, match="train.sharding = 'full' with train.cpu_offload on two GPUs or more"):
         check_shape(MIDDLE, TRAIN, ranks=1, gpu=GPU)
-    Train(sharding="full", cpu_offload=True)
+    with pytest.raises(
+        LearnerError, match="or set train.sharding = 'full' with train.cpu_offload on two GPUs or more$"
+    ):
+        check_shape(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora()), ranks=1, gpu=Gpu(total=GIB, free=GIB))
+    Train(sharding="full", cpu_offload=True, lora=Lora())
 
 
 @pytest.mark.parametrize(

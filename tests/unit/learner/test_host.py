@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq.config import Loss, Train
+from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import trainer
 from swarmq.learner.fits import check_host, ranks_here, shape_of
@@ -90,6 +90,15 @@ def test_one_rank_loads_for_all_that_share_a_policy_out() -> None:
     assert needed(full=False, sharding="none") == 8 * 4
     judge = host_bytes(SHAPE, SHARED, here=NODE, ranks=16, full=True, cuda=True, judged_by=[5000])
     assert judge == 2 * 1000 + 4 * 5000, "a larger teacher is loaded by rank 0, too"
+
+
+def test_adapters_are_merged_for_a_checkpoint_by_one_rank_whoever_holds_the_model() -> None:
+    alone = {"lora": Lora(), "full": False, "sharding": "none"}
+    assert needed(range(1), **alone) == 4, "of half of that it is made"
+    assert needed(range(8, 9), **alone) == 2, "the other host"
+    assert needed(**alone) == 8 * 2, "which takes more"
+    assert needed(lora=Lora()) == 2 + 4
+    assert needed(range(1), cuda=False, mixed_precision="no", **alone) == 4 + 4
 
 
 def test_what_is_kept_in_host_memory_between_uses_counts_there() -> None:

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from swarmq.learner import tree_head
 from swarmq.learner.tree_head import CPU_CHUNK, Form, Head, score, score_logits
@@ -53,6 +54,23 @@ def test_no_tokens_give_no_gradient_but_a_gradient(inputs):
     scored.logprobs.sum().backward()
     assert not weight.grad.any()
     assert not bias.grad.any()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS])
+def test_a_head_that_is_not_trained_costs_no_gradient_and_passes_the_same_on(vocab):
+    hidden, weight, bias, targets, temperatures = make_inputs(vocab)
+
+    def gradient(*head):
+        asked = (hidden, *(each for each in head if each.requires_grad))
+        logprobs = score(hidden, Head(*head), targets, temperatures).logprobs
+        with FlopCounterMode(display=False) as counted:
+            above, *_ = torch.autograd.grad(logprobs.sum(), asked)
+        return above, counted.get_total_flops()
+
+    trained, whole = gradient(weight, bias)
+    frozen, part = gradient(weight.detach(), bias.detach())
+    assert torch.equal(frozen, trained)
+    assert whole - part == 2 * TOKENS * WIDTH * vocab
 
 
 def test_entropies_carry_no_gradient(inputs):
