@@ -1,7 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from support.forks import CONFIGS, SHARED
 from swarmq.errors import LearnerError
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
@@ -181,3 +183,22 @@ def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_gr
             whole[q, mask.full_kv_indices[0, 0, q, :count].long()] = True
         assert not (whole & ~blocks.all(3).all(1)).any()
         assert computed.sum() < np.tril(np.ones((size // BLOCK,) * 2)).sum()
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt-oss"])
+def test_a_model_that_is_kept_in_bf16_is_checked_as_precisely_as_any(family):
+    """Many layers, and logits as large as real ones: rounding alone comes to more than a flaw would."""
+    config, special = CONFIGS[family]
+    many = {"num_hidden_layers": 36, "layer_types": ["sliding_attention", "full_attention"] * 18}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config(**SHARED | special | many), attn_implementation="eager")
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(10)
+    model = model.bfloat16()
+    model.get_decoder().layers[0].input_layernorm.float()  # some are kept in FP32
+    before = {name: (tensor.dtype, tensor.clone()) for name, tensor in model.named_parameters()}
+    assert LayoutModel(model).rows_only is None
+    for name, tensor in model.named_parameters():
+        dtype, values = before[name]
+        assert tensor.dtype == dtype, name
+        assert torch.equal(tensor, values), name
