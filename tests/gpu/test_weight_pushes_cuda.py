@@ -14,10 +14,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.tiny_model import tiny_experts, tiny_model
-from swarmq.config import Engine, Policy
+from swarmq.config import Engine, Lora, Policy, Train
+from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.engine.push import WeightPusher
+from swarmq.engine.transfers import AdaptersTransfer, FileTransfer, IpcTransfer, Route, Staging, Transfer
+from swarmq.errors import EngineError
 from swarmq.learner.folders import as_in_folder
+from swarmq.learner.lora import MARK
+from swarmq.learner.trainer import Trainer
 from swarmq.process import free_port
 
 pytestmark = [
@@ -81,6 +86,37 @@ async def test_experts_are_those_that_were_pushed(family: str, tmp_path: Path) -
             named = as_in_folder(network, network.state_dict().items())
             await asyncio.to_thread(pusher.push, named, version)
             told, ids = await _sampled(url, model)
+            assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
+
+
+class Closed(IpcTransfer):
+    """As if the engine were on another host."""
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        raise EngineError("not this way")
+
+
+@pytest.mark.parametrize("way", ["ipc", "adapters"])
+async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, tmp_path: Path) -> None:
+    train = Train(lora=Lora(rank=4, alpha=8.0), mixed_precision="no", token_log=False, trackers=())
+    trainer, staging = Trainer(str(tiny_model()), train), Staging()
+    async with serving(tmp_path) as (url, _, network):
+        transfers: dict[str, Transfer] = {
+            "ipc": IpcTransfer(staging) if way == "ipc" else Closed(staging),
+            "adapters": AdaptersTransfer([url], tmp_path),
+            "file": FileTransfer([url], tmp_path),
+        }
+        pusher = WeightPusher([url], tmp_path, transfers=transfers, patience_s=0)
+        for version in (1, 2):
+            with torch.no_grad():
+                for name, parameter in trainer.lm.named_parameters():
+                    if MARK in name:
+                        parameter.normal_(std=0.05)
+            report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), version)
+            assert report.ways == {url: way}
+            told, ids = await _sampled(url)
+            assert told != pytest.approx(_logprobs(network, ids), abs=10 * TOLERANCE), "as before"
+            network.load_state_dict(dict(trainer.named_tensors()))
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
 
 

@@ -81,7 +81,8 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
     """The ranks themselves hold it to the initial model, loaded apart."""
     plain = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0), micro_batch_tokens=88, learning_rate=1e-3)
     shared = msgspec.structs.replace(plain, sharding="full")
-    ways = {"alone": (1, plain), "two": (2, plain), "two sharded": (2, shared)}
+    half = msgspec.structs.replace(shared, mixed_precision="bf16")  # which nothing but they themselves is compared with
+    ways = {"alone": (1, plain), "two": (2, plain), "two sharded": (2, shared), "in bf16": (2, half)}
     for name, (count, train) in ways.items():
         (folder := tmp_path / name).mkdir()
         launch(count, lora_ranks.__file__, str(tiny_qwen), msgspec.json.encode(train).decode(), str(folder))
