@@ -232,7 +232,7 @@ class WeightPusher:
         failed = EngineError(f"engine {url}: there is no way to bring it weights")
         async with EngineControl(url, timeouts=self._timeouts) as engine:
             for way in route.ways:
-                if (parcel := shipment.parcel(way, route)) is None:
+                if (parcel := await shipment.fetch(way, route)) is None:
                     continue
                 try:
                     pause_s = await engine.update(parcel, shipment.version)
@@ -286,6 +286,7 @@ class Shipment:
         self.adapted = any(isinstance(tensor, FromFolder) and tensor.adapter for tensor in tensors.values())
         self._transfers, self._tensors = transfers, tensors
         self._parcels: dict[tuple[str, str | None], Parcel | EngineError] = {}
+        self._making = asyncio.Lock()
 
     def publish(self, route: Route) -> None:
         """For the first way of the route for which there is room. Raises EngineError when there is none at all."""
@@ -307,6 +308,11 @@ class Shipment:
             self.seconds += time.perf_counter() - began
         parcel = self._parcels[key]
         return parcel if isinstance(parcel, Parcel) else None
+
+    async def fetch(self, way: str, route: Route) -> Parcel | None:
+        """The same while engines are led through updates, which a file that is only written now does not hold up."""
+        async with self._making:
+            return await asyncio.to_thread(self.parcel, way, route)
 
     def withdraw(self) -> None:
         for way in {way for way, _ in self._parcels}:

@@ -196,13 +196,9 @@ class Trainer:
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
-        save_file(
-            {
-                name: made(tensor).cpu().contiguous() for name, tensor in kept
-            },  # a GPU has no room for all of it once more
-            folder / "model.safetensors",
-            metadata={"format": "pt"},
-        )
+        # to the host one by one: a GPU has no room for all of it once more
+        tensors = {name: made(tensor).cpu().contiguous() for name, tensor in kept}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         self.lm.config.save_pretrained(folder)
         if self.lm.can_generate():
             self.lm.generation_config.save_pretrained(folder)  # which may name more ends of an answer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from swarmq.engine.control import Facts, Parcel, Timeouts
+from swarmq.engine.control import EngineControl, Facts, Parcel, Timeouts
 from swarmq.engine.packing import Adapter, Deferred, FromFolder
 from swarmq.engine.push import DOUBTS, WeightPusher
 from swarmq.engine.transfers import (
@@ -197,6 +197,35 @@ async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(v
     vllm.workers = [worker(HERE, pid=8)]
     await asyncio.to_thread(pusher.push, weights, 7)
     assert ways["ipc"].published == 2, "one that was started again is asked again"
+
+
+async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
+    vllm, another, weights, tmp_path, ways, monkeypatch
+):
+    vllm.workers, another.workers = [worker(HERE)], [worker(HERE, pid=8)]
+    vllm.fail_updates_with = {"handle": vllm.untouched()}
+    writing, going_on, update, publish = (
+        threading.Event(),
+        threading.Event(),
+        EngineControl.update,
+        ways["file"].publish,
+    )
+
+    async def waiting(self, *arguments):
+        if self.url == another.url and await asyncio.to_thread(writing.wait, 5):
+            going_on.set()
+        return await update(self, *arguments)
+
+    def slowly(*arguments):
+        writing.set()
+        assert going_on.wait(5), "the other engine's update stood still"
+        return publish(*arguments)
+
+    monkeypatch.setattr(EngineControl, "update", waiting)
+    monkeypatch.setattr(ways["file"], "publish", slowly)
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, transfers=ways)
+    report = await asyncio.to_thread(pusher.push, weights, 5)
+    assert report.ways == {vllm.url: "file", another.url: "ipc"}
 
 
 @pytest.mark.parametrize(("gpu", "way"), [(HERE, "ipc"), (THERE, "nccl"), ("", "adapters")])
