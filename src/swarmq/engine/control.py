@@ -105,6 +105,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     nccl: str = ""
     """The version of the library that it would broadcast with; empty where it has none."""
+    loads: int = 0
+    """Updates that have changed its weights."""
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
@@ -289,7 +291,7 @@ class EngineControl:
         try:
             await self._deliver(parcel)
         except EngineRefusedError as error:
-            if UNTOUCHED in str(error) and not before.in_doubt:
+            if UNTOUCHED in str(error) and not before.in_doubt and await self._is_of_one_kind():
                 await self._label(before.label)
                 self.phase = Phase.PAUSED
             raise
@@ -304,6 +306,10 @@ class EngineControl:
         finally:
             if sending is not None:
                 await sending
+
+    async def _is_of_one_kind(self) -> bool:
+        """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
+        return len({worker.loads for worker in await self.facts()}) <= 1
 
     async def _start(self) -> None:
         try:

@@ -65,6 +65,8 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
 
     init_info_cls = Rendezvous
     update_info_cls = Update
+    loads = 0
+    """Updates that have changed this worker's weights."""
     _expected: dict[str, Shape] | None = None
     _served: ServedFolder | None = None
     _group: weights_nccl.Group | None = None
@@ -103,6 +105,7 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
             self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
             weights_reload.make_ready(self.model, self.device)
             named = self._with_head(tensors, own=weights_reload.has_own_head(self.model))
+            self.loads += 1
             initialize_layerwise_reload(self.model)
             self.model.load_weights(named)
             left_out = weights_reload.left_out(self.model) if self.model_config.quantization is None else []

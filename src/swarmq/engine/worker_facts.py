@@ -18,4 +18,5 @@ class WorkerFacts:
             "dtype": str(self.model_config.dtype).removeprefix("torch."),
             "pid": os.getpid(),
             "nccl": weights_nccl.version() if on_gpu else "",
+            "loads": getattr(self.weight_transfer_engine, "loads", 0),
         }

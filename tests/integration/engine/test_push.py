@@ -301,3 +301,14 @@ async def test_the_engine_says_where_its_workers_are(engine_url):
         (worker,) = await engine.facts()
     assert (worker.gpu, worker.dtype) == ("", "float32")
     assert worker.pid > 0
+
+
+async def test_a_worker_counts_the_updates_that_changed_its_weights_and_no_others(engine_url, network, push, parcel_of):
+    async with EngineControl(engine_url, timeouts=PATIENT) as engine:
+        (before,) = await engine.facts()
+        await push(network, 4)
+        (after,) = await engine.facts()
+        assert after.loads == before.loads + 1
+        with pytest.raises(EngineError, match="the model was not touched"):
+            await engine.update(parcel_of(adapted(make_tiny_model(seed=1))), 5)
+        assert (await engine.facts()) == [after]

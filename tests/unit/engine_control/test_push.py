@@ -199,6 +199,20 @@ async def test_an_engine_that_refuses_a_way_gets_a_file_and_is_not_asked_again(v
     assert ways["ipc"].published == 2, "one that was started again is asked again"
 
 
+@pytest.mark.parametrize(("loads", "goes_on"), [((3, 3), True), ((4, 3), False)])
+async def test_an_engine_of_which_one_worker_refused_what_another_has_loaded_samples_nothing_before_all_have(
+    vllm, weights, tmp_path, ways, loads, goes_on
+):
+    vllm.workers = [worker(HERE, pid) | {"loads": count} for pid, count in enumerate(loads)]
+    vllm.label = "1"
+    vllm.fail_updates_with = {"handle": vllm.untouched()}
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways)
+    assert (await asyncio.to_thread(pusher.push, weights, 5)).ways == {vllm.url: "file"}
+    assert (vllm.label, vllm.weights, vllm.paused) == ("5", "there", False)
+    between = vllm.calls[vllm.calls.index("/update_weights") : -1 - vllm.calls[::-1].index("/update_weights")]
+    assert ("/resume" in between) == goes_on
+
+
 async def test_a_file_that_is_written_in_mid_push_holds_up_no_other_engine(
     vllm, another, weights, tmp_path, ways, monkeypatch
 ):
