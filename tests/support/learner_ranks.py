@@ -233,6 +233,17 @@ def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
     assert_same_gradient({name: whole(p.grad) for name, p in trainer.lm.named_parameters()}, wanted)
 
 
+def went_on(model: str, train: Train, folder: Path) -> Trainer:
+    """A new trainer, after the next step from the newest checkpoint."""
+    found = checkpoint.newest(folder, Identity(run="r", policy="main", model=model))
+    assert found is not None
+    forget()
+    trainer = Trainer(str(found.path), train, initial=model)
+    checkpoint.restore(trainer, found)
+    trainer.step(batch(STEPS + 1, train))
+    return trainer
+
+
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint gives what going on without one gives."""
     identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
@@ -242,12 +253,7 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     wanted = weights(trainer)
     if trainer.accelerator.is_main_process:
         torch.save(wanted, scratch / "next")
-    found = checkpoint.newest(folder, identity)
-    assert found is not None
-    forget()
-    again = Trainer(str(found.path), train, initial=model)
-    checkpoint.restore(again, found)
-    again.step(batch(STEPS + 1, train))
+    again = went_on(model, train, folder)
     if again.accelerator.is_main_process:
         ours = dict(again.named_tensors())
         for name, tensor in wanted.items():

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch.nn.parallel import DistributedDataParallel
 
-from support.learner_ranks import EPISODES, STEPS, batch, forget, weights
+from support.learner_ranks import EPISODES, STEPS, batch, forget, weights, went_on
 from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
 from swarmq.engine.transfers import distinct
@@ -102,12 +102,7 @@ def trained(model: str, train: Train) -> Trainer:
 def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
     """A step from the checkpoint is the step without it, however many ranks wrote it."""
     ours.step(batch(STEPS + 1, train))
-    found = checkpoint.newest(folder / "checkpoints", Identity(run="r", policy="main", model=model))
-    assert found is not None
-    forget()
-    again = Trainer(str(found.path), train, initial=model)
-    checkpoint.restore(again, found)
-    again.step(batch(STEPS + 1, train))
+    again = went_on(model, train, folder / "checkpoints")
     if ours.accelerator.is_main_process:
         wanted = weights(ours)
         assert_alike(weights(again), wanted, model, train)

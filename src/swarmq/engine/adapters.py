@@ -19,13 +19,12 @@ import msgspec
 import torch
 from safetensors import safe_open
 
-from swarmq.engine.packing import Adapter, Deferred, FromFolder, Tensors, made
+from swarmq.engine.packing import CPU, Adapter, Deferred, FromFolder, Tensors, made, typed
 from swarmq.engine.served_folder import PIECE, ServedFolder, checksum
 from swarmq.engine.weights_plugin import UNTOUCHED
 
 OUTLINE = "swarmq.outline"
 DOWN, UP = ":down", ":up"
-CPU = torch.device("cpu")
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -158,8 +157,3 @@ def _made(weight: FromFolder, device: torch.device, dtype: str | None) -> torch.
         down, up, scale = weight.adapter
         base = Adapter(down.to(device), up.to(device), scale).added_to(base)
     return typed(base, device, dtype)
-
-
-def typed(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:
-    """Floating ones as `dtype`, if one is named."""
-    return tensor.to(device, getattr(torch, dtype) if dtype and tensor.is_floating_point() else None)

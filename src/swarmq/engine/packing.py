@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+CPU = torch.device("cpu")
 ALIGNMENT = 256
 """Bytes: every tensor begins at a multiple, as kernels like it."""
 
@@ -119,6 +120,11 @@ def held(weight: Weight) -> Weight:
 
 def made(weight: Weight) -> torch.Tensor:
     return weight if isinstance(weight, torch.Tensor) else weight.make()
+
+
+def typed(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:
+    """On `device`; floating ones as `dtype`, if one is named."""
+    return tensor.to(device, getattr(torch, dtype) if dtype and tensor.is_floating_point() else None)
 
 
 def _size_bytes(dtype: str, shape: tuple[int, ...]) -> int:

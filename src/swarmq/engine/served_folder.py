@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
+from swarmq.engine import packing
+
 INDEX = "model.safetensors.index.json"
 PIECE = 1 << 24
 """Elements that are looked at in one go: a whole embedding in another type may be more than a GPU has room for."""
@@ -67,5 +69,5 @@ def checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:
         if raw.storage_offset() % 8:  # as it lies in some files
             raw = raw.clone()
         whole = raw.numel() // 8 * 8
-        total += int(raw[:whole].view(torch.int64).sum()) + int.from_bytes(bytes(raw[whole:].tolist()), "little")
+        total += packing.checksum(raw[:whole]) + int.from_bytes(bytes(raw[whole:].tolist()), "little")
     return total % (1 << 63)

@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 
 from swarmq.engine import adapters, weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import NamedTensors, Packed, Tensors, Weight, checksum, held, made
+from swarmq.engine.packing import CPU, NamedTensors, Packed, Tensors, Weight, checksum, held, made, typed
 from swarmq.errors import EngineError
 from swarmq.process import free_port
 
@@ -124,11 +124,7 @@ class FileTransfer:
         pass
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
-        wanted = getattr(torch, dtype) if dtype else None
-        placed = {
-            name: made(tensor).to("cpu", wanted if tensor.is_floating_point() else None).contiguous()
-            for name, tensor in tensors.items()
-        }
+        placed = {name: typed(made(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
         return Parcel(update_info={"path": str(self._written(placed, version))}, size_bytes=_size_bytes(placed))
 
     def withdraw(self) -> None:
@@ -164,9 +160,8 @@ class AdaptersTransfer(FileTransfer):
         parts, metadata = adapters.apart(tensors, dtype, self._base)
         path = self._written(parts, version, metadata)
         read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        return Parcel(
-            update_info={"adapters": str(path)}, size_bytes=read
-        )  # what the engine reads of its folder is as large
+        # what the engine reads of its folder is as large
+        return Parcel(update_info={"adapters": str(path)}, size_bytes=read)
 
 
 def _size_bytes(placed: dict[str, torch.Tensor]) -> int:

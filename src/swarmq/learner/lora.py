@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from swarmq.config import Lora
-from swarmq.engine.packing import Adapter, Deferred, FromFolder, Weight, made
+from swarmq.engine.packing import Adapter, Deferred, FromFolder, Weight
 from swarmq.errors import LearnerError
 from swarmq.learner.folders import as_in_folder
 
@@ -124,14 +124,9 @@ def has_lora(lm: Any) -> bool:
     return any(isinstance(module, LoraLayer) for module in lm.modules())
 
 
-def merged(lm: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every weight of the model under its own name, with what its adapter adds."""
-    return ((name, made(tensor)) for name, tensor in deferred(lm, lm.state_dict()))
-
-
 def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
-    """The same of these `weights` of the model; what adapters add is computed when the tensor is asked for, and what it is added to
-    is told apart from it. Where ranks share out both, they ask for it together."""
+    """These `weights` of the model under its own names, with what adapters add: that is computed when the tensor is asked for, and
+    told apart from what it is added to. Where ranks share out both, they ask for it together."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():

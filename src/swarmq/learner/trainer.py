@@ -172,9 +172,7 @@ class Trainer:
         policy on rank 0 alone, and in the type that it computes in."""
         if self._whole:
             return iter(self._whole.items())
-        if self.train.lora:
-            return lora.merged(self.lm)
-        return ((name, tensor.detach()) for name, tensor in self.lm.state_dict().items())
+        return ((name, made(weight)) for name, weight in self._as_named(self.lm.state_dict()))
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
         """The same for engines, as in the model's folder: what is taken apart is made when it is packed, and so is what adapters add,
