@@ -175,7 +175,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
 def forget() -> None:
     """A process may make another trainer: on GPUs accelerate would take the sharding of the last one for done."""
     AcceleratorState._reset_state()
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and torch.distributed.is_initialized():
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
