@@ -140,7 +140,7 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def of(cls, policy: Policy, model: Model, *, num_gpus: int, judged_by: Sequence[int] | None = None) -> Needs:
         """`judged_by`: parameters of the frozen models that the learner holds beside its own."""
-        train, shape = policy.train, Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers)
+        train, shape = policy.train, shape_of(model)
         weights = HALF_BYTES * model.parameters
         length = min(policy.engine.max_model_len, model.max_length or policy.engine.max_model_len)
         cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
@@ -158,6 +158,10 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
             engine=weights + cache + ENGINE_EXTRA,
             weights=weights,
         )
+
+
+def shape_of(model: Model) -> Shape:
+    return Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers, fans=model.fans)
 
 
 def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
@@ -221,13 +225,15 @@ def place(
             f"train.cpu_offload: {model.name} gets one GPU, and one rank keeps the whole model on it; take two GPUs or "
             "more, or leave train.cpu_offload out"
         )
-    split = _split(policy, needs, numbers, memory) if policy.placement != "shared" and share == 1.0 else None
+    may_split = policy.placement != "shared" and share == 1.0
+    split = _split(policy, needs, numbers, memory) if may_split else None
     if split is not None:
         return split
-    if policy.placement == "split":
+    whole_groups = len(gpus) % policy.train.context_parallel == 0
+    if policy.placement == "split" or (may_split and not whole_groups):
         smallest = min(needs.learners, key=lambda way: way.step)
         raise _too_large(policy, model, needs, memory, len(gpus), "split", smallest, smallest.step - memory.usable)
-    if len(gpus) % policy.train.context_parallel:
+    if not whole_groups:
         raise _no_groups(policy, model, len(gpus))
     return _shared(policy, model, needs, numbers, memory)
 
@@ -235,8 +241,8 @@ def place(
 def _no_groups(policy: Policy, model: Model, num_gpus: int) -> ConfigError:
     ranks = policy.train.context_parallel
     return ConfigError(
-        f"train.context_parallel: {ranks} ranks share each pass of {model.name}, and it gets {num_gpus} GPU(s), with no room on "
-        f"others for its engine: give it a multiple of {ranks}, or set it to a number that divides them"
+        f"train.context_parallel: {ranks} ranks share each pass of {model.name}, and its learner gets {num_gpus} GPU(s): give it a "
+        f"multiple of {ranks}, or set it to a number that divides them"
     )
 
 

@@ -44,6 +44,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     layers: int = 0
     parameters: int = 0
     """About; what a config does not say is taken as in a Llama."""
+    fans: int = 0
+    """Inputs and outputs of every matrix in its layers, added up; about as well."""
     cached_values: int = 0
     """Keys and values of one token, in all layers."""
     tool_call_parser: str | None
@@ -69,6 +71,7 @@ def check_model(name: str, *, trained: bool) -> Model:
         hidden_size=_number(config, "hidden_size"),
         layers=_number(config, "num_hidden_layers"),
         parameters=count_parameters(config),
+        fans=count_fans(config),
         cached_values=2 * _number(config, "num_hidden_layers") * _key_heads(config) * _head_size(config),
         is_folder=is_folder,
         max_length=_number(config, "max_position_embeddings") or None,
@@ -103,11 +106,28 @@ def count_parameters(config: Mapping[str, Any]) -> int:
     """Of a causal language model with such a config.json: attention, gated MLP or experts, embedding, head."""
     hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
     attention = 2 * hidden * _head_size(config) * (_number(config, "num_attention_heads") + _key_heads(config))
-    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
-    inner = _number(config, "moe_intermediate_size", "intermediate_size") if experts else 0
-    mlp = 3 * hidden * (experts * inner or _number(config, "intermediate_size"))
+    experts, inner = _experts(config)
+    mlp = 3 * hidden * experts * inner
     ends = hidden * _number(config, "vocab_size") * (1 if _text(config).get("tie_word_embeddings") else 2)
     return layers * (attention + mlp + 2 * hidden) + ends + hidden
+
+
+def count_fans(config: Mapping[str, Any]) -> int:
+    """Inputs and outputs of every matrix in the layers of such a model, added up; twice those of fused gates, whose adapters have
+    the rank of both."""
+    hidden, layers = _number(config, "hidden_size"), _number(config, "num_hidden_layers")
+    queries, keys = (_head_size(config) * n for n in (_number(config, "num_attention_heads"), _key_heads(config)))
+    attention = 2 * (hidden + queries) + 2 * (hidden + keys)
+    experts, inner = _experts(config)
+    gates = 2 * (hidden + (2 if experts > 1 else 1) * inner)
+    return layers * (attention + experts * (gates + hidden + inner))
+
+
+def _experts(config: Mapping[str, Any]) -> tuple[int, int]:
+    """How many gated MLPs a layer has, and the width of each."""
+    experts = _number(config, "num_experts", "num_local_experts", "n_routed_experts")
+    width = _number(config, "moe_intermediate_size", "intermediate_size") if experts else 0
+    return (experts, width) if experts * width else (1, _number(config, "intermediate_size"))
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from functools import cache, partial
@@ -41,9 +42,22 @@ def shape_of(source: str) -> Shape:
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
     text = config.get_text_config()
+    ends = [lm.get_input_embeddings().weight, lm.get_output_embeddings().weight]
+    matrices = [
+        (name, p.shape) for name, p in lm.named_parameters() if p.ndim > 1 and not any(p is end for end in ends)
+    ]
     return Shape(
-        parameters=sum(p.numel() for p in lm.parameters()), hidden=text.hidden_size, layers=text.num_hidden_layers
+        parameters=sum(p.numel() for p in lm.parameters()),
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        fans=sum(_fans(name, matrix) for name, matrix in matrices),
     )
+
+
+def _fans(name: str, matrix: Sequence[int]) -> int:
+    """PEFT gives stacked experts whose gates are fused the rank of both matrices."""
+    *stacked, fan_out, fan_in = matrix
+    return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
 def num_ranks() -> int:

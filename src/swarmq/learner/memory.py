@@ -2,7 +2,7 @@
 
 Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; where
 several ranks hold the whole model each, gradients are added up over them in buckets, 4. What adapters are trained in is
-there once, in the type that layers compute in.
+there once, in the type that layers compute in, and no parameter of it is trained.
 Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
 
 Models are loaded in host memory, in FP32 or what they are kept in: by every rank that holds the whole of them, else by rank 0 for all.
@@ -42,6 +42,8 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     parameters: int
     hidden: int
     layers: int
+    fans: int
+    """Inputs and outputs of every matrix in the layers, added up: so many parameters have adapters of rank 1."""
 
 
 def is_served(teacher: str | None) -> bool:
@@ -89,7 +91,7 @@ def layer_bytes(units: int, ranks: int = 1) -> int:
 def whole_bytes(shape: Shape, train: Train) -> int:
     """Of a GPU with a share of the parameters, where layers stay gathered: all weights as computed with, gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
-    return shape.parameters * (computed_with + (0 if train.lora else WHOLE_BYTES))
+    return shape.parameters * computed_with + _trained(shape, train) * WHOLE_BYTES
 
 
 def state_bytes(
@@ -104,8 +106,8 @@ def state_bytes(
     if train.cpu_offload and parts > 1:
         return 0
     whole = HALF_BYTES * shape.parameters if parts == 1 else 0
-    if ranks > parts and not train.lora:
-        whole += BUCKET_BYTES * shape.parameters
+    if ranks > parts:
+        whole += BUCKET_BYTES * _trained(shape, train)
     frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
     return (_own_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
@@ -127,12 +129,22 @@ def host_bytes(
         own = _own_bytes(shape, train, cuda=cuda)
         kept += (own + FROZEN_BYTES * sum(judged_by)) * len(here) // (ranks if full else 1)
     copies = int(gathering) if full else len(here) if cuda else 0  # which stay what they are on a CPU
-    loaded = _own_bytes(shape, train, cuda=cuda) if train.lora else WHOLE_BYTES * shape.parameters
-    return kept + max(max(loaded, *(WHOLE_BYTES * each for each in judged_by), 0) * copies, saved)
+    loaded = max([_loaded_bytes(shape, train, cuda=cuda), *(WHOLE_BYTES * each for each in judged_by)])
+    return kept + max(loaded * copies, saved)
+
+
+def _loaded_bytes(shape: Shape, train: Train, *, cuda: bool) -> int:
+    """Of the policy as its folder has it: what adapters are trained in is loaded as layers compute in it."""
+    half = train.lora is not None and train.precision(cuda=cuda) == "bf16"
+    return (HALF_BYTES if half else WHOLE_BYTES) * shape.parameters
 
 
 def _own_bytes(shape: Shape, train: Train, *, cuda: bool) -> int:
-    """Of the policy between steps. Adapters are next to nothing beside what they are trained in."""
-    if not train.lora:
-        return STATE_BYTES * shape.parameters
-    return (HALF_BYTES if train.precision(cuda=cuda) == "bf16" else WHOLE_BYTES) * shape.parameters
+    """Of the policy between steps."""
+    under = _loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
+    return under + STATE_BYTES * _trained(shape, train)
+
+
+def _trained(shape: Shape, train: Train) -> int:
+    """Parameters; with adapters, those that every matrix in the layers would have, whichever `train.lora.modules` names."""
+    return train.lora.rank * shape.fans if train.lora else shape.parameters

@@ -10,17 +10,20 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmq.config import Lora, Loss, Train
+from swarmq.engine.model import count_fans
 from swarmq.errors import LearnerError
 from swarmq.learner import trainer
 from swarmq.learner.fits import Gpu, check, check_groups, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.lora import add_lora
 from swarmq.learner.memory import GIB, Shape, learner_bytes
 from swarmq.learner.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.trainer import make_accelerator
 
 TRAIN = Train(mixed_precision="bf16")
-MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36)
+MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36, fans=2_700_000)
 GPU = Gpu(total=139 * GIB, free=80 * GIB)
 
 
@@ -72,6 +75,30 @@ def test_adapters_take_less_than_full_parameters() -> None:
     assert learner_bytes(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora())) < learner_bytes(MIDDLE, TRAIN) / 2
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_adapters_have_as_many_parameters_as_they_are_planned_with(family: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    experts = {"num_experts": 4, "moe_intermediate_size": 24} if family == "qwen3_moe" else {}
+    config = AutoConfig.for_model(family, **sizes, head_dim=16, intermediate_size=48, vocab_size=64, **experts)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    add_lora(model, Lora(rank=8))
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert trained == 8 * shape_of(str(tmp_path)).fans
+    routers = 2 * (4 + 32) if experts else 0
+    assert count_fans(config.to_dict()) == shape_of(str(tmp_path)).fans - routers
+
+
+def test_the_rank_of_adapters_is_what_they_take(tiny_qwen: Path) -> None:
+    """Weights, gradient and AdamW's moments in FP32; where ranks hold the whole each, also the buckets of the sum."""
+    shape = shape_of(str(tiny_qwen))
+    small, large = (msgspec.structs.replace(TRAIN, lora=Lora(rank=rank)) for rank in (8, 136))
+    for count, full, taken in ((1, True, 16), (2, True, 8), (2, False, 20)):
+        more = learner_bytes(shape, large, ranks=count, full=full) - learner_bytes(shape, small, ranks=count, full=full)
+        assert more == taken * 128 * shape.fans
+
+
 def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_none() -> None:
     def taken(ranks: int = 1, **changed: object) -> float:
         return learner_bytes(MIDDLE, msgspec.structs.replace(TRAIN, **changed), ranks=ranks) / MIDDLE.parameters
@@ -121,7 +148,10 @@ def test_adapters_are_trained_in_a_model_that_ranks_share_out_where_no_gpu_holds
         assert shard(source, adapters).full is full
     assert not shard(source, msgspec.structs.replace(adapters, sharding="none")).full
     share = learner_bytes(shape_of(source), adapters, ranks=2)
-    room = share + 2 * shape_of(source).parameters  # all weights in BF16; what is not trained has no gradient
+    shape = shape_of(source)
+    room = (
+        share + 2 * shape.parameters + 4 * adapters.lora.rank * shape.fans
+    )  # weights in BF16, the gradient of adapters in FP32
     for free, holds in ((room, True), (room - 1, False)):
         assert holds_whole(source, adapters, ranks=2, gpu=Gpu(total=GIB, free=free)) is holds
 

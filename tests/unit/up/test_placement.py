@@ -14,8 +14,8 @@ from swarmq.engine.gpus import Gpu, chosen
 from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner import fits
-from swarmq.learner.memory import GIB, HEADROOM, Shape, state_bytes
-from swarmq.placement import ASLEEP, Placement, place, place_all
+from swarmq.learner.memory import GIB, HEADROOM, state_bytes
+from swarmq.placement import ASLEEP, Needs, Placement, place, place_all, shape_of
 from swarmq.up import _resolve
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
@@ -40,6 +40,7 @@ def model(billions: float) -> Model:
         hidden_size=2560,
         layers=36,
         parameters=int(billions * 1e9),
+        fans=2_500_000,
         cached_values=2 * 36 * 8 * 128,
         is_folder=True,
         tool_call_parser=None,
@@ -138,6 +139,14 @@ def test_a_models_size_is_read_off_its_config() -> None:
     assert count_parameters(experts) > 5 * count_parameters(QWEN)
 
 
+def test_adapters_of_a_high_rank_are_planned_for() -> None:
+    def taken(rank: int) -> int:
+        train = msgspec.structs.replace(TRAIN, lora=Lora(rank=rank))
+        return Needs.of(policy(train=train), model(8), num_gpus=1).learners[0].state
+
+    assert taken(128) - taken(8) == 16 * 120 * model(8).fans
+
+
 WAYS = {
     "auto": Train(),
     "fp32": Train(mixed_precision="no"),
@@ -178,7 +187,7 @@ def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(mo
 
 def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, model: Model, gpu: Gpu) -> None:
     """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
-    shape = Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers)
+    shape = shape_of(model)
     monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
     monkeypatch.setattr(fits, "shape_of", lambda _: shape)
     assert own.engine.gpu_memory_utilization
@@ -219,8 +228,12 @@ def test_ranks_that_share_passes_get_whole_groups_of_gpus_or_it_is_said_why_not(
     assert len(place(cut, model(1), [H200] * 3).learner) == 2
     assert len(place(cut, model(1), [H200] * 6).learner) == 4
     for count, kind in ((1, "auto"), (3, "shared")):
-        with pytest.raises(ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m, and it gets {count} GPU"):
+        with pytest.raises(
+            ConfigError, match=rf"train\.context_parallel: 2 ranks .* of m, and its learner gets {count} GPU"
+        ):
             place(msgspec.structs.replace(cut, placement=kind), model(1), [H200] * count)
+    with pytest.raises(ConfigError, match="does not fit as split on 3 GPU"):
+        place(cut, model(14), [H200] * 3)
 
 
 def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
