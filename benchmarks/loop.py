@@ -73,6 +73,21 @@ SIZES = {
 GROUP_SIZE = 8
 
 
+class Asked(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a run, on the command line."""
+
+    device: str
+    steps: int
+    warm_up: int
+    deadline: float
+    placement: str = "auto"
+    as_shipped: bool = False
+
+    @classmethod
+    def of(cls, arguments: argparse.Namespace) -> Asked:
+        return msgspec.convert(vars(arguments), cls, strict=False)
+
+
 def main() -> None:
     arguments = parse()
     kind = "loop" if arguments.placement != "split" else "loop_split"
@@ -83,7 +98,7 @@ def main() -> None:
     for model in models:
         with tempfile.TemporaryDirectory(prefix="swarmq-loop-", dir=arguments.scratch) as folder:
             try:
-                found, detail[model] = asyncio.run(measure(Path(folder), model, SIZES[model], arguments))
+                found, detail[model] = asyncio.run(measure(Path(folder), model, SIZES[model], Asked.of(arguments)))
             except Exception:  # the other model is measured all the same
                 failed += 1
                 traceback.print_exc()
@@ -115,41 +130,39 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-async def measure(
-    folder: Path, model: str, size: Size, arguments: argparse.Namespace
-) -> tuple[dict[str, float], dict[str, Any]]:
+async def measure(folder: Path, model: str, size: Size, asked: Asked) -> tuple[dict[str, float], dict[str, Any]]:
     """Figures and detail of one model."""
     began = time.monotonic()
     (folder / "model").mkdir()
-    make_model(folder / "model", model, arguments.device)
+    make_model(folder / "model", model, asked.device)
     job = job_of(
         folder,
         size,
-        cuda=arguments.device == "cuda",
-        placement=arguments.placement,
-        as_shipped=arguments.as_shipped,
+        cuda=asked.device == "cuda",
+        placement=asked.placement,
+        as_shipped=asked.as_shipped,
     )
     async with contextlib.AsyncExitStack() as stack:
         deployment = await stack.enter_async_context(deploy(job, report=_say))
         broker = await stack.enter_async_context(AmqpBroker.open(deployment.invite.amqp_url, name="loop benchmark"))
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
-        tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (arguments.steps + 8) * size.groups)]
+        tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * (asked.steps + 8) * size.groups)]
         fed = folder / "fed.json"
         await feed(broker, job.run, tasks, "default", repeats=GROUP_SIZE, progress_file=fed)
         await stack.enter_async_context(workers(deployment, size, folder))
         watch = stack.enter_context(GpuWatch())
         _say(f"up after {time.monotonic() - began:.0f} s")
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(arguments.deadline - (time.monotonic() - began)):
-                await until_step(follower, arguments.steps)
+            async with asyncio.timeout(asked.deadline - (time.monotonic() - began)):
+                await until_step(follower, asked.steps)
         stop_without_checkpoint(deployment)
     events = [msgspec.json.decode(line, type=Event) for line in job.run_folder.events.read_bytes().splitlines()]
-    steps = [event for event in events if event.name == "step"][: arguments.steps]
-    if arguments.device == "cuda" and not watch.looks:
+    steps = [event for event in events if event.name == "step"][: asked.steps]
+    if asked.device == "cuda" and not watch.looks:
         raise RuntimeError("nobody could look at the GPU: install nvidia-ml-py")
-    if len(steps) < arguments.warm_up + LEAST_STEPS:
-        raise RuntimeError(f"{model}: {len(steps)} steps within {arguments.deadline:.0f} s are too few to measure")
-    figures, detail = summary(steps, events, watch, warm_up=arguments.warm_up)
+    if len(steps) < asked.warm_up + LEAST_STEPS:
+        raise RuntimeError(f"{model}: {len(steps)} steps within {asked.deadline:.0f} s are too few to measure")
+    figures, detail = summary(steps, events, watch, warm_up=asked.warm_up)
     told = list(said_by(job.run_folder.logs / "learner.main.log"))
     waited = [fields["training_waited_s"] for fields in told if fields.get("event") == "checkpoint"]
     ways = sorted({fields["way"] for fields in told if fields.get("event") == "weights go"})

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from benchmarks import report
-from benchmarks.loop import GROUP_SIZE, SIZES, Size, measure
+from benchmarks.loop import GROUP_SIZE, SIZES, Asked, Size, measure
 from benchmarks.loop_model import make_model
 
 HEADS = ["who", "samples/s", "tokens/s", "s/step"]
@@ -62,7 +62,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--deadline", type=float, default=420.0, help="seconds for swarmq, its start included")
     parser.add_argument("--trl-python", default=sys.executable, help="the interpreter of an environment that has TRL")
     parser.add_argument("--scratch", help="where models and run folder are written")
-    parser.set_defaults(placement="auto")
     return parser.parse_args()
 
 
@@ -107,7 +106,7 @@ def trl(folder: Path, size: Size, arguments: argparse.Namespace) -> dict[str, An
 
 
 async def swarmq(folder: Path, size: Size, arguments: argparse.Namespace) -> dict[str, Any]:
-    figures, detail = await measure(folder, arguments.model, size, arguments)
+    figures, detail = await measure(folder, arguments.model, size, Asked.of(arguments))
     episodes = sum(step["episodes"] for step in detail["steps"])
     return {
         "samples_per_s": episodes / detail["seconds"],
