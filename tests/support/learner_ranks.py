@@ -31,6 +31,7 @@ from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
 from swarmq.learner import checkpoint, fits, kernel_check, sharding, tree
+from swarmq.learner.model_files import HostCopies
 from swarmq.learner.passes import Work, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.sharding import is_sharded, whole
@@ -245,11 +246,14 @@ def went_on(model: str, train: Train, folder: Path) -> Trainer:
 
 
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
-    """Going on from a checkpoint gives what going on without one gives."""
+    """Going on from a checkpoint, which is written beside the next step, gives what going on without one gives."""
     identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
-    checkpoint.save(folder, trainer, identity, model=model, keep=1)
+    draft = checkpoint.draw(folder, trainer, identity, model=model, copies=HostCopies())
     before = weights(trainer)
     trainer.step(batch(STEPS + 1, train))
+    if trainer.accelerator.is_main_process:
+        checkpoint.finish(draft, keep=1)
+    trainer.accelerator.wait_for_everyone()
     wanted = weights(trainer)
     if trainer.accelerator.is_main_process:
         torch.save(wanted, scratch / "next")

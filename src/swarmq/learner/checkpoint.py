@@ -4,8 +4,8 @@
                               state/   accelerate's: optimizer (whole, also of ranks that share it out), random numbers
                               manifest.json   schema, identity, version, size and SHA-256 of every file
 
-    write ──> draft ──> training goes on
-                └──> finish: checksums, fsync, rename, older ones removed; beside training
+    draw ──> draft ──> training goes on
+               └──> finish: weights and optimizer, checksums, fsync, rename, older ones removed; beside training
 
 Written under another name, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
 hold is used; one that is damaged is passed over, aloud.
@@ -17,17 +17,22 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
+import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from safetensors import SafetensorError
 
 from swarmq.errors import LearnerError
+from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
+from swarmq.learner.memory import GIB, WHOLE_BYTES
+from swarmq.learner.model_files import HostCopies, size_bytes
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
@@ -76,54 +81,78 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep: int) -> int:
     """Both, at once: on rank 0 the version of the oldest checkpoint kept. Every rank calls it. Raises LearnerError."""
-    draft = write(folder, trainer, identity, model=model)
+    draft = draw(folder, trainer, identity, model=model)
     oldest = finish(draft, keep=keep) if trainer.accelerator.is_main_process else 0
     trainer.accelerator.wait_for_everyone()
     return oldest
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint whose files are written, which a crash may still take away."""
+    """A checkpoint in the making, which a crash may still take away."""
 
     path: Path
     identity: Identity
     version: int
+    writing: tuple[Callable[[], None], ...]
+    """What puts the files there that are not there yet. On rank 0 alone."""
 
     @property
     def target(self) -> Path:
         return self.path.with_name(self.path.name.removeprefix(DRAFT))
 
 
-def write(folder: Path, trainer: Trainer, identity: Identity, *, model: str) -> Draft:
-    """Write the trainer's state; what it becomes afterwards changes nothing of it. Drafts that are there already are removed.
+def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copies: HostCopies | None = None) -> Draft:
+    """A draft of the trainer's state. Drafts that are there already are removed.
 
-    Every rank calls it. Raises LearnerError when it cannot be written; then all checkpoints are as they were.
+    Training may go on where there are `copies`: what they hold is written later, and the optimizer's state is written now where the
+    host has no room for it. Every rank calls it. Raises LearnerError when it cannot be written; then all checkpoints are as they
+    were.
     """
     accelerator = trainer.accelerator
     draft = folder / f"{DRAFT}step-{trainer.version:08d}"
+    writing: list[Callable[[], None]] = []
     with mapped(folder), _drafting(draft):
         if accelerator.is_main_process:
             clean(folder)
             draft.mkdir(parents=True)
             (draft / STATE).mkdir()
         accelerator.wait_for_everyone()
-        save_accelerator_state(
-            str(draft / STATE), [], [_optimizer(trainer)], [], [], accelerator.process_index, accelerator.step
-        )
-        trainer.save_weights(draft)
+        save_accelerator_state(str(draft / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
+        state = _optimizer(trainer).state_dict()
         if accelerator.is_main_process:
+            if copies is None or not _has_room(copies, state, trainer):
+                torch.save(state, draft / STATE / OPTIMIZER)
+            else:
+                own = state if is_sharded(trainer.model) else copies.of_all(state)
+                writing.append(partial(torch.save, own, draft / STATE / OPTIMIZER))
+        del state
+        files = trainer.files(copies)
+        if files is not None:
+            writing.append(partial(files.write, draft))
             copy_tokenizer(model, draft)
         accelerator.wait_for_everyone()
-    return Draft(path=draft, identity=identity, version=trainer.version)
+    return Draft(path=draft, identity=identity, version=trainer.version, writing=tuple(writing))
+
+
+def _has_room(copies: HostCopies, state: Any, trainer: Trainer) -> bool:
+    """Whether the host has room for a copy of the optimizer's state and of the weights, and as much again for others."""
+    needed = size_bytes(state) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
+    short = next((room for room in host.rooms() if room.free < 2 * needed), None)
+    if short:
+        what = f"{short.free / GIB:.1f} GiB of {short.whose} are free, and {needed / GIB:.1f} are copied"
+        log.info("checkpoint_waited_for", what=what, consequence="training waits for the optimizer's file")
+    return short is None
 
 
 def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
     """Make a checkpoint of a draft, remove all but the `keep` newest; the version of the oldest one kept.
 
-    Rank 0 alone calls it; it needs no trainer, so training may go on. `check` may refuse, before any checkpoint is touched.
+    Rank 0 alone calls it; it needs no trainer. `check` may refuse, before any checkpoint is touched.
     Raises LearnerError when it cannot be written; then the ones before are as they were.
     """
     with mapped(draft.path.parent), _drafting(draft.path):
+        for write in draft.writing:
+            write()
         _seal(draft)
         check()
         _publish(draft)

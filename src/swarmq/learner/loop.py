@@ -7,7 +7,7 @@
                Save, Halt                                          │                  │
                                                                engines        Consumed, events
 
-A checkpoint is written between two steps, and checked, made durable and named beside the steps after it. The batch log is cut
+A checkpoint is copied between two steps, and written, checked, made durable and named beside the steps after it. The batch log is cut
 when that is done.
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
@@ -33,6 +33,7 @@ from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
+from swarmq.learner.model_files import HostCopies
 from swarmq.learner.records import Identity
 from swarmq.learner.tokenizers import EngineTokenizers
 from swarmq.learner.trackers import Trackers
@@ -76,13 +77,13 @@ class Command(NamedTuple):
 
 
 class _Finishing(NamedTuple):
-    """A checkpoint that is written, and becomes one."""
+    """A checkpoint that is drawn, and becomes one."""
 
     version: int
     oldest: Future[int]
     asked: int
     began: float
-    written_s: float
+    drawn_s: float
 
 
 class Learner:
@@ -107,7 +108,7 @@ class Learner:
         self.trainer = self._load()
         self.saved = self.trainer.version
         self._finishing: _Finishing | None = None
-        self._beside = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
@@ -294,12 +295,14 @@ class Learner:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
 
     def _save(self, link: Link | None, *, asked: int = 0) -> None:
-        """Write a checkpoint, which becomes one while training goes on."""
+        """Draw a checkpoint, which becomes one while training goes on."""
         if link:
             self._saved(link, wait=True)
         began = time.monotonic()
         self.fence.check()
-        draft = checkpoint.write(self.folder, self.trainer, self.identity, model=self.settings.model)
+        draft = checkpoint.draw(
+            self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies
+        )
         self.saved = self.trainer.version
         if link:
             keep = self.settings.train.keep_checkpoints
@@ -315,7 +318,7 @@ class Learner:
         link.tell(records.Kept(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:
             token_log.prune(self._tokens, oldest)
-        seconds = {"training_waited_s": now.written_s, "seconds": time.monotonic() - now.began}
+        seconds = {"training_waited_s": now.drawn_s, "seconds": time.monotonic() - now.began}
         log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
 
     def _broadcast(self, command: Command | None) -> Command:

@@ -132,11 +132,11 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def gathered(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
-    """Sharded tensors whole, in host memory where `keep`; empty elsewhere. Every rank calls it."""
+    """Sharded tensors whole, in host memory of their own where `keep`; empty elsewhere. Every rank calls it."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
         full = whole(made(tensor))
-        return full.cpu() if keep else full.new_empty(0)
+        return full.to("cpu", copy=True) if keep else full.new_empty(0)
 
     weights = _each_once(named, bring)
     return weights if keep else {}
@@ -198,12 +198,14 @@ class WholeState:
         self._optimizer, self._keep = optimizer, keep
 
     def state_dict(self) -> dict[str, Any]:
-        """Every rank calls it; without tensors where not kept."""
+        """In host memory of its own. Every rank calls it; without tensors where not kept."""
         saved: dict[str, Any] = self._optimizer.state_dict()
         whole_state: dict[int, dict[str, Any]] = {}
         for index, values in saved["state"].items():
             full = {name: whole(value) for name, value in values.items()}
-            whole_state[index] = {name: value.cpu() for name, value in full.items()} if self._keep else {}
+            whole_state[index] = (
+                {name: value.to("cpu", copy=True) for name, value in full.items()} if self._keep else {}
+            )
         return {**saved, "state": whole_state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

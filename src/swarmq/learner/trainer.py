@@ -23,7 +23,6 @@ import structlog
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, set_seed
-from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Train
@@ -42,6 +41,7 @@ from swarmq.learner.kept import Checkpointing
 from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
+from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
 from swarmq.learner.passes import Engine, Pass, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
@@ -181,27 +181,31 @@ class Trainer:
 
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
+        if (files := self.files()) is not None:
+            files.write(folder)
+
+    def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
+        """The same on rank 0, to be written; None elsewhere. Every rank calls it. Weights may be trained before that where
+        there are `copies`."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
         named: Mapping[str, Weight] = dict(self._as_named(self.lm.state_dict(keep_vars=True)))
         adapters = lora.adapters(self.lm)
         if sharded:
             named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
         if not is_main:
-            return
-        if not sharded and not self.train.lora:
-            self.lm.save_pretrained(folder)
-            return
+            return None
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
-        # to the host one by one: a GPU has no room for all of it once more
-        tensors = {name: made(tensor).cpu().contiguous() for name, tensor in kept}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        self.lm.config.save_pretrained(folder)
-        if self.lm.can_generate():
-            self.lm.generation_config.save_pretrained(folder)  # which may name more ends of an answer
-        if self.train.lora:
-            lora.save_adapter(adapters, self.train.lora, folder)
+        own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
+        return ModelFiles(
+            # to the host one by one: a GPU has no room for all of it once more
+            weights={name: own(name, made(tensor).detach()) for name, tensor in kept},
+            configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
+            adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)
+            if self.train.lora
+            else None,
+        )
 
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""

@@ -20,14 +20,17 @@ from transformers import AutoModelForCausalLM
 
 from support.disk import Disk
 from support.episodes import make_group, make_qwen
+from support.tiny_model import tiny_experts
 from swarmq import cli
-from swarmq.config import Policy, RunFolder, SwarmJob, Train
+from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
 from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.host import Room
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner, load
 from swarmq.learner.model import load_lm
+from swarmq.learner.model_files import HostCopies, size_bytes
 from swarmq.learner.records import BatchRecord, Identity, Index, Kept
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
@@ -47,10 +50,10 @@ def no_leftover_state() -> Iterator[None]:
     PartialState._reset_state()
 
 
-def batch(version: int) -> BatchRecord:
+def batch(version: int, train: Train = TRAIN) -> BatchRecord:
     group = make_group(f"g{version}")
     index = Index(record=version, version=version, trained=tuple(e.episode_id for e in group))
-    return BatchRecord(index=index, episodes=tuple(group), settings=TRAIN)
+    return BatchRecord(index=index, episodes=tuple(group), settings=train)
 
 
 def save(folder: Path, trainer: Trainer, keep: int = 3, model: str = "") -> int:
@@ -84,6 +87,52 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     again.step(batch(2))
     assert weights(again) == weights(trainer)
     assert weights(again) != weights(Trainer(str(tiny_qwen), TRAIN))
+
+
+MODELS = {
+    "dense": (lambda folder: make_qwen(folder / "model"), TRAIN),
+    "experts": (lambda _: tiny_experts("qwen3_moe"), TRAIN),
+    "adapters": (lambda folder: make_qwen(folder / "model"), msgspec.structs.replace(TRAIN, lora=Lora(rank=4))),
+}
+
+
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+@pytest.mark.parametrize("family", MODELS)
+def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
+    family: str, room: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, train = MODELS[family]
+    model = str(make(tmp_path))
+    trainer, copies = Trainer(model, train), HostCopies()
+    for version in (1, 3):
+        trainer.step(batch(version, train))
+        checkpoint.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
+        needed = size_bytes(trainer.optimizer.state_dict()) + 4 * trainer.num_parameters - copies.nbytes
+        free = Room(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
+        monkeypatch.setattr(checkpoint.host, "rooms", lambda free=free: [free])
+        draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
+        assert (draft.path / "state" / "optimizer.bin").exists() is not room
+        assert not list(draft.path.rglob("*.safetensors")), "training waits for it"
+        trainer.step(batch(version + 1, train))
+        checkpoint.finish(draft, keep=3)
+        made, wanted = (tmp_path / which / draft.target.name for which in ("made", "wanted"))
+        names = {str(file.relative_to(wanted)) for file in wanted.rglob("*") if file.is_file()}
+        assert names == {str(file.relative_to(made)) for file in made.rglob("*") if file.is_file()}
+        for name in names - {"manifest.json"}:
+            assert (made / name).read_bytes() == (wanted / name).read_bytes(), name
+
+
+def test_the_memory_of_copies_is_kept_for_the_next_ones() -> None:
+    copies, state = HostCopies(), {"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}, "lr": 0.1}
+    first = copies.of_all(state)
+    state["state"][0]["exp_avg"] += 1  # type: ignore[index]
+    assert first["lr"] == 0.1
+    assert first["state"][0]["exp_avg"].tolist() == [1, 1, 1]
+    again = copies.of_all(state)
+    assert again["state"][0]["exp_avg"] is first["state"][0]["exp_avg"]
+    assert first["state"][0]["exp_avg"].tolist() == [2, 2, 2]
+    assert copies.nbytes == size_bytes(state) == 16
+    assert copies.of("another shape", torch.zeros(2)).tolist() == [0, 0]
 
 
 class Told:

@@ -9,6 +9,7 @@ a digest that every trained batch goes into, so that a batch that is trained twi
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import shutil
 import tempfile
@@ -20,6 +21,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.state import PartialState
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -82,6 +84,7 @@ class Digester:
 
     def __init__(self) -> None:
         self.version, self.weights = 0, START
+        PartialState()  # accelerate's log wants one
         self.accelerator, self.optimizer = Ranks(), NoOptimizer()
         self.model = torch.nn.Module()
 
@@ -90,7 +93,10 @@ class Digester:
         assert record.index.version == self.version, "a batch was left out, or trained again"
         self.weights = trained_on(self.weights, record)
 
-    def save_weights(self, folder: Path) -> None:
+    def files(self, _: object) -> Digester:
+        return copy.copy(self)
+
+    def write(self, folder: Path) -> None:
         (folder / "model.safetensors").write_bytes(self.weights)
 
 
