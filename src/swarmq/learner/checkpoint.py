@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +32,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.memory import GIB, WHOLE_BYTES
-from swarmq.learner.model_files import HostCopies, size_bytes
+from swarmq.learner.model_files import HostCopies, optimizer_bytes
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
@@ -123,7 +123,7 @@ def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copi
             if copies is None or not _has_room(copies, state, trainer):
                 torch.save(state, draft / STATE / OPTIMIZER)
             else:
-                own = state if is_sharded(trainer.model) else copies.of_all(state)
+                own = state if is_sharded(trainer.model) else copies.of_optimizer(state)
                 writing.append(partial(torch.save, own, draft / STATE / OPTIMIZER))
         del state
         files = trainer.files(copies)
@@ -134,9 +134,9 @@ def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copi
     return Draft(path=draft, identity=identity, version=trainer.version, writing=tuple(writing))
 
 
-def _has_room(copies: HostCopies, state: Any, trainer: Trainer) -> bool:
+def _has_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> bool:
     """Whether the host has room for a copy of the optimizer's state and of the weights, and as much again for others."""
-    needed = size_bytes(state) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
+    needed = optimizer_bytes(state) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
     short = next((room for room in host.rooms() if room.free < 2 * needed), None)
     if short:
         what = f"{short.free / GIB:.1f} GiB of {short.whose} are free, and {needed / GIB:.1f} are copied"
@@ -147,11 +147,12 @@ def _has_room(copies: HostCopies, state: Any, trainer: Trainer) -> bool:
 def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
     """Make a checkpoint of a draft, remove all but the `keep` newest; the version of the oldest one kept.
 
-    Rank 0 alone calls it; it needs no trainer. `check` may refuse, before any checkpoint is touched.
+    Rank 0 alone calls it; it needs no trainer. `check` may refuse, before each file and before any checkpoint is touched.
     Raises LearnerError when it cannot be written; then the ones before are as they were.
     """
     with mapped(draft.path.parent), _drafting(draft.path):
         for write in draft.writing:
+            check()
             write()
         _seal(draft)
         check()

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_with_path
 
 from swarmq.config import Lora
 from swarmq.learner import lora
@@ -58,13 +57,15 @@ class HostCopies:
             kept = self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         return kept.copy_(tensor)
 
-    def of_all(self, state: Any) -> Any:
-        """The same of every tensor in lists and dicts."""
-        return tree_map_with_path(
-            lambda path, each: self.of(str(path), each) if isinstance(each, Tensor) else each, state
-        )
+    def of_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The same of every tensor in what `Optimizer.state_dict` gave."""
+        own = {
+            index: {name: self.of(f"{index}.{name}", each) for name, each in values.items()}
+            for index, values in state["state"].items()
+        }
+        return {**state, "state": own}
 
 
-def size_bytes(state: Any) -> int:
-    """Of all tensors in lists and dicts."""
-    return sum(each.nbytes for each in tree_leaves(state) if isinstance(each, Tensor))
+def optimizer_bytes(state: Mapping[str, Any]) -> int:
+    """Of its tensors."""
+    return sum(each.nbytes for values in state["state"].values() for each in values.values())

@@ -30,7 +30,7 @@ from swarmq.learner.host import Room
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner, load
 from swarmq.learner.model import load_lm
-from swarmq.learner.model_files import HostCopies, size_bytes
+from swarmq.learner.model_files import HostCopies, optimizer_bytes
 from swarmq.learner.records import BatchRecord, Identity, Index, Kept
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
@@ -107,7 +107,7 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
     for version in (1, 3):
         trainer.step(batch(version, train))
         checkpoint.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
-        needed = size_bytes(trainer.optimizer.state_dict()) + 4 * trainer.num_parameters - copies.nbytes
+        needed = optimizer_bytes(trainer.optimizer.state_dict()) + 4 * trainer.num_parameters - copies.nbytes
         free = Room(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
         monkeypatch.setattr(checkpoint.host, "rooms", lambda free=free: [free])
         draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
@@ -123,16 +123,35 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
 
 
 def test_the_memory_of_copies_is_kept_for_the_next_ones() -> None:
-    copies, state = HostCopies(), {"state": {0: {"exp_avg": torch.ones(3), "step": torch.tensor(1.0)}}, "lr": 0.1}
-    first = copies.of_all(state)
-    state["state"][0]["exp_avg"] += 1  # type: ignore[index]
-    assert first["lr"] == 0.1
+    moments = torch.ones(3)
+    copies, state = HostCopies(), {"state": {0: {"exp_avg": moments, "step": torch.tensor(1.0)}}, "param_groups": [0.1]}
+    first = copies.of_optimizer(state)
+    moments += 1
+    assert first["param_groups"] == [0.1]
     assert first["state"][0]["exp_avg"].tolist() == [1, 1, 1]
-    again = copies.of_all(state)
+    again = copies.of_optimizer(state)
     assert again["state"][0]["exp_avg"] is first["state"][0]["exp_avg"]
     assert first["state"][0]["exp_avg"].tolist() == [2, 2, 2]
-    assert copies.nbytes == size_bytes(state) == 16
+    assert copies.nbytes == optimizer_bytes(state) == 16
     assert copies.of("another shape", torch.zeros(2)).tolist() == [0, 0]
+
+
+def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_path: Path) -> None:
+    """Its successor may be drawing the same checkpoint by now."""
+    trainer, looks = Trainer(str(tiny_qwen), TRAIN), []
+    trainer.step(batch(1))
+    draft = checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+
+    def replaced() -> None:
+        looks.append([file.name for file in draft.path.rglob("*.bin")])
+        if len(looks) == 2:
+            raise LearnerError("another learner has taken over")
+
+    with pytest.raises(LearnerError, match="taken over"):
+        checkpoint.finish(draft, keep=1, check=replaced)
+    assert looks == [[], ["optimizer.bin"]]
+    assert not list(tmp_path.rglob("*.safetensors"))
+    assert checkpoint.newest(tmp_path, OURS) is None
 
 
 class Told:
