@@ -32,7 +32,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.memory import GIB, WHOLE_BYTES
-from swarmq.learner.model_files import HostCopies, optimizer_bytes
+from swarmq.learner.model_files import HostCopies, num_bytes, outlines
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
@@ -120,7 +120,11 @@ def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copi
         save_accelerator_state(str(draft / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
         state = _optimizer(trainer).state_dict()
         if accelerator.is_main_process:
-            if copies is None or not _has_room(copies, state, trainer):
+            if copies is None or (short := _short_of_room(copies, state, trainer)):
+                if copies:
+                    log.info(
+                        "checkpoint_waited_for", what=short, consequence="the optimizer is written while training waits"
+                    )
                 torch.save(state, draft / STATE / OPTIMIZER)
             else:
                 own = state if is_sharded(trainer.model) else copies.of_optimizer(state)
@@ -134,14 +138,23 @@ def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copi
     return Draft(path=draft, identity=identity, version=trainer.version, writing=tuple(writing))
 
 
-def _has_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> bool:
-    """Whether the host has room for a copy of the optimizer's state and of the weights, and as much again for others."""
-    needed = optimizer_bytes(state) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
+def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
+    """What gets memory for the copies of the next checkpoint, as far as the host has room: beside training, so that none of it has to
+    be waited for then. Rank 0 alone calls it."""
+    if is_sharded(trainer.model):  # whose parts are gathered into other memory
+        return lambda: None
+    state = trainer.optimizer.state_dict()
+    wanted = [] if _short_of_room(copies, state, trainer) else outlines(trainer.weights_to_write(), state)
+    return partial(copies.reserve, wanted)
+
+
+def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> str | None:
+    """Why there is no room on the host for a copy of the optimizer's state and of the weights, and as much again for others."""
+    needed = num_bytes(outlines((), state)) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
     short = next((room for room in host.rooms() if room.free < 2 * needed), None)
-    if short:
-        what = f"{short.free / GIB:.1f} GiB of {short.whose} are free, and {needed / GIB:.1f} are copied"
-        log.info("checkpoint_waited_for", what=what, consequence="training waits for the optimizer's file")
-    return short is None
+    if short is None:
+        return None
+    return f"{short.free / GIB:.1f} GiB are free of {short.whose}, and a copy takes {needed / GIB:.1f}"
 
 
 def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:

@@ -109,6 +109,8 @@ class Learner:
         self.saved = self.trainer.version
         self._finishing: _Finishing | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
+        self._reserving: Future[None] | None = None
+        """On rank 0, once half of the steps to a checkpoint are made: memory for the copy is being got."""
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
@@ -164,8 +166,7 @@ class Learner:
             self._step(link, command, wait_s=time.monotonic() - began, began=began)
             if tokens := self.trainer.tokens:
                 token_log.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
-            if self.trainer.version % self._train.checkpoint_every == 0:
-                self._save(link)
+            self._save_if_due(link)
         if self.trainer.version > self.saved:
             self._save(link)
         if link:
@@ -294,11 +295,20 @@ class Learner:
         except EngineError as error:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
 
+    def _save_if_due(self, link: Link | None) -> None:
+        since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
+        if link and self._reserving is None and since >= interval // 2:
+            self._reserving = self._beside.submit(checkpoint.reserve(self.trainer, self._copies))
+        if since == 0:
+            self._save(link)
+
     def _save(self, link: Link | None, *, asked: int = 0) -> None:
         """Draw a checkpoint, which becomes one while training goes on."""
         if link:
             self._saved(link, wait=True)
         began = time.monotonic()
+        if self._reserving:
+            self._reserving.result()
         self.fence.check()
         draft = checkpoint.draw(
             self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from swarmq.config import Lora
+from swarmq.engine.packing import NamedTensors
 from swarmq.learner import lora
 
 
@@ -37,6 +38,10 @@ class ModelFiles(NamedTuple):
             lora.save_adapter(self.adapters.tensors, self.adapters.settings, folder)
 
 
+Outline = tuple[str, torch.Size, torch.dtype]
+"""Of a tensor: its name, which nothing else has, and what it is like."""
+
+
 class HostCopies:
     """Tensors in host memory that stay what they are while training goes on.
 
@@ -52,20 +57,37 @@ class HostCopies:
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
         """A copy, until the next of that name is asked for."""
-        kept = self._kept.get(name)
-        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-        return kept.copy_(tensor)
+        self.reserve([(name, tensor.shape, tensor.dtype)])
+        return self._kept[name].copy_(tensor)
 
     def of_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The same of every tensor in what `Optimizer.state_dict` gave."""
         own = {
-            index: {name: self.of(f"{index}.{name}", each) for name, each in values.items()}
+            index: {name: self.of(_moment(index, name), each) for name, each in values.items()}
             for index, values in state["state"].items()
         }
         return {**state, "state": own}
 
+    def reserve(self, outlines: Iterable[Outline]) -> None:
+        """Get memory for copies now, all of it: a kernel gives what it promised when it is written to, and takes its time."""
+        for name, shape, dtype in outlines:
+            kept = self._kept.get(name)
+            if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
+                self._kept[name] = torch.empty(shape, dtype=dtype).zero_()
 
-def optimizer_bytes(state: Mapping[str, Any]) -> int:
-    """Of its tensors."""
-    return sum(each.nbytes for values in state["state"].values() for each in values.values())
+
+def outlines(weights: NamedTensors, state: Mapping[str, Any]) -> list[Outline]:
+    """Of a model's weights and of what `Optimizer.state_dict` gave: what `HostCopies` holds of them."""
+    moments = [
+        (_moment(index, name), each) for index, values in state["state"].items() for name, each in values.items()
+    ]
+    return [(name, each.shape, each.dtype) for name, each in (*weights, *moments)]
+
+
+def num_bytes(outlines: Iterable[Outline]) -> int:
+    return sum(shape.numel() * dtype.itemsize for _, shape, dtype in outlines)
+
+
+def _moment(index: int, name: str) -> str:
+    """Of a parameter, by its number."""
+    return f"{index}.{name}"

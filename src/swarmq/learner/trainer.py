@@ -194,18 +194,25 @@ class Trainer:
             named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
         if not is_main:
             return None
-        tied = self.lm.config.get_text_config().tie_word_embeddings
-        left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
-        kept = as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
         own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
         return ModelFiles(
             # to the host one by one: a GPU has no room for all of it once more
-            weights={name: own(name, made(tensor).detach()) for name, tensor in kept},
+            weights={name: own(name, made(tensor).detach()) for name, tensor in self._to_write(named)},
             configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
             adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)
             if self.train.lora
             else None,
         )
+
+    def weights_to_write(self) -> NamedTensors:
+        """What `files` holds of them, on a rank that has all of the policy."""
+        return self._to_write(dict(self._as_named(self.lm.state_dict(keep_vars=True))))
+
+    def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
+        """By the names that the folder has; a tied head has none."""
+        tied = self.lm.config.get_text_config().tie_word_embeddings
+        left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
+        return as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
 
     def gather(self) -> None:
         """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""

@@ -30,7 +30,7 @@ from swarmq.learner.host import Room
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner, load
 from swarmq.learner.model import load_lm
-from swarmq.learner.model_files import HostCopies, optimizer_bytes
+from swarmq.learner.model_files import HostCopies, num_bytes, outlines
 from swarmq.learner.records import BatchRecord, Identity, Index, Kept
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
@@ -107,7 +107,8 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
     for version in (1, 3):
         trainer.step(batch(version, train))
         checkpoint.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
-        needed = optimizer_bytes(trainer.optimizer.state_dict()) + 4 * trainer.num_parameters - copies.nbytes
+        moments = num_bytes(outlines((), trainer.optimizer.state_dict()))
+        needed = moments + 4 * trainer.num_parameters - copies.nbytes
         free = Room(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
         monkeypatch.setattr(checkpoint.host, "rooms", lambda free=free: [free])
         draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
@@ -132,8 +133,39 @@ def test_the_memory_of_copies_is_kept_for_the_next_ones() -> None:
     again = copies.of_optimizer(state)
     assert again["state"][0]["exp_avg"] is first["state"][0]["exp_avg"]
     assert first["state"][0]["exp_avg"].tolist() == [2, 2, 2]
-    assert copies.nbytes == optimizer_bytes(state) == 16
+    assert copies.nbytes == num_bytes(outlines((), state)) == 16
     assert copies.of("another shape", torch.zeros(2)).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_made(family: str, tmp_path: Path) -> None:
+    make, train = MODELS[family]
+    train = msgspec.structs.replace(train, checkpoint_every=4)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(make(tmp_path)), train=train)})
+    learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    got: list[int] = []
+    for version in (1, 2, 3, 4):
+        learner.trainer.step(batch(version, train))
+        learner._save_if_due(link)  # type: ignore[arg-type]
+        if learner._reserving:
+            learner._reserving.result()
+        got.append(learner._copies.nbytes)
+        kept = {name: tensor.data_ptr() for name, tensor in learner._copies._kept.items()}
+        if version == 3:
+            reserved = kept
+    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    adapters = sum(learner._copies._kept[name].nbytes for name in kept.keys() - reserved.keys())
+    assert got[0] == 0 < got[1] == got[2] == got[3] - adapters
+    assert reserved.items() <= kept.items()
+    assert (adapters > 0) == (family == "adapters"), "which are small"
+
+
+def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, copies = Trainer(str(tiny_qwen), TRAIN), HostCopies()
+    trainer.step(batch(1))
+    monkeypatch.setattr(checkpoint.host, "rooms", lambda: [Room(whose="the host", total=1, free=1, bound=1)])
+    checkpoint.reserve(trainer, copies)()
+    assert copies.nbytes == 0
 
 
 def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_path: Path) -> None:
