@@ -188,7 +188,7 @@ class Trainer:
         """The same on rank 0, to be written; None elsewhere. Every rank calls it. Weights may be trained before that where
         there are `copies`."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
-        named: Mapping[str, Weight] = dict(self._as_named(self.lm.state_dict(keep_vars=True)))
+        named: Mapping[str, Weight] = self._parameters()
         adapters = lora.adapters(self.lm)
         if sharded:
             named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
@@ -206,7 +206,11 @@ class Trainer:
 
     def weights_to_write(self) -> NamedTensors:
         """What `files` holds of them, on a rank that has all of the policy."""
-        return self._to_write(dict(self._as_named(self.lm.state_dict(keep_vars=True))))
+        return self._to_write(self._parameters())
+
+    def _parameters(self) -> dict[str, Weight]:
+        """As they are trained, by the model's own names; of a sharded policy this rank's parts."""
+        return dict(self._as_named(self.lm.state_dict(keep_vars=True)))
 
     def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
         """By the names that the folder has; a tied head has none."""
