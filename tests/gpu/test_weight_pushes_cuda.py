@@ -17,6 +17,7 @@ from support.tiny_model import tiny_experts, tiny_model
 from swarmq.config import Engine, Lora, Policy, Train
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
+from swarmq.engine.packing import Adapter, FromFolder, Weight, made
 from swarmq.engine.push import WeightPusher
 from swarmq.engine.transfers import AdaptersTransfer, FileTransfer, IpcTransfer, Route, Staging, Transfer
 from swarmq.errors import EngineError
@@ -96,8 +97,11 @@ class Closed(IpcTransfer):
         raise EngineError("not this way")
 
 
-@pytest.mark.parametrize("way", ["ipc", "adapters"])
-async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("way", "source"), [("ipc", "cuda"), ("ipc", "cpu"), ("adapters", "cuda"), ("adapters", "cpu")]
+)
+async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, source: str, tmp_path: Path) -> None:
+    """Ranks that share a policy out have both in host memory: the learner adds them up on its GPU then, too."""
     train = Train(lora=Lora(rank=4, alpha=8.0), mixed_precision="no", token_log=False, trackers=())
     trainer, staging = Trainer(str(tiny_model()), train), Staging()
     async with serving(tmp_path) as (url, _, network):
@@ -112,12 +116,22 @@ async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, tmp
                 for name, parameter in trainer.lm.named_parameters():
                     if MARK in name:
                         parameter.normal_(std=0.05)
-            report = await asyncio.to_thread(pusher.push, trainer.weights_to_push(), version)
+            weights = trainer.weights_to_push()
+            if source == "cpu":
+                weights = ((name, on_host(weight)) for name, weight in weights)
+            report = await asyncio.to_thread(pusher.push, weights, version)
             assert report.ways == {url: way}
             told, ids = await _sampled(url)
             assert told != pytest.approx(_logprobs(network, ids), abs=10 * TOLERANCE), "as before"
             network.load_state_dict(dict(trainer.named_tensors()))
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)
+
+
+def on_host(weight: Weight) -> FromFolder:
+    assert isinstance(weight, FromFolder)
+    down, up, scale = weight.adapter or (None, None, 0.0)
+    adapter = Adapter(down.cpu(), up.cpu(), scale) if down is not None and up is not None else None
+    return FromFolder(made(weight.base).cpu(), adapter)
 
 
 def disturb(network: torch.nn.Module, first: list[torch.Tensor]) -> None:

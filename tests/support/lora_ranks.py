@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel
 from support.learner_ranks import EPISODES, STEPS, batch, forget, weights, went_on
 from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
-from swarmq.engine.transfers import distinct
+from swarmq.engine.adapters import together
+from swarmq.engine.packing import CPU, made
+from swarmq.engine.served_folder import ServedFolder
+from swarmq.engine.transfers import AdaptersTransfer, distinct
 from swarmq.learner import checkpoint, fits
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.passes import work_of
@@ -64,12 +67,27 @@ def main(model: str, train: Train, folder: Path) -> None:
     identity = Identity(run="r", policy="main", model=model)
     checkpoint.save(folder / "checkpoints", ours, identity, model=model, keep=1)
     if is_main:
-        sent = distinct(ours.weights_to_push())
-        assert sent.keys() == first(model).keys(), "a tied head has one name"
+        assert_adapters_travel(ours, model, folder)
         torch.save(weights(ours), folder / "made")
     gone_on(model, train, folder, ours)
+    if is_main:
+        assert_adapters_travel(ours, model, folder)
     ours.accelerator.wait_for_everyone()
     ours.accelerator.end_training()
+
+
+def assert_adapters_travel(trainer: Trainer, model: str, folder: Path) -> None:
+    """Nothing else does, and an engine that has the model's folder makes of them the weights of this moment."""
+    transfer, sent = AdaptersTransfer(["http://far.example:8000"], folder), distinct(trainer.weights_to_push())
+    assert sent.keys() == first(model).keys(), "a tied head has one name"
+    path = transfer.publish(sent, trainer.version, "float32").update_info["adapters"]
+    assert all(":" in name for name in load_file(path))
+    exact = {"rtol": 0, "atol": 1e-5 if CUDA else 0}
+    wanted = dict(trainer.named_tensors())
+    with together(path, ServedFolder(Path(model)), CPU) as merged:
+        for name, weight in merged.items():
+            torch.testing.assert_close(made(weight), wanted[name].float().cpu(), **exact)
+    transfer.withdraw()
 
 
 def assert_alike(ours: Tensors, wanted: Tensors, model: str, train: Train, *, exact: bool = True) -> None:

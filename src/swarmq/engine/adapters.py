@@ -152,8 +152,4 @@ def _deferred(weight: FromFolder, device: torch.device, dtype: str | None) -> De
 
 
 def _made(weight: FromFolder, device: torch.device, dtype: str | None) -> torch.Tensor:
-    base = made(weight.base).to(device)
-    if weight.adapter:
-        down, up, scale = weight.adapter
-        base = Adapter(down.to(device), up.to(device), scale).added_to(base)
-    return typed(base, device, dtype)
+    return typed(made(weight, adding_on=device), device, dtype)

@@ -36,9 +36,11 @@ class Adapter(NamedTuple):
     scale: float
 
     def added_to(self, base: torch.Tensor) -> torch.Tensor:
-        """[out, in] in the adapter's type, whatever that of `base`. Learner and engine both add here, and so come to the same bits."""
+        """[out, in] in the adapter's type, whatever that of `base`, where that is. Learner and engine both add here, and so come to
+        the same bits."""
+        down, up = self.down.to(base.device), self.up.to(base.device)
         with torch.no_grad():
-            return torch.addmm(base.to(self.up.dtype), self.up, self.down, alpha=self.scale)
+            return torch.addmm(base.to(up.dtype), up, down, alpha=self.scale)
 
 
 class FromFolder(NamedTuple):
@@ -63,9 +65,9 @@ class FromFolder(NamedTuple):
     def is_floating_point(self) -> bool:
         return self.base.is_floating_point()
 
-    def make(self) -> torch.Tensor:
+    def make(self, adding_on: torch.device | None = None) -> torch.Tensor:
         base = made(self.base)
-        return self.adapter.added_to(base) if self.adapter else base
+        return self.adapter.added_to(base.to(adding_on or base.device)) if self.adapter else base
 
 
 Weight = torch.Tensor | Deferred | FromFolder
@@ -98,7 +100,7 @@ class Packed:
     def pack(self, tensors: Tensors, buffer: torch.Tensor) -> None:
         """Write the tensors into `buffer` [size_bytes] uint8, from whatever device they are on."""
         for name, view in self.views(buffer).items():
-            view.copy_(made(tensors[name]), non_blocking=True)
+            view.copy_(made(tensors[name], adding_on=buffer.device), non_blocking=True)
 
     def views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in `buffer`, without copying."""
@@ -118,8 +120,11 @@ def held(weight: Weight) -> Weight:
     return weight.base if isinstance(weight, FromFolder) and weight.adapter is None else weight
 
 
-def made(weight: Weight) -> torch.Tensor:
-    return weight if isinstance(weight, torch.Tensor) else weight.make()
+def made(weight: Weight, adding_on: torch.device | None = None) -> torch.Tensor:
+    """The tensor. What an adapter adds is added on this device, by default where the weight is."""
+    if isinstance(weight, FromFolder):
+        return weight.make(adding_on)
+    return weight.make() if isinstance(weight, Deferred) else weight
 
 
 def typed(tensor: torch.Tensor, device: torch.device, dtype: str | None) -> torch.Tensor:

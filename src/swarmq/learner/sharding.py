@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from accelerate import Accelerator
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from swarmq.config import Train
-from swarmq.engine.packing import NamedTensors, Weight, held, made
+from swarmq.engine.packing import Adapter, FromFolder, NamedTensors, Weight, held, made
 from swarmq.errors import LearnerError
 from swarmq.learner.handing_out import hand_out
 
@@ -37,6 +37,7 @@ PRECISION = {
 """Layers compute in BF16, since their weights are; what goes into the model (temperatures) and comes out of it
 (log-probabilities) stays FP32, and gradients are added up in FP32. accelerate's own choice is BF16 for all of these."""
 
+Made = TypeVar("Made")
 AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 
@@ -143,22 +144,22 @@ def gathered(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
 
 
 def computed_with(
-    model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Tensor], as_named: AsNamed
-) -> dict[str, Tensor]:
+    model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Weight], as_named: AsNamed
+) -> dict[str, Weight]:
     """The weights of `lm` inside of the sharded `model`, in the type that layers compute in, in host memory where `keep`; empty
     elsewhere. Every rank calls it.
 
     A layer's weights come together at once, as they do when it is computed: a tenth of the collectives. `into`: what an
-    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get. `as_named`: from
-    weights that are there to what is wanted of them.
+    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get. What the model's folder
+    has stays as it is there. `as_named`: from weights that are there to what is wanted of them.
     """
 
-    def bring(name: str, tensor: Weight) -> Tensor:
-        return _kept(made(tensor).detach().to(tensor.dtype), into.get(name))
+    def bring(name: str, weight: Weight) -> Weight:
+        return _on_host(weight, into.get(name))
 
     saved = lm.state_dict(keep_vars=True)  # which torch makes of shards alone
     apart = {name: each for name, each in saved.items() if not isinstance(each, DTensor)}
-    weights = _each_once(dict(as_named(apart)), bring) if keep else {}
+    weights: dict[str, Weight] = _each_once(dict(as_named(apart)), bring) if keep else {}
     for part in model.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
@@ -172,13 +173,29 @@ def computed_with(
     return {name: weights[name] for name, _ in as_named(saved)} if keep else {}
 
 
-def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Tensor]) -> dict[str, Tensor]:
+def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]) -> dict[str, Made]:
     """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
-    places: dict[int, Tensor] = {}
+    places: dict[int, Made] = {}
     for name, tensor in named.items():
         if id(held(tensor)) not in places:
             places[id(held(tensor))] = bring(name, tensor)
     return {name: places[id(held(tensor))] for name, tensor in named.items()}
+
+
+def _on_host(weight: Weight, place: Weight | None) -> Weight:
+    """`place`: of the same weight before."""
+    if not isinstance(weight, FromFolder):
+        assert place is None or isinstance(place, Tensor)
+        return _kept(made(weight).detach().to(weight.dtype), place)
+    before = place if isinstance(place, FromFolder) else FromFolder(_kept(made(weight.base).detach(), None))
+    if weight.adapter is None:
+        return before
+    down, up = weight.adapter.down.float(), weight.adapter.up.float()
+    kept = before.adapter
+    return FromFolder(
+        before.base,
+        Adapter(_kept(down, kept and kept.down), _kept(up, kept and kept.up), weight.adapter.scale),
+    )
 
 
 def _kept(full: Tensor, place: Tensor | None) -> Tensor:

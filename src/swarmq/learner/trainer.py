@@ -137,7 +137,7 @@ class Trainer:
         self._head_flops = 2.0 * policy.model.get_output_embeddings().weight.numel()
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
-        self._whole: dict[str, Tensor] = {}
+        self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: its weights for engines, gathered after the newest step."""
         self._seen: Seen | None = None
         self._taught: Scores | None = None
@@ -169,15 +169,16 @@ class Trainer:
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them. Of a sharded
-        policy on rank 0 alone, and in the type that it computes in."""
-        if self._whole:
-            return iter(self._whole.items())
-        return ((name, made(weight)) for name, weight in self._as_named(self.lm.state_dict()))
+        policy on rank 0 alone, and in the type that it computes in or, where adapters add something, in theirs."""
+        return ((name, made(weight)) for name, weight in self._weights())
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
         """The same for engines, as in the model's folder: what is taken apart is made when it is packed, and so is what adapters add,
         where it is not they who travel."""
-        return as_in_folder(self.lm, self._whole.items() if self._whole else self._as_named(self.lm.state_dict()))
+        return as_in_folder(self.lm, self._weights())
+
+    def _weights(self) -> NamedTensors:
+        return self._whole.items() if self._whole else self._as_named(self.lm.state_dict())
 
     def save_weights(self, folder: Path) -> None:
         """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""

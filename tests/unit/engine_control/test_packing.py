@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.engine.packing import ALIGNMENT, Packed
+from swarmq.engine.packing import ALIGNMENT, Adapter, FromFolder, Packed, made
 
 shapes = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 
@@ -28,3 +28,12 @@ def test_what_is_packed_comes_out_on_the_other_side(shapes, half):
         wanted = tensor.to(dtype) if tensor.is_floating_point() else tensor
         assert torch.equal(arrived[name], wanted)
         assert arrived[name].storage_offset() * arrived[name].itemsize % ALIGNMENT == 0
+
+
+def test_what_an_adapter_adds_is_added_where_it_is_wanted():
+    """That of weights in host memory on a GPU, for one; another device stands for it."""
+    elsewhere, base = torch.device("meta"), torch.randn(5, 3, dtype=torch.bfloat16)
+    adapter = Adapter(down=torch.randn(2, 3), up=torch.randn(5, 2), scale=0.5)
+    assert made(FromFolder(base, adapter), adding_on=elsewhere).device == elsewhere
+    assert torch.equal(made(FromFolder(base, adapter)), torch.addmm(base.float(), adapter.up, adapter.down, alpha=0.5))
+    assert made(FromFolder(base), adding_on=elsewhere) is base, "copied once, to where it goes"
