@@ -51,14 +51,13 @@ class Checksums:
     """Of what the learner loaded and does not train: computed once, and again only if a tensor is written to."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[tuple[int, int], Base]] = {}
+        self._known: dict[str, tuple[list[tuple[int, int]], Base]] = {}
 
     def of(self, name: str, base: torch.Tensor | Deferred) -> Base:
-        if isinstance(base, Deferred):
-            return _told(base.make())
-        state = (base.data_ptr(), base._version)  # noqa: SLF001 - it has no public name
-        if name not in self._known or self._known[name][0] != state:
-            self._known[name] = (state, _told(base))
+        sources = base.sources if isinstance(base, Deferred) else (base,)
+        state = [(each.data_ptr(), each._version) for each in sources]  # noqa: SLF001 - it has no public name
+        if not state or name not in self._known or self._known[name][0] != state:
+            self._known[name] = (state, _told(made(base)))
         return self._known[name][1]
 
 

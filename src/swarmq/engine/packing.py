@@ -21,6 +21,8 @@ class Deferred(NamedTuple):
     device: torch.device
     """Of what it is made from."""
     make: Callable[[], torch.Tensor]
+    sources: tuple[torch.Tensor, ...] = ()
+    """All that it is made from: while they stay what they are, so does it. Empty: not known."""
 
     def is_floating_point(self) -> bool:
         return self.dtype.is_floating_point

@@ -33,13 +33,15 @@ def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
 def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     outlines = {name: _outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
-    apart, unchanged = Apart(lm, sources), all(held(tensor) is not tensor for tensor in sources.values())
+    apart, bases = Apart(lm, sources), [held(tensor) for tensor in sources.values()]
+    unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
+    tensors = tuple(base for base in bases if isinstance(base, Tensor))
     for name, part in _reverted(lm, outlines).items():
         if id(part) in known:
             yield name, known[id(part)]
         else:
             one = Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
-            yield name, FromFolder(one) if unchanged else one
+            yield name, FromFolder(one._replace(sources=tensors)) if unchanged else one
 
 
 class Apart:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -189,6 +190,30 @@ def test_a_base_that_was_written_to_is_looked_at_again(tiny_qwen: Path, send: Se
         trainer.lm.get_parameter(NORM).add_(0.1)
     with pytest.raises(ValueError, match=rf"1 are others here, as \['{NORM}'\]"):
         merged(send(trainer), tiny_qwen)
+
+
+@pytest.mark.parametrize("kind", ["float32", "experts"])
+def test_checksums_are_computed_once_and_again_of_what_was_written_to(
+    kind: str, send: Send, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of experts, too, which are taken apart for that."""
+    trainer = trained(MODELS[kind](tmp_path / "model"), ATTENTION)
+    summed = mock.Mock(side_effect=adapters.checksum)
+    monkeypatch.setattr(adapters, "checksum", summed)
+    send(trainer)
+    weights = {name: weight for name, weight in distinct(trainer.weights_to_push()).items() if "norm" not in name}
+    assert summed.call_count >= len(weights)
+    summed.reset_mock()
+    learn(trainer, seed=1)
+    send(trainer)
+    assert summed.call_count == 0
+    with torch.no_grad():
+        for name, parameter in trainer.lm.named_parameters():
+            if "layers.0.mlp" in name:
+                parameter.add_(0.1)
+    send(trainer)
+    changed = sum("layers.0.mlp" in name for name in weights)
+    assert changed <= summed.call_count <= 2 * changed
 
 
 def another_of_the_same_shape(folder: Path) -> None:
