@@ -148,6 +148,10 @@ class Engine(Settings, frozen=True, kw_only=True):
     start_timeout_s: Positive = 600.0
 
 
+JUDGED_AT = 1.0
+"""The temperature of the log-probabilities that a server tells of a prompt."""
+
+
 class SamplingDefaults(Settings, frozen=True, kw_only=True):
     """Training episodes are sampled like this; evaluation keeps the agent's wishes."""
 
@@ -287,6 +291,11 @@ class Train(Settings, frozen=True, kw_only=True):
         return self.mixed_precision
 
     @property
+    def served_teacher(self) -> str | None:
+        """The url of the engine that has the teacher, if one has."""
+        return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
+
+    @property
     def needs_baseline(self) -> bool:
         """Whether an episode is judged by the others of its group, so that equal rewards teach nothing."""
         return self.advantage != "ema" and self.loss.name not in {"sft", "distill"}
@@ -346,6 +355,13 @@ class Policy(Settings, frozen=True, kw_only=True):
     engine: Engine = field(default_factory=Engine)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     train: Train = field(default_factory=Train)
+
+    def __post_init__(self) -> None:
+        if self.train.served_teacher and self.sampling.temperature != JUDGED_AT:
+            raise ValueError(
+                f"sampling.temperature: a teacher that a server has (train.teacher) judges what was sampled at temperature "
+                f"{JUDGED_AT:g} alone, not at {self.sampling.temperature:g}; or name the teacher's model folder, for the learner to load"
+            )
 
 
 class SwarmJob(Settings, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from swarmq.config import Train
+from swarmq.config import JUDGED_AT, Train
 from swarmq.errors import TimelineError
 from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
@@ -44,6 +44,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int
     group_size: int = 8
     """The largest of all kinds."""
+    min_group: int = SMALLEST_GROUP
     vocab_size: int | None = None
     max_length: int | None = None
     train: Train = Train()
@@ -106,10 +107,12 @@ class Intake:
         self._news: list[str] = []
 
     def change(self, limits: Limits) -> None:
-        """Other limits from the next batch on."""
-        self.limits = limits
-        for kind in limits.kinds:
-            self._ready.setdefault(kind, [])
+        """Other limits from the next batch on; groups that wait for it are judged by them."""
+        self.limits, ready = limits, self._ready
+        self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
+        for kind, groups in ready.items():
+            for group in groups:
+                self._judge(kind, group.usable, group.dropped)
 
     def note(self, index: Index) -> None:
         """A record is in the log."""
@@ -178,17 +181,21 @@ class Intake:
             self._drop(_all(members, "kind_not_in_mix"))
             return
         members.sort(key=lambda episode: (episode.slot, episode.episode_id))
-        dropped = dict[str, str]()
+        self._judge(kind, members, {})
+
+    def _judge(self, kind: str, members: list[Episode], dropped: Mapping[str, str]) -> None:
+        """`dropped`: those of the group that are out already."""
+        out = dict(dropped)
         for episode in members:
             reason, why = self._unusable(episode)
             if reason:
-                dropped[episode.episode_id] = reason
+                out[episode.episode_id] = reason
                 self._tell(reason, why)
-        self._make_ready(kind, [episode for episode in members if episode.episode_id not in dropped], dropped)
+        self._make_ready(kind, [episode for episode in members if episode.episode_id not in out], out)
 
     def _make_ready(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
         train = self.limits.train.of_kind(kind)
-        if not usable or (len(usable) < SMALLEST_GROUP and train.needs_baseline):
+        if not usable or (len(usable) < self._least(usable) and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
             if not dropped:
                 why = (
@@ -203,6 +210,10 @@ class Intake:
             oldest = min(map(oldest_version, usable))
             self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest))
 
+    def _least(self, usable: list[Episode]) -> int:
+        """Members that a group must have; the collector lets smaller ones through that never had more."""
+        return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
+
     def _unusable(self, episode: Episode) -> tuple[str, str]:
         """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
         try:
@@ -213,6 +224,9 @@ class Intake:
             if settings := altered(turn.sampling):
                 why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
                 return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
+            if self.limits.train.served_teacher and turn.sampling.temperature != JUDGED_AT:
+                why = f"was sampled at temperature {turn.sampling.temperature:g}, at which no server can judge it"
+                return "no_teacher", f"turn {turn.call_id} of {episode.episode_id} {why} (train.teacher)"
             if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
                 why = "was cut off by a token limit, and train.overlong is 'drop'"
                 return "overlong", f"turn {turn.call_id} of {episode.episode_id} {why}"

@@ -46,11 +46,6 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
     """Inputs and outputs of every matrix in the layers, added up: so many parameters have adapters of rank 1."""
 
 
-def is_served(teacher: str | None) -> bool:
-    """Whether `train.teacher` is the url of an engine."""
-    return teacher is not None and teacher.startswith(("http://", "https://"))
-
-
 def or_less(train: Train) -> str:
     """What makes a learner smaller than all else does: the end of an error that says what to do."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
@@ -62,7 +57,7 @@ def judges(train: Train, initial: str) -> dict[str, str]:
     `train` has a use for it. The initial model under adapters is not among them, nor is a teacher that an engine serves."""
     loads = train.loss.kl and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
-    return reference | ({"teacher": train.teacher} if train.teacher and not is_served(train.teacher) else {})
+    return reference | ({"teacher": train.teacher} if train.teacher and not train.served_teacher else {})
 
 
 def learner_bytes(

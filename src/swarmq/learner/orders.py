@@ -65,6 +65,7 @@ class Orders:
             stretches=live.stretches(self._file, changes, lambda change: change.from_step.get(self._policy, 0)),
             lent=self.state.lent,
             max_staleness=groups.max_staleness,
+            min_group=groups.min_group,
             group_size=max(self.job.group_size(kind) for kind in self.job.task_kinds),
             vocab_size=vocab_size,
             max_length=max_length,

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import structlog
 import torch
@@ -38,7 +39,6 @@ from swarmq.learner.folders import as_in_folder
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.kept import Checkpointing
-from swarmq.learner.memory import is_served
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
@@ -66,6 +66,7 @@ from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
 from swarmq.messages import Episode
+from swarmq.timeline import resolve
 
 log = structlog.get_logger()
 
@@ -239,9 +240,8 @@ class Trainer:
             return self._step(record)
 
     def _step(self, record: BatchRecord) -> dict[str, Any]:
-        assert record.settings is not None
-        train, (rank, world) = record.settings, self.share
         began = time.perf_counter()
+        train, (rank, world) = self._settings(record), self.share
         credit = advantages(groups_of(record.episodes), train, record.baselines)
         parts = parts_of(record.episodes, train.steps_per_batch)
         works = [work_of(part, train, self.engine, rank=rank, world=world, credit=credit) for part in parts]
@@ -257,6 +257,15 @@ class Trainer:
         self.gather()
         self.version = record.index.version
         return self._timed(merged(fields), began)
+
+    def _settings(self, record: BatchRecord) -> Train:
+        """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
+        little memory for it as it was."""
+        assert record.settings is not None
+        most = self.train.micro_batch_tokens
+        if most < record.settings.micro_batch_tokens:
+            most = max(most, *(len(turn) for episode in record.episodes for turn in resolve(episode.turns)))
+        return msgspec.structs.replace(record.settings, micro_batch_tokens=most, layout=self.train.layout)
 
     def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
         train_s = time.perf_counter() - began
@@ -288,7 +297,7 @@ class Trainer:
         """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
 
         Raises LearnerError when it does not answer."""
-        served = train.teacher if is_served(train.teacher) else None
+        served = train.served_teacher
         self._taught = (
             self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
         )

@@ -23,6 +23,8 @@ GPU_SHARE = 1 / 10
 because each one costs a pass over the gradient of the head's weight."""
 FREE_SHARE = 1 / 4
 """The same of what is free, where that is less."""
+FIXED_ROOM = 1 << 30
+"""The same in bytes where a step that is made again comes out the same to the bit, whatever else is in the memory then."""
 
 
 class Form(NamedTuple):
@@ -208,6 +210,8 @@ def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
 
 def _room(device: torch.device) -> int:
     """Bytes of a GPU: a share of all, or less where others left little."""
+    if torch.are_deterministic_algorithms_enabled():
+        return FIXED_ROOM
     return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * free_memory(device)))
 
 

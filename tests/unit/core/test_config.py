@@ -62,6 +62,13 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
         (["policies.main.train.learning_rate=inf"], ["policies.main.train.learning_rate"]),
         (["policies.main.train.seed=-1"], ["policies.main.train.seed", ">= 0"]),
         (["policies.main.train.loss.name=distill"], ["policies.main.train: teacher", "needs one"]),
+        (
+            [
+                "policies.main.train={loss={name='distill'}, teacher='http://t'}",
+                "policies.main.sampling.temperature=0.7",
+            ],
+            ["policies.main: sampling.temperature: a teacher that a server has", "alone, not at 0.7"],
+        ),
         (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
         (["zzz=4"], ["settings: contains unknown field `zzz`; there are run, folder, "]),
         (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import DistNetworkError
@@ -16,6 +17,7 @@ from swarmq.learner.children import _how
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
+from swarmq.timeline import resolve
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False)
 LOST = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered\nmore")
@@ -56,6 +58,27 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
     checkpoint.restore(again, found)
     again.step(batch(2))
     assert again.version == 2
+
+
+def test_a_batch_that_a_gpu_had_no_room_for_is_made_again_in_smaller_passes(tiny_qwen: Path) -> None:
+    """As the error says to: its record is in the log with the settings of before."""
+    episodes = tuple(episode for name in "abc" for episode in make_group(name, turns=3))
+    longest = max(len(turn) for episode in episodes for turn in resolve(episode.turns))
+    settings = msgspec.structs.replace(TRAIN, micro_batch_tokens=100 * longest, layout="tree", learning_rate=1e-3)
+    record = BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=settings)
+    passes, weights = [], []
+    for most in (100 * longest, longest, longest // 2):
+        now = msgspec.structs.replace(settings, micro_batch_tokens=most, layout="rows", learning_rate=0.5)
+        learner = Trainer(str(tiny_qwen), now)
+        fields = learner.step(record)
+        assert fields["layout"] == "rows"
+        passes.append(fields["passes"])
+        weights.append({name: tensor.clone() for name, tensor in learner.named_tensors()})
+    assert passes[0] == 1
+    assert passes[1] == passes[2] > 1
+    for made in weights[1:]:
+        for name, tensor in weights[0].items():
+            torch.testing.assert_close(made[name], tensor, rtol=0, atol=1e-5, msg="it is the same step")
 
 
 MEMORY, BROKEN, ALONE = "the GPU has too little memory: ", "the GPU failed: ", "the ranks lost each other: "

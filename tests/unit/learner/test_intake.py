@@ -147,6 +147,58 @@ def test_fresh_members_of_a_partly_stale_group_are_trained_if_a_baseline_is_left
     assert record.index.dropped == {"a-0": "stale", "b-0": "stale", "b-1": "group_too_small"}
 
 
+def test_no_fewer_members_than_min_group_are_compared_unless_the_group_never_had_more() -> None:
+    box = intake(staleness=1)
+    box.change(msgspec.structs.replace(box.limits, min_group=3))
+    four, three = (
+        [make_episode(name, i, reward=float(i), members=4, version=0 if i < stale else 5) for i in range(4)]
+        for name, stale in (("a", 1), ("b", 2))
+    )
+    feed(box, four, three, make_group("pair", version=5))
+    first, second = take(box, 5), take(box, 5)
+    assert first is not None
+    assert second is not None
+    assert {first.index.trained, second.index.trained} == {("a-1", "a-2", "a-3"), ("pair-0", "pair-1")}
+    assert first.index.dropped | second.index.dropped == dict.fromkeys(("a-0", "b-0", "b-1"), "stale") | dict.fromkeys(
+        ("b-2", "b-3"), "group_too_small"
+    )
+
+
+def test_groups_that_wait_are_judged_by_settings_that_change_meanwhile() -> None:
+    box = intake(train=Train(advantage="ema"))
+    cut = altered(make_episode("b", 0, turns=1), finish_reason="length")
+    feed(box, make_group("a", (1.0, 1.0)), [cut, make_episode("b", 1, reward=1.0)])
+    assert box.groups_ready == {"default": 2}
+    box.change(msgspec.structs.replace(box.limits, train=Train(advantage="rloo", overlong="drop")))
+    assert box.groups_ready == {"default": 0}
+    drops = box.drops(version=0, at=0.0)
+    assert drops is not None
+    assert drops.index.dropped == {
+        "a-0": "equal_rewards",
+        "a-1": "equal_rewards",
+        "b-0": "overlong",
+        "b-1": "group_too_small",
+    }
+    assert drops.index.groups_equal == 1
+
+
+def test_a_server_is_not_asked_to_judge_what_was_sampled_at_another_temperature_than_it_judges() -> None:
+    """Agents sampled it before the teacher was named."""
+    served = Train(loss=Loss(name="distill"), teacher="http://127.0.0.1:8000/v1")
+    warm = [altered(episode, sampling=Sampling(temperature=0.7)) for episode in make_group("a")]
+    box = intake(train=served)
+    feed(box, warm, make_group("b"))
+    record = take(box)
+    assert record is not None
+    assert record.index.trained == ("b-0", "b-1")
+    assert record.index.dropped == {"a-0": "no_teacher", "a-1": "no_teacher"}
+    (told,) = box.news()
+    assert "a-0 was sampled at temperature 0.7, at which no server can judge it" in told
+    loaded = intake(train=msgspec.structs.replace(served, teacher="models/teacher"))
+    feed(loaded, warm)
+    assert take(loaded)
+
+
 def test_a_groups_drops_are_recorded_with_the_group_so_that_it_is_complete_when_it_comes_again() -> None:
     box = intake(2)
     bad, *good = make_group("a", (0.0, 1.0, 2.0))

@@ -101,3 +101,14 @@ def test_without_a_gradient_nothing_is_kept(inputs, monkeypatch):
     with torch.no_grad():
         score(hidden, Head(weight, bias), targets, temperatures)
     assert not asked
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_comes_out_the_same_to_the_bit_is_cut_alike_whatever_else_a_gpu_holds(exact, monkeypatch):
+    gpu, sizes = torch.device("cuda"), []
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    for free in (100 << 30, 10 << 30):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 139 << 30))
+        monkeypatch.setattr(tree_head, "free_memory", lambda _, free=free: free)
+        sizes.append((tree_head._most_logits(gpu), tree_head._most_kept(gpu, torch.bfloat16)))
+    assert (sizes[0] == sizes[1]) is exact
