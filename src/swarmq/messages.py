@@ -23,7 +23,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -95,7 +95,7 @@ class EpisodeBegin(Record, frozen=True, kw_only=True, tag="begin"):
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Sampled tokens [start, end) of a turn came from weight version `version`."""
 
-    version: int
+    version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     start: int
     end: int
 
@@ -396,6 +396,8 @@ def _check_turn(turn: Turn) -> None:
         raise MessageError(f"{where}: {turn.shared} shared tokens with parent {turn.parent}")
     if min(unpack_ids(turn.prompt_ids), default=0) < 0 or min(unpack_ids(turn.sampled_ids), default=0) < 0:
         raise MessageError(f"{where}: negative token id")
+    if not math.isfinite(turn.sampling.temperature):
+        raise MessageError(f"{where}: temperature {turn.sampling.temperature} is not finite")
     logprobs = unpack_floats(turn.logprobs)
     if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MAX_LOGPROB:
         raise MessageError(f"{where}: a log-probability is above 0 or not finite")

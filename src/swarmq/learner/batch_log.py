@@ -57,7 +57,8 @@ class BatchLog:
     """An open log. `append` is the only way in; `indices` is what is kept of it in memory."""
 
     def __init__(self, folder: Path, identity: Identity, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open for writing, cutting a torn tail. Raises LearnerError: of another run, newer, damaged, not writable."""
+        """Open for writing, cutting a torn tail; what is there then is on disk. Raises LearnerError: of another run, newer,
+        damaged, not writable."""
         self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
         self._descriptor: int | None = None
         with mapped(folder):
@@ -69,6 +70,11 @@ class BatchLog:
     @property
     def last(self) -> Index | None:
         return self.places[-1].index if self.places else None
+
+    @property
+    def version(self) -> int:
+        """What its newest batch made. Records of drops come between batches, those of a replay's time after newer ones."""
+        return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
     @property
     def indices(self) -> Iterator[Index]:
@@ -152,6 +158,8 @@ class BatchLog:
         self.close()
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        os.fsync(self._descriptor)  # who wrote to it last may have been killed before
+        fsync_folder(self.folder)
         self._size = os.fstat(self._descriptor).st_size
 
     def _start_segment(self, record: int) -> None:
@@ -164,7 +172,6 @@ class BatchLog:
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
-        fsync_folder(self.folder)
         self._open(path)
 
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping
+from itertools import compress
+from operator import not_
 
 import msgspec
 
@@ -20,7 +22,7 @@ from swarmq.config import JUDGED_AT, Train
 from swarmq.errors import TimelineError
 from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.records import BatchRecord, Index, Tally
-from swarmq.learner.summary import add_tallies, oldest_version, tally
+from swarmq.learner.summary import add_tallies, newest_version, oldest_version, tally
 from swarmq.learner.support import altered
 from swarmq.messages import EQUAL_REWARDS, Episode
 from swarmq.mix import Dealt, Stretch, deal, kinds_of, shares
@@ -85,6 +87,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     dropped: dict[str, str]
     oldest: int
     """The weight version of its oldest sampled token."""
+    newest: int
 
 
 class Intake:
@@ -207,8 +210,8 @@ class Intake:
             self._tally = add_tallies([self._tally, tally(usable)])
             self._drop(dropped | _all(usable, EQUAL_REWARDS))
         else:
-            oldest = min(map(oldest_version, usable))
-            self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest))
+            oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
+            self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
     def _least(self, usable: list[Episode]) -> int:
         """Members that a group must have; the collector lets smaller ones through that never had more."""
@@ -238,15 +241,19 @@ class Intake:
             self._news.append(f"dropped as {reason}: {why}")
 
     def _drop_stale(self, version: int) -> None:
-        """Drop episodes with a token that is too old for the next step, and what is then left without a baseline."""
+        """Drop episodes with a token that is too old for the next step, or of weights that were never made here, and what is
+        then left without a baseline."""
         oldest = version - self.limits.max_staleness
         for kind, groups in self._ready.items():
-            self._ready[kind] = [group for group in groups if group.oldest >= oldest]
-            for group in groups:
-                if group.oldest < oldest:
-                    stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
-                    fresh = [episode for episode in group.usable if episode not in stale]
-                    self._make_ready(kind, fresh, group.dropped | _all(stale, "stale"))
+            in_time = [oldest <= group.oldest and group.newest <= version for group in groups]
+            self._ready[kind] = list(compress(groups, in_time))
+            for group in compress(groups, map(not_, in_time)):
+                ahead = [episode for episode in group.usable if newest_version(episode) > version]
+                stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
+                for episode in ahead[:1]:
+                    self._tell("version_unknown", _why_unknown(episode, version))
+                fresh = [episode for episode in group.usable if episode not in (*ahead, *stale)]
+                self._make_ready(kind, fresh, group.dropped | _all(stale, "stale") | _all(ahead, "version_unknown"))
 
     def _oldest(self, kind: str, count: int) -> list[Group]:
         """Take so many out."""
@@ -289,6 +296,13 @@ def _baselines(before: Mapping[str, float], episodes: tuple[Episode, ...], train
     """The `ema` baselines after a batch, of the kinds that have one."""
     groups = groups_of(episodes)
     return updated(before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train)
+
+
+def _why_unknown(episode: Episode, version: int) -> str:
+    return (
+        f"{episode.episode_id} has tokens of version {newest_version(episode)}, and the learner has made {version}: "
+        "their engine served another run's weights, or this run's log was removed"
+    )
 
 
 def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:

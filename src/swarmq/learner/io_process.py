@@ -197,7 +197,7 @@ class Desk:
     @property
     def next_step(self) -> int:
         """The first step whose batch is not in the log yet."""
-        return max(self.version, self.log.last.version if self.log.last else 0) + 1
+        return max(self.version, self.log.version) + 1
 
     async def _listen(self) -> None:
         """Control states: on disk, said, acknowledged; in effect from the next batch on."""

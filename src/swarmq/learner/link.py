@@ -89,21 +89,23 @@ class Link:
 
         Raises LearnerError when the I/O process cannot go on.
         """
-        self._send(records.Next())
+        asked: subprocess.Popen[bytes] | None = None
         while not self._stop.asked:
+            if asked is not self._process:  # it may have died since, also while `idle` told it something
+                self._send(records.Next())
+                asked = self._process
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
                 selector.register(self._stop.wakeup, selectors.EVENT_READ)
                 ready = [key.fileobj for key, _ in selector.select(idle_s)]
             if self._socket in ready:
-                if (message := self._receive()) is None:
-                    self._send(records.Next())
-                elif isinstance(message, records.Batch | records.Save):
-                    return message
-                elif isinstance(message, records.Halt):
-                    return None
-                else:
-                    idle(again=False)
+                match self._receive():
+                    case records.Batch() | records.Save() as message:
+                        return message
+                    case records.Halt():
+                        return None
+                    case records.Waiting():
+                        idle(again=False)
             elif not ready:
                 idle(again=True)
         return None

@@ -96,3 +96,7 @@ def rollout_s(episode: Episode) -> float:
 def oldest_version(episode: Episode) -> int:
     """The weight version of the oldest sampled token. An engine that was never given weights reports none: 0."""
     return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)
+
+
+def newest_version(episode: Episode) -> int:
+    return max((s.version for turn in episode.turns for s in turn.versions), default=0)

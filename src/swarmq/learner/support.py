@@ -11,11 +11,13 @@ HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
 APART = frozenset({"grammar", "others"})
 """What an answer is held to is the agent's choice, trained all the same; `others` are names themselves."""
 WHOLE = Sampling()
+COLDEST = 0.01
+"""vLLM samples at no lower temperature, whatever it is asked for; 0 takes the likeliest token."""
 
 
 def altered(sampling: Sampling) -> list[str]:
     """The settings that made it another distribution, as `name=value`: a ratio cannot correct for them afterwards."""
-    greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature <= 0 else []
+    greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature < COLDEST else []
     others = [
         f"{name}={value}"
         for name, value in msgspec.structs.asdict(sampling).items()

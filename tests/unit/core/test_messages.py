@@ -113,8 +113,12 @@ def test_unknown_fields_of_a_newer_writer_are_ignored():
         (msgspec.msgpack.encode({"type": "colour"}), "not a swarmq record"),
         (m.encode(turn())[:-3], "not a swarmq record"),
         (msgspec.msgpack.encode(msgspec.msgpack.decode(m.encode(turn())) | {"schema": 99}), "schema 99 is newer"),
+        (
+            m.encode(turn(versions=(m.VersionSpan(version=2**31, start=0, end=2),))),
+            r"not a swarmq record: Expected `int` <= 2147483647 .*versions\[0\]",
+        ),
     ],
-    ids=["empty", "garbage", "nested", "unknown tag", "truncated", "newer schema"],
+    ids=["empty", "garbage", "nested", "unknown tag", "truncated", "newer schema", "version of no learner"],
 )
 def test_what_is_not_a_record_is_refused(body, reason):
     with pytest.raises(MessageError, match=reason):
@@ -127,6 +131,7 @@ def test_what_is_not_a_record_is_refused(body, reason):
         (turn(logprobs=m.pack_floats([-1.0])), "2 sampled tokens but 1.0 log-probabilities"),
         (turn(logprobs=m.pack_floats([-1.0, math.nan])), "not finite"),
         (turn(logprobs=m.pack_floats([-1.0, 0.5])), "above 0"),
+        (turn(sampling=m.Sampling(temperature=math.nan)), "temperature nan is not finite"),
         (turn(prompt_ids=m.pack_ids([-1])), "negative token id"),
         (turn(prompt_ids=b"\x00\x00\x00"), "whole int32"),
         (turn(shared=2), "2 shared tokens with parent None"),

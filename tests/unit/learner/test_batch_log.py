@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -66,6 +67,26 @@ def test_what_was_appended_outlives_a_crash_of_the_machine(tmp_path: Path, monke
     for number in (1, 2):
         log.append(batch(number))
         assert disk.keeps(only_segment(tmp_path / "one"))
+
+
+def test_what_its_writer_was_killed_over_before_it_was_synced_is_on_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who reads it there acknowledges it to the broker."""
+
+    class KilledError(BaseException):
+        pass
+
+    log = BatchLog(tmp_path, OURS)
+    log.append(batch(1))
+    with monkeypatch.context() as killing:
+        killing.setattr(os, "fsync", mock.Mock(side_effect=KilledError))
+        with pytest.raises(KilledError):
+            log.append(batch(2))
+    disk = Disk(monkeypatch)
+    again = BatchLog(tmp_path, OURS)
+    assert [index.record for index in again.indices] == [1, 2]
+    assert disk.keeps(only_segment(tmp_path))
 
 
 def test_replay_leaves_out_records_of_drops(tmp_path: Path) -> None:

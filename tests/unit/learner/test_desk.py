@@ -191,6 +191,23 @@ async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(t
         assert (record.index.trained[0], replayed) == ("c-0", False)
 
 
+async def test_what_is_dropped_while_the_past_is_replayed_does_not_turn_the_next_step_back(tmp_path: Path) -> None:
+    broker = await broker_with(make_group("a"), make_group("b"))
+    async with desk(tmp_path, broker) as trainer:
+        for version in (1, 2):
+            await trainer.batch()
+            await trainer.tell(records.Stepped(version=version))
+        await stopped(trainer)
+    async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=3) as inbox:
+        await trainer.batch()
+        for episode in make_group("equal", (1.0, 1.0)):
+            await broker.publish(READY, episode)
+        for _ in range(3):
+            await anext(inbox)
+        assert [record.index.version for record in logged(tmp_path)] == [1, 2, 0]
+        assert trainer.desk.next_step == 3
+
+
 async def test_a_report_that_was_not_confirmed_is_made_after_a_restart(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer:

@@ -136,6 +136,18 @@ def test_staleness_is_judged_when_the_batch_is_made() -> None:
     assert record.index.dropped == {"old-0": "stale", "old-1": "stale"}
 
 
+def test_tokens_of_weights_that_this_learner_never_made_are_not_taken_for_fresh_ones() -> None:
+    """An engine served another run's, whose numbers are higher."""
+    box = intake()
+    feed(box, make_group("strange", version=57), make_group("new", version=6))
+    record = take(box, 6)
+    assert record is not None
+    assert record.index.trained == ("new-0", "new-1")
+    assert record.index.dropped == dict.fromkeys(("strange-0", "strange-1"), "version_unknown")
+    (told,) = box.news()
+    assert told.startswith("dropped as version_unknown: strange-0 has tokens of version 57, and the learner has made 6")
+
+
 def test_fresh_members_of_a_partly_stale_group_are_trained_if_a_baseline_is_left() -> None:
     box = intake(staleness=1)
     group = [make_episode("a", i, reward=float(i), members=3, version=0 if i == 0 else 5) for i in range(3)]
@@ -222,6 +234,7 @@ def test_a_groups_drops_are_recorded_with_the_group_so_that_it_is_complete_when_
         ({"sampled_ids": b"", "logprobs": b"", "versions": ()}, "nothing_sampled"),
         ({"sampling": Sampling(top_p=0.9)}, "truncated_sampling"),
         ({"sampling": Sampling(temperature=0.0)}, "truncated_sampling"),
+        ({"sampling": Sampling(temperature=0.001)}, "truncated_sampling"),
     ],
 )
 def test_an_episode_that_cannot_be_trained_is_dropped_with_its_reason(fields: dict[str, object], reason: str) -> None:

@@ -14,7 +14,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import link as link_module
 from swarmq.learner.link import MAX_DEATHS, Link, StopSignal
-from swarmq.learner.records import Batch, Hello, Stepped
+from swarmq.learner.records import Batch, Hello, Kept, Stepped
 
 SCRIPT = """
 import socket, sys
@@ -91,6 +91,24 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
         batch = one.next(idle=Idle(), idle_s=60)
     assert batch is not None
     assert batch.record == b"7"
+
+
+def test_a_successor_is_asked_for_a_batch_also_if_the_death_is_noticed_while_something_else_is_told() -> None:
+    script = """
+first = hear()
+if hello.version == 0:
+    say(records.Waiting()); sys.exit(9)
+assert isinstance(first, records.Kept), first
+hear(); say(records.Batch(record=b'asked again', replayed=True)); hear()
+"""
+    with link(script, versions=[0, 1]) as one:
+
+        def tell() -> None:
+            one._process.wait()
+            one.tell(Kept(oldest=1))
+
+        batch = one.next(idle=Idle(tell), idle_s=60)
+    assert batch == Batch(record=b"asked again", replayed=True)
 
 
 def test_one_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
