@@ -87,6 +87,11 @@ def shard(source: str, train: Train) -> Sharding:
             "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; start two "
             "ranks or more (--num-gpus, accelerate launch --num_processes), or leave train.cpu_offload out"
         )
+    if train.cpu_offload and not torch.cuda.is_available():
+        raise LearnerError(
+            "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "
+            "train.cpu_offload out, or see why the GPU is not found (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        )
     if ranks == 1 or train.sharding == "none":
         return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
     if train.sharding == "full":

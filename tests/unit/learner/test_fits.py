@@ -177,6 +177,21 @@ def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: 
     assert not shard("m", looked_at(offloaded)).full, "what goes over its batches afterwards may be alone"
 
 
+def test_ranks_without_gpus_have_no_state_to_keep_elsewhere_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
+    for there_is_one in (False, True):
+        monkeypatch.setattr("torch.cuda.is_available", lambda there=there_is_one: there)
+        with (
+            contextlib.nullcontext()
+            if there_is_one
+            else pytest.raises(
+                LearnerError, match=r"train\.cpu_offload: there is no GPU .* leave train\.cpu_offload out"
+            )
+        ):
+            assert shard("m", offloaded).full
+
+
 def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     three = msgspec.structs.replace(TRAIN, context_parallel=3)
     for count in (1, 2, 4):
