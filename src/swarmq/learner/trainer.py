@@ -23,7 +23,7 @@ import numpy as np
 import structlog
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, set_seed
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
 from torch import Tensor
 
 from swarmq.config import Train
@@ -39,6 +39,7 @@ from swarmq.learner.folders import as_in_folder
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.kept import Checkpointing
+from swarmq.learner.launcher import refuse_modes
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
@@ -415,7 +416,7 @@ def _repeat(deterministic: bool) -> None:
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
     """For the policy in `source`, whose size decides whether it is sharded."""
-    _refuse_split_sequences(os.environ)
+    refuse_modes(os.environ, cuda=torch.cuda.is_available())
     fits.check_groups(train)
     shard = fits.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
@@ -424,9 +425,12 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         mixed_precision=train.precision(cuda=torch.cuda.is_available()),
         cpu=not torch.cuda.is_available(),
         fsdp_plugin=plan,
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # backward() divides by any other number
         kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
     )
     if plan:
+        # accelerate's own note of the plan, which would pass for the launcher's when the next one is made
+        os.environ.pop("ACCELERATE_USE_FSDP", None)
         shard_on_cpu(accelerator, plan)
         check_collectives(train, accelerator.device)
     return accelerator
@@ -449,17 +453,6 @@ def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
     held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
     log.info("sharded_layers", stay_gathered=held)
     return held
-
-
-def _refuse_split_sequences(environment: Mapping[str, str]) -> None:
-    """What `accelerate launch` was asked for. Raises LearnerError for its ways to cut rows over ranks."""
-    for axis, name in (("CP", "context"), ("SP", "sequence"), ("TP", "tensor")):
-        if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
-            raise LearnerError(
-                f"accelerate's {name} parallelism is not available, for it needs plain causal attention over one row, and passes "
-                f"hold packed rows and trees: leave --parallelism-config-{axis.lower()}-size out. Ranks share passes of these with "
-                f"train.context_parallel = {ranks}, and the model with train.sharding = 'full'"
-            )
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:

@@ -247,12 +247,3 @@ def test_accelerate_is_told_of_the_offload_before_it_founds_the_group(monkeypatc
     for offload in (True, False):
         plugin(msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload))
         assert os.environ["FSDP_OFFLOAD_PARAMS"] == str(offload).lower()
-
-
-@pytest.mark.parametrize("axis", ["CP", "SP", "TP"])
-def test_what_would_cut_rows_into_parts_is_refused_by_name_and_with_what_does_it_here(
-    axis: str, monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
-) -> None:
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{axis}_SIZE", "2")
-    with pytest.raises(LearnerError, match=f"--parallelism-config-{axis.lower()}-size out.*train.context_parallel = 2"):
-        make_accelerator(TRAIN, str(tiny_qwen))

@@ -1,0 +1,49 @@
+"""What `accelerate launch` can ask for beside processes, by options or by accelerate's configuration file, and is refused here.
+
+accelerate takes it from each rank's environment, whatever an `Accelerator` is made with: it would change what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from swarmq.errors import LearnerError
+
+CUTS = {"CP": "context", "SP": "sequence", "TP": "tensor"}
+SHARED_OUT = "ranks share a model out with train.sharding = 'full', and its passes with train.context_parallel"
+MODES = {
+    "ACCELERATE_USE_DEEPSPEED": ("--use_deepspeed", SHARED_OUT),
+    "ACCELERATE_USE_MEGATRON_LM": ("--use_megatron_lm", SHARED_OUT),
+    "ACCELERATE_USE_FSDP": ("--use_fsdp", SHARED_OUT),
+    "ACCELERATE_USE_PARALLELISM_CONFIG": ("--use_parallelism_config", SHARED_OUT),
+    "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "layers are compiled without it where that is of use"),
+    "ACCELERATE_FP8_BACKEND": ("--fp8_backend", "train.mixed_precision says what layers compute in"),
+}
+"""By the variable of its environment: the option, and what there is in its place."""
+OFF = {"", "0", "false", "no"}
+
+
+def refuse_modes(environment: Mapping[str, str], *, cuda: bool) -> None:
+    """`cuda`: whether there is a GPU. Raises LearnerError for what is not done by accelerate here."""
+    for axis, name in CUTS.items():
+        if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
+            raise LearnerError(
+                f"accelerate's {name} parallelism is not available, for it needs plain causal attention over one row, and passes "
+                f"hold packed rows and trees: leave --parallelism-config-{axis.lower()}-size out. Ranks share passes of these with "
+                f"train.context_parallel = {ranks}, and the model with train.sharding = 'full'"
+            )
+    for variable, (option, instead) in MODES.items():
+        if _is_on(environment.get(variable, "")):
+            raise LearnerError(
+                f"accelerate launch {option} ({variable}={environment[variable]}) is not available, for it would change what is "
+                f"computed: leave it out of the command and of accelerate's configuration file; {instead}"
+            )
+    if cuda and _is_on(environment.get("ACCELERATE_USE_CPU", "")):
+        raise LearnerError(
+            "accelerate launch --cpu (ACCELERATE_USE_CPU): there are GPUs here, and precision and memory are planned for them: "
+            "leave it out, or hide them (CUDA_VISIBLE_DEVICES='')"
+        )
+
+
+def _is_on(value: str) -> bool:
+    return value.lower() not in OFF
