@@ -13,6 +13,7 @@ import torch
 
 from support import learner_ranks
 from support.episodes import make_qwen
+from support.same_gradient import assert_same_gradient
 from swarmq.config import Loss, Train
 
 pytestmark = [
@@ -24,7 +25,9 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("cpu_offload", [False, True])
-def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) -> None:
+def test_sharded_ranks_step_save_and_go_on_with_one_gradient_wherever_parameters_lie(
+    cpu_offload: bool, tmp_path: Path
+) -> None:
     model, reference = make_qwen(tmp_path / "model"), make_qwen(tmp_path / "reference", seed=1)
     train = Train(
         sharding="full",
@@ -37,10 +40,11 @@ def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) ->
         token_log=False,
         trackers=(),
     )
+    compared = [msgspec.structs.replace(train, cpu_offload=False)] if cpu_offload else []
     target = tmp_path / "made"
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", learner_ranks.__file__)
     subprocess.run(
-        [sys.executable, *launch, str(model), msgspec.json.encode([train]).decode(), str(target)],
+        [sys.executable, *launch, str(model), msgspec.json.encode([train, *compared]).decode(), str(target)],
         check=True,
         env={
             **os.environ,
@@ -48,5 +52,9 @@ def test_sharded_ranks_step_save_and_go_on(cpu_offload: bool, tmp_path: Path) ->
         },
         timeout=500,
     )
-    [made] = torch.load(target)
+    made, *others = torch.load(target, map_location="cpu")  # the gradient lies where its parameters do
     assert made["sharded"]
+    assert len(others) == cpu_offload
+    for other in others:
+        assert other["sharded"]
+        assert_same_gradient(made["gradient"], other["gradient"])

@@ -2,7 +2,9 @@
 gradient, and the weights before and after the steps.
 
 Sharded ranks also save a checkpoint and the weights that one more step makes, go on from that checkpoint themselves, and
-compute the gradient in BF16 and with parameters in host memory, all that with the first settings alone.
+compute the gradient in BF16, with layers gathered anew in every pass, and row after row, all that with the first settings alone.
+With parameters in host memory they do so on GPUs only; there the first settings have to say it, for the ranks' group to be able
+to gather them.
 
 python learner_ranks.py MODEL TRAINS_JSON TARGET
 """
