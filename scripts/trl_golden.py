@@ -9,7 +9,9 @@ TRL's own clients of vLLM, which knows other versions than ours, stay out of it.
 
 `_compute_loss` is called as it is; only the model's forward pass is replaced by given log-probabilities. Advantages are
 those of a step of its GRPO and RLOO trainers whose reward function gives the rewards. The supervised loss is the one its
-SFT trainer takes from transformers. Left out is what has TRL's name and another formula: scaling by the batch divides by
+SFT trainer takes from transformers. Distillation is `_compute_iw_opd_loss` of its experimental trainer for sampled tokens, on policy
+and without the weights by which it prefers early tokens (gamma 0); off policy its advantage is the teacher's log-probability less
+the engine's, with no ratio, and ours less the learner's, with one. Left out is what has TRL's name and another formula: scaling by the batch divides by
 the deviation of the raw rewards there, by that of the centred ones here (2501.03262).
 """
 
@@ -30,6 +32,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 sys.modules["vllm"] = None  # type: ignore[assignment]
+from trl.experimental.iw_opd import IWOPDTrainer  # noqa: E402
+
 import trl  # noqa: E402
 from trl import GRPOTrainer, RLOOTrainer  # noqa: E402
 
@@ -81,6 +85,10 @@ def main(target: Path = TARGET) -> None:
     loss = supervised(learned[mask > 0])
     loss.backward()
     made["sft, token"] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
+    learned = theta.clamp(max=-1e-3).requires_grad_()
+    loss = distilled(learned, reference, mask)
+    loss.backward()
+    made["distill, token"] = {"loss": loss.item(), "gradient": learned.grad[mask > 0].tolist()}
     scored = {name: trl_advantages(name) for name in ("grpo", "centered", "rloo")}
     given = {
         "lengths": lengths,
@@ -148,9 +156,35 @@ def trl_loss(
 
 def supervised(theta: torch.Tensor) -> torch.Tensor:
     """Of tokens of a vocabulary of two: the demonstrated one with log-probability `theta`, and the other."""
-    logits = torch.stack([theta, torch.log1p(-theta.exp())], dim=-1)[None]
+    logits = of_two(theta)[None]
     labels = torch.zeros(logits.shape[:2], dtype=torch.int64)
     return ForCausalLMLoss(logits, labels, vocab_size=2, shift_labels=labels)
+
+
+def distilled(theta: torch.Tensor, teacher: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Of tokens of a vocabulary of two, sampled with log-probability `theta`."""
+    trainer = SimpleNamespace(
+        temperature=1.0,
+        iw_opd_gamma=0.0,
+        iw_opd_epsilon=1e-8,
+        model=SimpleNamespace(training=True),
+        _metrics=defaultdict(lambda: defaultdict(list)),
+    )
+    tokens = torch.zeros(theta.shape, dtype=torch.int64)
+    return IWOPDTrainer._compute_iw_opd_loss(  # noqa: SLF001
+        trainer,
+        student_logits=of_two(theta),
+        completion_tokens=tokens,
+        labels=tokens.masked_fill(mask == 0, -100),
+        teacher_actual_logprobs=teacher,
+        rollout_logprobs=theta.detach(),
+        num_items_in_batch=mask.sum(),
+    )
+
+
+def of_two(theta: torch.Tensor) -> torch.Tensor:
+    """Logits of the first of two tokens, which has log-probability `theta`, and of the other."""
+    return torch.stack([theta, torch.log1p(-theta.exp())], dim=-1)
 
 
 def trl_advantages(name: str) -> list[float]:

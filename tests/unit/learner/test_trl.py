@@ -31,13 +31,15 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     lengths = GIVEN["lengths"]
     calls = torch.tensor([call for call, length in enumerate(lengths) for _ in range(length)])
     theta, mu, reference = (torch.tensor(GIVEN[key], dtype=torch.float64) for key in ("theta", "mu", "reference"))
-    if more == ["kl"]:
-        mu = theta.clone()
-    if name == "sft":
+    if name in {"sft", "distill"}:
         theta = theta.clamp(max=-1e-3)
+    if more == ["kl"] or name == "distill":
+        mu = theta.clone()
     theta.requires_grad_()
     advantages = torch.tensor(GIVEN["advantages"], dtype=torch.float64)[calls]
     tokens = Tokens(theta, mu, advantages, calls, len(lengths))
+    if name == "distill":
+        tokens = tokens._replace(teacher=reference)
     if "kl" in more:
         tokens = tokens._replace(reference=reference)
     if "proximal" in more:
