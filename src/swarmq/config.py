@@ -209,7 +209,7 @@ class Train(Settings, frozen=True, kw_only=True):
     ema_decay: Decay = 0.95
     """alpha of the `ema` baseline: what it keeps of itself at every episode."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """gamma: calls of an episode with rewards by call are credited with G_k = r_k + gamma G_(k+1); none: with r_k."""
+    """gamma: calls of a group with rewards by call are credited with G_k = r_k + gamma G_(k+1); none: with r_k."""
     length_penalty: LengthPenalty | None = None
     overlong: Literal["keep", "drop"] = "keep"
     """An episode with a call that was cut off by a token limit: trained with its reward, or dropped and counted."""

@@ -78,7 +78,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
 
 def _credited(episodes: Sequence[Episode], train: Train) -> dict[str, float]:
     """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
-    counts = Counter(level for episode in episodes for level in credited_by(episode, train))
+    counts = Counter(level for group in groups_of(episodes) for level in credited_by(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 import statistics
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,23 +15,31 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import LengthPenalty, Loss, Train
-from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, has_signal, updated
+from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, credited_by, has_signal, updated
+from swarmq.messages import Episode
 
+Judge = Callable[[int, int], tuple[float, float]]
+"""What an episode's two calls say -> their rewards."""
 REWARDS = st.lists(st.floats(-10, 10), min_size=2, max_size=9)
+
+
+def of_one_value_each(method: str, rewards: list[float]) -> list[float]:
+    values = WITHIN_GROUP[method]({str(i): {"": reward} for i, reward in enumerate(rewards)})
+    return [values[str(i)][""] for i in range(len(rewards))]
 
 
 @given(REWARDS)
 def test_rloo_is_the_reward_against_the_mean_of_the_others(rewards: list[float]) -> None:
     wanted = [r - statistics.fmean(rewards[:i] + rewards[i + 1 :]) for i, r in enumerate(rewards)]
-    assert WITHIN_GROUP["rloo"](rewards) == pytest.approx(wanted, abs=1e-9)
+    assert of_one_value_each("rloo", rewards) == pytest.approx(wanted, abs=1e-9)
 
 
 @given(REWARDS)
 def test_centered_and_grpo_follow_their_formulas(rewards: list[float]) -> None:
     mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
-    assert WITHIN_GROUP["centered"](rewards) == pytest.approx([r - mean for r in rewards], abs=1e-9)
+    assert of_one_value_each("centered", rewards) == pytest.approx([r - mean for r in rewards], abs=1e-9)
     wanted = [(r - mean) / (deviation + 1e-6) for r in rewards]
-    assert WITHIN_GROUP["grpo"](rewards) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+    assert of_one_value_each("grpo", rewards) == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
 def test_batch_norm_divides_by_the_deviation_of_all_centred_values() -> None:
@@ -127,10 +138,130 @@ def test_discounted_returns_follow_their_recursion_agent_by_agent() -> None:
         r, gamma = episode.call_rewards, 0.5
         a2, b1 = episode.reward, r["c3"]
         wanted[episode.episode_id] = [r["c0"] + gamma * gamma * a2, gamma * b1, gamma * a2, b1, a2]
-    means = {a: statistics.fmean(g[i] for g in wanted.values() for i in range(5) if agents[i] == a) for a in "ab"}
-    got = advantages([group], Train(advantage="centered", call_discount=0.5))
-    for episode_id, returns in wanted.items():
+    got = advantages([group], Train(advantage="rloo", call_discount=0.5))
+    for (episode_id, returns), other in zip(wanted.items(), reversed(wanted.values()), strict=True):
+        means = {a: statistics.fmean(g for g, b in zip(other, agents, strict=True) if a == b) for a in "ab"}
         assert got[episode_id] == pytest.approx([g - means[a] for g, a in zip(returns, agents, strict=True)])
+
+
+def plain_group(rewards: tuple[float, ...], *, turns: int) -> list[Episode]:
+    """Without agent tags."""
+    return [
+        msgspec.structs.replace(e, turns=tuple(msgspec.structs.replace(t, agent=None) for t in e.turns))
+        for e in make_group("g", rewards, turns=turns)
+    ]
+
+
+def test_one_call_reward_in_a_group_has_all_its_episodes_credited_with_returns() -> None:
+    """The only success of four is praised, though a judge gave one of its calls a 0 and looked at no other episode."""
+    success, *failures = plain_group((1.0, 0.0, 0.0, 0.0), turns=3)
+    group = [msgspec.structs.replace(success, call_rewards={"c0": 0.0}), *failures]
+    train = Train(advantage="rloo", call_discount=0.5)
+    got = advantages([group], train)
+    assert got["g-0"] == [0.25, 0.5, 1.0]
+    assert got["g-1"] == got["g-2"] == got["g-3"] == pytest.approx([-1.75 / 9] * 3)
+    assert credited_by(group, train) == ["call"] * 12
+    assert credited_by(group, Train()) == ["call", *["episode"] * 11]
+
+
+def test_a_judges_call_reward_changes_nothing_for_other_agents() -> None:
+    group = make_group("g", (1.0, 0.0), turns=2)
+    group = [
+        msgspec.structs.replace(
+            e,
+            turns=(msgspec.structs.replace(e.turns[0], agent="a"), msgspec.structs.replace(e.turns[1], agent="judge")),
+        )
+        for e in group
+    ]
+    group[0] = msgspec.structs.replace(group[0], call_rewards={"c1": 0.5})
+    assert credited_by(group, Train(call_discount=0.9)) == ["episode", "call"] * 2
+
+
+def test_calls_that_one_episode_alone_has_are_not_compared_with_each_other() -> None:
+    first, second = plain_group((0.0, 1.0), turns=3)
+    first = msgspec.structs.replace(first, call_rewards={"c1": 0.0, "c2": 1.0})
+    group = [first, second]
+    assert advantages([group], Train(advantage="rloo")) == {"g-0": [-1.0, None, None], "g-1": [1.0, 1.0, 1.0]}
+    assert not has_signal([first, msgspec.structs.replace(second, reward=0.0)], Train())
+    assert advantages([[first]], Train(advantage="ema")) == {"g-0": [0.0, 0.0, 0.0]}, "nor is a baseline made of them"
+
+
+@pytest.mark.parametrize("method", ["centered", "grpo", "batch_norm"])
+def test_values_of_calls_are_scaled_alike_by_every_method(method: str) -> None:
+    """(k - 1)/k of the difference from the other episodes, over what the method divides by."""
+    first, second = plain_group((0.0, 0.0), turns=2)
+    first = msgspec.structs.replace(first, call_rewards={"c0": 1.0, "c1": 2.0})
+    second = msgspec.structs.replace(second, call_rewards={"c0": 6.0})
+    centred = {"g-0": [-2.5, -2.0], "g-1": [2.25, None]}
+    divisor = {
+        "centered": 1.0,
+        "grpo": statistics.stdev([1.0, 2.0, 6.0]),
+        "batch_norm": statistics.fmean([2.5**2, 2.0**2, 2.25**2]) ** 0.5,
+    }[method]
+    for episode_id, values in advantages([[first, second]], Train(advantage=method)).items():
+        wanted = [None if value is None else pytest.approx(value / divisor, rel=1e-5) for value in centred[episode_id]]
+        assert values == wanted
+
+
+LOGITS = (0.3, -0.4)
+"""Of saying 1 and not 0, at an episode's first and second call."""
+OUTCOMES = list(itertools.product((0, 1), repeat=2))
+
+
+def chance(call: int, said: int) -> float:
+    one = 1 / (1 + math.exp(-LOGITS[call]))
+    return one if said else 1 - one
+
+
+def slope(call: int, said: int) -> float:
+    """Of log chance by the call's logit."""
+    return said - chance(call, 1)
+
+
+def gradient(rewards: Judge, discount: float) -> list[float]:
+    """E[G_k d log chance of call k], by the formula."""
+    total = [0.0, 0.0]
+    for said in OUTCOMES:
+        first, second = rewards(*said)
+        likely = math.prod(map(chance, (0, 1), said))
+        for call, value in enumerate((first + discount * second, second)):
+            total[call] += likely * value * slope(call, said[call])
+    return total
+
+
+def expected(rewards: Judge, train: Train, size: int) -> list[float]:
+    """What a group's advantages make of it on average, over all that its episodes can say."""
+    total = [0.0, 0.0]
+    plain = plain_group((0.0,) * size, turns=2)
+    for all_said in itertools.product(OUTCOMES, repeat=size):
+        likely = math.prod(chance(call, said) for ones in all_said for call, said in enumerate(ones))
+        judged = (dict(zip(("c0", "c1"), rewards(*said), strict=True)) for said in all_said)
+        group = [msgspec.structs.replace(e, call_rewards=r) for e, r in zip(plain, judged, strict=True)]
+        for said, values in zip(all_said, advantages([group], train).values(), strict=True):
+            for call, value in enumerate(values):
+                total[call] += likely * (value or 0.0) * slope(call, said[call]) / size
+    return total
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(
+    ("rewards", "discount"),
+    [
+        (lambda first, _: (0.0, first), None),
+        (lambda _, second: (0.0, second), 1.0),
+        (lambda first, second: (first, first * second), 0.5),
+    ],
+    ids=["the first call decides what the second gets", "the second is rewarded", "both are, and depend"],
+)
+def test_rewards_by_call_give_the_policy_gradient_exactly(rewards: Judge, discount: float | None, size: int) -> None:
+    wanted = gradient(rewards, discount or 0.0)
+    assert expected(rewards, Train(advantage="rloo", call_discount=discount), size) == pytest.approx(wanted, abs=1e-12)
+    share = [(size - 1) / size * value for value in wanted]
+    assert expected(rewards, Train(advantage="centered", call_discount=discount), size) == pytest.approx(
+        share, abs=1e-12
+    )
+    first_batch = Train(advantage="ema", call_discount=discount)
+    assert expected(rewards, first_batch, size) == pytest.approx(share, abs=1e-12)
 
 
 def test_length_costs_reward_beyond_what_is_free() -> None:

@@ -114,7 +114,7 @@ def test_figures_say_what_turns_are_credited_by_and_drift_as_everywhere_else() -
     turns = (msgspec.structs.replace(first, agent="a"), *(msgspec.structs.replace(t, agent=None) for t in rest))
     turns = (*turns[:3], msgspec.structs.replace(turns[3], repaired=True))
     group[0] = msgspec.structs.replace(group[0], turns=turns, call_rewards={"c1": 1.0}, agent_rewards={"a": 0.5})
-    assert credited_by(group[0], Train()) == ["agent", "call", "episode", "episode"]
+    assert credited_by(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
     figures = describe(BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=Train()), [])
     assert figures["credited"] == {"agent": 1 / 8, "call": 1 / 8, "episode": 6 / 8}
     assert figures["drifted"] == Drift.of(turn for e in group for turn in e.turns).rate == 1 / 6

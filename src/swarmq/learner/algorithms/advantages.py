@@ -1,14 +1,16 @@
 """From the rewards of a group to one advantage per turn. Plain Python: the I/O process asks as well.
 
 A turn is credited by the narrowest reward it has: its call's, else its agent tag's, else its episode's. Values are
-compared within the group and within the same tag only. Fewer than two values give no baseline, and equal ones nothing to
-learn: such turns have no advantage (None) and are left out of every mean. `ema` has a baseline for every turn: what the
-run has seen of the kind so far. Losses without a baseline leave no turn out.
+compared within the group and within the same tag only, and with other episodes' alone: an episode's own later calls
+depend on what it did before. Fewer than two episodes give no baseline, and equal values nothing to learn: such turns have
+no advantage (None) and are left out of every mean. `ema` has a baseline for every turn: what the run has seen of the kind
+so far. Losses without a baseline leave no turn out.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -24,32 +26,33 @@ GRPO_EPSILON = 1e-6
 Tag = tuple[str, str | None]
 Baselines = dict[str, float]
 """Kind, and where a turn is credited apart also how: the `ema` baseline."""
-Values = dict[Tag, dict[tuple[str, str], float]]
-"""Tag -> (episode, call or nothing) -> reward or advantage."""
+Of = Mapping[str, Mapping[str, float]]
+"""Episode -> call, or "" for what is no call's -> reward or advantage."""
+Values = dict[Tag, Of]
 Credit = Mapping[str, Sequence[float | None]]
 """episode_id -> one advantage per turn; None for a turn that is not to be trained."""
 
 
-def leave_one_out(rewards: Sequence[float]) -> list[float]:
-    """Against the mean of the others; unbiased for any n >= 2 (2402.14740)."""
-    n = len(rewards)
-    return [value * n / (n - 1) for value in centered(rewards)]
+def leave_one_out(rewards: Of) -> Of:
+    """Against the mean of the other episodes' values; unbiased for any two or more episodes (2402.14740)."""
+    own = {episode: math.fsum(of.values()) for episode, of in rewards.items()}
+    total, count = math.fsum(own.values()), sum(map(len, rewards.values()))
+    others = {episode: (total - own[episode]) / (count - len(of)) for episode, of in rewards.items()}
+    return {e: {call: reward - others[e] for call, reward in of.items()} for e, of in rewards.items()}
 
 
-def centered(rewards: Sequence[float]) -> list[float]:
-    """Against the mean (2503.20783)."""
-    mean = math.fsum(rewards) / len(rewards)
-    return [reward - mean for reward in rewards]
+def centered(rewards: Of) -> Of:
+    """(k - 1)/k of that for k episodes: where each has one value, that against the mean of all (2503.20783)."""
+    return _scaled(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
-def standardised(rewards: Sequence[float]) -> list[float]:
-    """Centred and divided by the group's standard deviation, n - 1 in its denominator (2402.03300)."""
-    values = centered(rewards)
-    deviation = math.sqrt(math.fsum(v * v for v in values) / (len(values) - 1))
-    return [value / (deviation + GRPO_EPSILON) for value in values]
+def standardised(rewards: Of) -> Of:
+    """Centred and divided by the standard deviation of the values, n - 1 in its denominator (2402.03300)."""
+    deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
+    return _scaled(centered(rewards), 1 / (deviation + GRPO_EPSILON))
 
 
-WITHIN_GROUP: dict[str, Callable[[Sequence[float]], list[float]]] = {
+WITHIN_GROUP: dict[str, Callable[[Of], Of]] = {
     "rloo": leave_one_out,
     "centered": centered,
     "grpo": standardised,
@@ -80,22 +83,18 @@ def _by_method(
 ) -> dict[str, list[float | None]]:
     rewards = [_rewards(group, train) for group in groups]
     if train.advantage == "ema":
-        before = _begun(baselines or {}, groups, rewards)
-        values = [
-            {tag: {key: r - before[_name(group, tag)] for key, r in of.items()} for tag, of in by_tag.items()}
-            for group, by_tag in zip(groups, rewards, strict=True)
-        ]
+        values = _against_the_past(baselines or {}, groups, rewards)
     else:
-        values = [_compared(by_tag, WITHIN_GROUP[train.advantage]) for by_tag in rewards]
+        within = WITHIN_GROUP[train.advantage]
+        values = [{tag: _compared(of, within) for tag, of in by_tag.items()} for by_tag in rewards]
     deviation = _deviation(values) if train.advantage == "batch_norm" else 1.0
     nothing = None if train.needs_baseline else 0.0
     return {
         episode.episode_id: [
-            of_group[tag][episode.episode_id, key] / deviation if of_group[tag] else nothing
-            for tag, key in (_credit(episode, turn, train) for turn in episode.turns)
+            of_group[tag][episode.episode_id][call] / deviation if of_group[tag] else nothing for tag, call in keys
         ]
         for group, of_group in zip(groups, values, strict=True)
-        for episode in group
+        for episode, keys in _credits(group, train)
     }
 
 
@@ -106,14 +105,14 @@ def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]],
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
             name = _name(group, tag)
-            for reward in of.values():
+            for reward in _all(of):
                 after[name] = train.ema_decay * after[name] + (1 - train.ema_decay) * reward
     return after
 
 
 def has_signal(group: Sequence[Episode], train: Train) -> bool:
     """Whether any turn of the group would get an advantage other than 0, or needs none."""
-    return not train.needs_baseline or any(_differ(of) for of in _rewards(group, train).values())
+    return not train.needs_baseline or any(_compared(of, centered) for of in _rewards(group, train).values())
 
 
 def groups_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
@@ -129,34 +128,60 @@ def length_penalty(episode: Episode, train: Train) -> float:
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
-def credited_by(episode: Episode, train: Train) -> list[str]:
-    """What the reward of each turn is that of: `call`, `agent` or `episode`."""
-    return [_credit(episode, turn, train)[0][0] for turn in episode.turns]
+def credited_by(group: Sequence[Episode], train: Train) -> list[str]:
+    """What the reward of each turn of the group is that of: `call`, `agent` or `episode`."""
+    return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
 
 
-def _compared(by_tag: Values, within: Callable[[Sequence[float]], list[float]]) -> Values:
-    """Of tags whose rewards differ; the others have nothing to be compared with."""
-    return {
-        tag: dict(zip(of, within(list(of.values())), strict=True)) if _differ(of) else {} for tag, of in by_tag.items()
-    }
+def _compared(of: Of, within: Callable[[Of], Of]) -> Of:
+    """Empty where there is nothing to learn: one episode alone has such rewards, or all are equal."""
+    rewards = _all(of)
+    return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL else {}
 
 
-def _differ(of: Mapping[tuple[str, str], float]) -> bool:
-    return len(of) > 1 and max(of.values()) - min(of.values()) > EQUAL
+def _all(of: Of) -> list[float]:
+    return [value for own in of.values() for value in own.values()]
+
+
+def _scaled(of: Of, factor: float) -> Of:
+    return {episode: {call: value * factor for call, value in own.items()} for episode, own in of.items()}
 
 
 def _deviation(values: Sequence[Values]) -> float:
-    centred = [value for by_tag in values for of in by_tag.values() for value in of.values()]
+    centred = [value for by_tag in values for of in by_tag.values() for value in _all(of)]
     return math.sqrt(math.fsum(v * v for v in centred) / max(len(centred), 1)) + GRPO_EPSILON
 
 
+def _against_the_past(
+    baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]
+) -> list[Values]:
+    """What has no past is centred within the batch, because A = R would teach only to be rewarded."""
+    first = {name: _compared(of, centered) for name, of in _by_name(groups, rewards).items() if name not in baselines}
+
+    def against(name: str, of: Of) -> Of:
+        if name in first:
+            return {episode: first[name][episode] for episode in of if episode in first[name]}
+        return {e: {call: reward - baselines[name] for call, reward in own.items()} for e, own in of.items()}
+
+    return [
+        {tag: against(_name(group, tag), of) for tag, of in by_tag.items()}
+        for group, by_tag in zip(groups, rewards, strict=True)
+    ]
+
+
 def _begun(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]) -> Baselines:
-    """The baselines; one that is new begins with the batch's own mean, because A = R would teach only to be rewarded."""
-    seen: dict[str, list[float]] = {}
+    """The baselines; one that is new begins with the batch's own mean."""
+    return {name: statistics.fmean(_all(of)) for name, of in _by_name(groups, rewards).items()} | dict(baselines)
+
+
+def _by_name(groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]) -> dict[str, Of]:
+    """All rewards of the batch that share an `ema` baseline."""
+    together: dict[str, dict[str, dict[str, float]]] = {}
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
-            seen.setdefault(_name(group, tag), []).extend(of.values())
-    return {name: math.fsum(values) / len(values) for name, values in seen.items()} | dict(baselines)
+            for episode, own in of.items():
+                together.setdefault(_name(group, tag), {}).setdefault(episode, {}).update(own)
+    return dict(together)
 
 
 def _name(group: Sequence[Episode], tag: Tag) -> str:
@@ -166,42 +191,51 @@ def _name(group: Sequence[Episode], tag: Tag) -> str:
 
 def _rewards(group: Sequence[Episode], train: Train) -> Values:
     """All that credits a turn of the group."""
-    rewards: Values = {}
-    used: set[Tag] = set()
+    rewards: dict[Tag, dict[str, dict[str, float]]] = {}
+    discounted = _discounted(group, train)
     for episode in group:
-        for tag, key, reward in _all_rewards(episode, train):
-            rewards.setdefault(tag, {})[episode.episode_id, key] = reward
-        used |= {_credit(episode, turn, train)[0] for turn in episode.turns}
-    return {tag: rewards[tag] for tag in rewards if tag in used}
+        for tag, call, reward in _all_rewards(episode, discounted, train):
+            rewards.setdefault(tag, {}).setdefault(episode.episode_id, {})[call] = reward
+    used = {tag for _, keys in _credits(group, train) for tag, _ in keys}
+    return {tag: of for tag, of in rewards.items() if tag in used}
 
 
-def _all_rewards(episode: Episode, train: Train) -> Iterator[tuple[Tag, str, float]]:
+def _all_rewards(episode: Episode, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
     yield ("episode", None), "", episode.reward - length_penalty(episode, train)
-    for agent, reward in episode.agent_rewards.items():
-        yield ("agent", agent), "", reward
-    for turn, value in _of_calls(episode, train):
-        yield ("call", turn.agent), turn.call_id, value
+    yield from ((("agent", agent), "", reward) for agent, reward in episode.agent_rewards.items())
+    for turn in episode.turns:
+        if turn.call_id in episode.call_rewards and turn.agent not in discounted:
+            yield ("call", turn.agent), turn.call_id, episode.call_rewards[turn.call_id]
+    for agent in discounted:
+        yield from ((("call", agent), call, value) for call, value in _returns(episode, agent, train))
 
 
-def _of_calls(episode: Episode, train: Train) -> Iterator[tuple[Turn, float]]:
-    """Each call that is credited for itself, and with what."""
-    if train.call_discount is None or not episode.call_rewards:
-        yield from ((t, episode.call_rewards[t.call_id]) for t in episode.turns if t.call_id in episode.call_rewards)
-        return
-    after: dict[str | None, float] = {}
+def _discounted(group: Sequence[Episode], train: Train) -> list[str | None]:
+    """Agents whose calls are credited with returns: in all of the group where one call of theirs has a reward of its own."""
+    if train.call_discount is None:
+        return []
+    return list(dict.fromkeys(t.agent for episode in group for t in episode.turns if t.call_id in episode.call_rewards))
+
+
+def _returns(episode: Episode, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
+    """G_k = r_k + gamma G_(k+1) of each call of the agent, from its last one back."""
+    # the last call answers for how things ended, unless it has a reward of its own
+    unrated, later = episode.agent_rewards.get(agent or "", episode.reward - length_penalty(episode, train)), 0.0
     for turn in reversed(episode.turns):
-        if turn.agent in after:
-            value = episode.call_rewards.get(turn.call_id, 0.0) + train.call_discount * after[turn.agent]
-        else:  # an agent's last call answers for how things ended, unless it has a reward of its own
-            ended = episode.agent_rewards.get(turn.agent or "", episode.reward - length_penalty(episode, train))
-            value = episode.call_rewards.get(turn.call_id, ended)
-        after[turn.agent] = value
-        yield turn, value
+        if turn.agent == agent:
+            value = episode.call_rewards.get(turn.call_id, unrated) + later
+            yield turn.call_id, value
+            unrated, later = 0.0, (train.call_discount or 0.0) * value
 
 
-def _credit(episode: Episode, turn: Turn, train: Train) -> tuple[Tag, str]:
-    discounted = train.call_discount is not None and bool(episode.call_rewards)
-    if discounted or turn.call_id in episode.call_rewards:
+def _credits(group: Sequence[Episode], train: Train) -> list[tuple[Episode, list[tuple[Tag, str]]]]:
+    """Of each turn where its reward is found: under which tag, and of which call."""
+    discounted = _discounted(group, train)
+    return [(episode, [_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
+
+
+def _credit(episode: Episode, turn: Turn, discounted: Sequence[str | None]) -> tuple[Tag, str]:
+    if turn.agent in discounted or turn.call_id in episode.call_rewards:
         return ("call", turn.agent), turn.call_id
     if turn.agent is not None and turn.agent in episode.agent_rewards:
         return ("agent", turn.agent), ""
