@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.episodes import make_episode, make_group
 from swarmq.config import LengthPenalty, Loss, Train
 from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, credited_by, has_signal, updated
-from swarmq.messages import Episode
+from swarmq.messages import Episode, Timings
 
 Judge = Callable[[int, int], tuple[float, float]]
 """What an episode's two calls say -> their rewards."""
@@ -162,6 +162,27 @@ def test_one_call_reward_in_a_group_has_all_its_episodes_credited_with_returns()
     assert got["g-1"] == got["g-2"] == got["g-3"] == pytest.approx([-1.75 / 9] * 3)
     assert credited_by(group, train) == ["call"] * 12
     assert credited_by(group, Train()) == ["call", *["episode"] * 11]
+
+
+def test_choices_of_one_request_are_one_step_of_the_returns() -> None:
+    """A first request, a second one of two choices, of which each is continued."""
+    one, other = plain_group((8.0, 0.0), turns=5)
+    requests = ("first", "second", "second", "third", "fourth")
+    turns = tuple(msgspec.structs.replace(t, request_id=r) for t, r in zip(one.turns, requests, strict=True))
+    one = msgspec.structs.replace(one, turns=turns, call_rewards={"c1": 1.0, "c2": 2.0})
+    got = advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))
+    assert got["g-0"] == [(1.0 + 2.0 + 2.0 + 2.0) / 2 / 2, 1.0 + 2.0, 2.0 + 2.0, 4.0, 8.0]
+
+
+def test_returns_follow_the_order_in_which_requests_began() -> None:
+    """Turns arrive when their answers are whole: here that of the request that began first comes last."""
+    one, other = plain_group((4.0, 0.0), turns=3)
+    turns = tuple(
+        msgspec.structs.replace(t, timings=Timings(began_at=began))
+        for t, began in zip(one.turns, (20.0, 30.0, 10.0), strict=True)
+    )
+    one = msgspec.structs.replace(one, turns=turns, call_rewards={"c0": 1.0})
+    assert advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))["g-0"] == [3.0, 4.0, 1.5]
 
 
 def test_a_judges_call_reward_changes_nothing_for_other_agents() -> None:

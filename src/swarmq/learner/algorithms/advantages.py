@@ -218,14 +218,25 @@ def _discounted(group: Sequence[Episode], train: Train) -> list[str | None]:
 
 
 def _returns(episode: Episode, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
-    """G_k = r_k + gamma G_(k+1) of each call of the agent, from its last one back."""
-    # the last call answers for how things ended, unless it has a reward of its own
+    """G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
+
+    Choices of one request are one step: each has its own reward, and a request is worth the mean of its choices' G.
+    """
+    # the last calls answer for how things ended, unless they have a reward of their own
     unrated, later = episode.agent_rewards.get(agent or "", episode.reward - length_penalty(episode, train)), 0.0
-    for turn in reversed(episode.turns):
+    for choices in reversed(_requests(episode, agent)):
+        returns = {turn.call_id: episode.call_rewards.get(turn.call_id, unrated) + later for turn in choices}
+        yield from returns.items()
+        unrated, later = 0.0, (train.call_discount or 0.0) * statistics.fmean(returns.values())
+
+
+def _requests(episode: Episode, agent: str | None) -> list[list[Turn]]:
+    """The agent's, each with its choices, in the order in which they began: turns come in that in which they ended."""
+    requests: dict[str, list[Turn]] = {}
+    for turn in sorted(episode.turns, key=lambda turn: turn.timings.began_at):
         if turn.agent == agent:
-            value = episode.call_rewards.get(turn.call_id, unrated) + later
-            yield turn.call_id, value
-            unrated, later = 0.0, (train.call_discount or 0.0) * value
+            requests.setdefault(turn.request_id, []).append(turn)
+    return list(requests.values())
 
 
 def _credits(group: Sequence[Episode], train: Train) -> list[tuple[Episode, list[tuple[Tag, str]]]]:
