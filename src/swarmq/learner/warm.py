@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,9 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
     LearnerError for the model, for a step that would have done harm, and where `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
-    load_config(plan.model)  # which says best what is wrong with it
+    config = load_config(plan.model)  # which says best what is wrong with it
     tokenizer = _tokenizer(plan.model)
-    episodes = list(read(plan.demonstrations, tokenizer))
+    episodes = list(read(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
     if not episodes:
         raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
     with _draft(plan.out) as draft:
@@ -147,7 +147,7 @@ def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: C
             Progress(
                 step=number,
                 steps=len(batches),
-                loss=fields["loss"],
+                loss=-fields["logprob"],
                 left_out=len(episodes) - len(short),
                 max_length=trainer.max_length,
             )
@@ -167,7 +167,7 @@ def _supervised(train: Train) -> Train:
     )
 
 
-def read(path: Path, tokenizer: Any) -> Iterator[Episode]:
+def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Episode]:
     """An episode for every line. Raises TaskError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
@@ -177,11 +177,13 @@ def read(path: Path, tokenizer: Any) -> Iterator[Episode]:
         raise TaskError(f"{path}: not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield demonstration(line, tokenizer, where=f"{path}, line {number}")
+            yield demonstration(line, tokenizer, where=f"{path}, line {number}", ends=ends)
 
 
-def demonstration(line: str, tokenizer: Any, *, where: str) -> Episode:
-    """A turn for everything that the assistant says. Raises TaskError."""
+def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Episode:
+    """A turn for everything that the assistant says; `ends` are the tokens that end it beside the tokenizer's own.
+
+    Raises TaskError."""
     try:
         chat = msgspec.json.decode(line, type=Chat)
     except msgspec.MsgspecError as error:
@@ -215,8 +217,8 @@ def demonstration(line: str, tokenizer: Any, *, where: str) -> Episode:
             raise TaskError(
                 f"{where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
             )
-        said = _up_to_end(whole[len(prompt) :], tokenizer.eos_token)
-        turns.append(_turn(where, len(turns), _ids(tokenizer, prompt), _ids(tokenizer, said)))
+        asked, said = _split(tokenizer, prompt, whole)
+        turns.append(_turn(where, len(turns), asked, _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})))
     if not turns:
         raise TaskError(f"{where}: the assistant says nothing")
     return Episode(
@@ -252,10 +254,22 @@ def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
     )
 
 
-def _up_to_end(text: str, end: str | None) -> str:
+def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt and of what follows it: spelled in its place, for some tokenizers put a space before a text's first word."""
+    asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, whole)
+    if ids[: len(asked)] == asked:
+        return asked, ids[len(asked) :]
+    return asked, _ids(tokenizer, whole[len(prompt) :])
+
+
+def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
     """Without what the template writes after the end of the turn, which a model never samples."""
-    before, found, _ = text.partition(end) if end else (text, "", "")
-    return before + found
+    if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
+        return said[:end]
+    # a base model names no token that ends turns, yet its template has one, and white space after it
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    last = max((at for at, token in enumerate(said, start=1) if token in special), default=len(said))
+    return said if tokenizer.decode(said[last:]).strip() else said[:last]
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
@@ -272,6 +286,17 @@ def _tokenizer(model: str) -> Any:
     if not tokenizer.chat_template:
         raise TaskError(f"model {model}: its tokenizer has no chat template, so demonstrations cannot be spelled")
     return tokenizer
+
+
+def _ends(model: str, config: Any) -> set[int]:
+    """Tokens at which engines end an answer, beside the tokenizer's own."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
+
+    try:
+        named = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # there is no such file
+        named = GenerationConfig.from_model_config(config).eos_token_id
+    return set(named if isinstance(named, list) else [] if named is None else [named])
 
 
 def _batches(episodes: Sequence[Episode], plan: WarmStart, *, seed: int) -> Iterator[list[Episode]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,9 +13,11 @@ from unittest import mock
 import msgspec
 import numpy as np
 import pytest
+import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from support.families import tokenizer_of
 from support.tiny_model import tiny_model
 from swarmq.config import Train
 from swarmq.errors import LearnerError, TaskError
@@ -49,6 +53,82 @@ def test_everything_the_assistant_says_is_a_turn_up_to_its_end_of_turn(tokenizer
     assert (
         longest(episode) == sum(len(part) for part in (episode.turns[1].prompt_ids, episode.turns[1].sampled_ids)) // 4
     )
+
+
+def test_words_are_spelled_as_they_are_in_their_place(tokenizer: Any) -> None:
+    """A tokenizer that puts a space before the first word of whatever it encodes: no model would sample that one there."""
+    spaced = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of("sentencepiece"), eos_token="<end_of_turn>")
+    spaced.chat_template = (
+        "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
+    )
+    turn = demonstration(json.dumps({"messages": CHAT}), spaced, where="here").turns[1]
+    ids = np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4").tolist()
+    in_place = spaced(spaced.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
+    assert ids == in_place[: len(ids)]
+    assert text(spaced, turn.sampled_ids) == "Yes.<end_of_turn>"
+
+
+@pytest.mark.parametrize(
+    ("template", "ends", "said"),
+    [
+        ("{{ m.content }}<|im_end|>\n", ["<|im_end|>"], "Yes.<|im_end|>"),
+        ("{{ m.content }}<|im_end|>\n<|endoftext|>", ["<|im_end|>"], "Yes.<|im_end|>"),
+        ("{{ m.content }}<|im_end|>\n<|endoftext|>", [], "Yes.<|im_end|>\n<|endoftext|>"),
+        ("{{ m.content }}<|im_end|>\n", [], "Yes.<|im_end|>"),
+        ("<|im_start|>{{ m.content }}\n", [], "<|im_start|>Yes.\n"),
+    ],
+    ids=["named", "the first that is named", "the tokenizer's", "a base model's", "none"],
+)
+def test_a_turn_ends_where_an_engine_would_end_it(template: str, ends: list[str], said: str) -> None:
+    base = AutoTokenizer.from_pretrained(tiny_model())
+    base.eos_token = "<|endoftext|>"
+    base.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% else %}"
+        + template
+        + "{% endif %}{% endfor %}"
+    )
+    chat = json.dumps({"messages": [CHAT[0], CHAT[3]]})
+    [turn] = demonstration(chat, base, where="here", ends=base.convert_tokens_to_ids(ends)).turns
+    assert text(base, turn.sampled_ids) == said
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_the_models_folder_names_ends_of_turns(file: str, tmp_path: Path) -> None:
+    """Of a template that writes more after them than fits a pass."""
+    plan = started(tmp_path)
+    model = shutil.copytree(tiny_model(), tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    tokenizer.eos_token = "<|endoftext|>"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}<|im_end|>{% endif %}{% endfor %}"
+        "{% if not add_generation_prompt %}{{ 'more ' * 300 }}{% endif %}"
+    )
+    tokenizer.save_pretrained(model)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"eos_token_id": None}))
+    (model / "generation_config.json").unlink()
+    known = json.loads((model / file).read_text()) if (model / file).exists() else {}
+    (model / file).write_text(json.dumps(known | {"eos_token_id": [tokenizer.eos_token_id, end]}))
+    seen = []
+    warm(msgspec.structs.replace(plan, model=str(model)), seen.append)
+    assert [one.left_out for one in seen] == [0]
+
+
+@pytest.mark.parametrize("normalisation", ["token", "episode", "constant"])
+def test_the_loss_that_is_reported_is_in_nats_a_token(normalisation: str, tmp_path: Path) -> None:
+    plan = started(tmp_path)
+    plan.demonstrations.write_text("\n".join(json.dumps({"messages": chat}) for chat in (CHAT, CHAT[:2])))
+    seen = []
+    warm(msgspec.structs.replace(plan, train=msgspec.structs.replace(TRAIN, normalisation=normalisation)), seen.append)
+    lm, tokenizer = AutoModelForCausalLM.from_pretrained(plan.model), AutoTokenizer.from_pretrained(plan.model)
+    nats = []
+    for turn in (turn for episode in read(plan.demonstrations, tokenizer) for turn in episode.turns):
+        ids = torch.tensor(np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4")[None]).long()
+        likely = lm(ids).logits.float().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        nats += (-likely[len(turn.prompt_ids) // 4 - 1 :, 0]).tolist()
+    assert seen[0].loss == pytest.approx(statistics.fmean(nats), rel=1e-4)
 
 
 @pytest.mark.parametrize(
