@@ -371,7 +371,7 @@ class Trainer:
             kept, weights = filtered.tokens, weights * filtered.tokens
             sums.add_filtered(result, left_out)
             sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)
-        objective = (result.per_token * weights).sum() / total
+        objective = torch.where(weights > 0, result.per_token * weights, 0).sum() / total
         self.accelerator.backward(objective * self.accelerator.num_processes)
         sums.add_tokens(tokens, scored.entropies, result, kept)
         if one.idle:

@@ -24,7 +24,7 @@ from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm
 from swarmq.learner.passes import Pass, Weigher, Work, idle, work_of
 from swarmq.learner.trainer import Trainer
-from swarmq.messages import Episode, Sampling
+from swarmq.messages import Episode, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
 pytestmark = pytest.mark.slow
@@ -221,6 +221,23 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
     assert fields["calls_left_out"] == len(worst.turns)
     assert left == count < with_worst.totals.tokens
     assert_same_gradient(ours, gradients(trainer))
+
+
+def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trainer: Trainer) -> None:
+    """An engine may call a token that it sampled all but impossible."""
+    train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
+    losses = []
+    for logprob in (-1000.0, -1e20):
+        first, *rest = batch()
+        turns = tuple(
+            msgspec.structs.replace(t, logprobs=pack_floats([logprob] * (len(t.logprobs) // 4))) for t in first.turns
+        )
+        episodes = [msgspec.structs.replace(first, turns=turns), *rest]
+        trainer.optimizer.zero_grad()
+        fields, _ = trainer.accumulate(work_of(episodes, train, trainer.engine), train)
+        losses.append(fields["loss"])
+    assert losses[0] == losses[1]
+    assert math.isfinite(losses[0])
 
 
 @pytest.mark.parametrize("layout", ["rows", "tree"])
