@@ -140,6 +140,7 @@ class Scores:
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
         layout = one.layout
-        where = zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True)
-        values = np.array([self._turns[episode, turn][offset] for episode, turn, offset in where], np.float32)
+        first = np.flatnonzero(layout.offsets == 0)  # passes train turns whole, one after another
+        turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
+        values = np.concatenate([self._turns[turn] for turn in turns])
         return torch.from_numpy(values).to(device)
