@@ -120,10 +120,6 @@ def _switch(layers: Iterable[Any], *, off: bool) -> None:
         layer._disable_adapters = off  # noqa: SLF001 - what `disable_adapters` tells
 
 
-def has_lora(lm: Any) -> bool:
-    return any(isinstance(module, LoraLayer) for module in lm.modules())
-
-
 def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
     """These `weights` of the model under its own names, with what adapters add: that is computed when the tensor is asked for, and
     told apart from what it is added to. Where ranks share out both, they ask for it together."""

@@ -11,10 +11,7 @@ from swarmq.config import Train
 from swarmq.drift import Drift
 from swarmq.learner.algorithms.advantages import credited_by, groups_of, length_penalty
 from swarmq.learner.records import BatchRecord, Index, Tally
-from swarmq.messages import EQUAL_REWARDS, Episode
-
-SCORED = frozenset({EQUAL_REWARDS})
-"""Dropped for this reason, an episode still counts in the reward that people watch."""
+from swarmq.messages import Episode
 
 
 def tally(episodes: Iterable[Episode]) -> dict[str, Tally]:
