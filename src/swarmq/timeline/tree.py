@@ -27,6 +27,11 @@ class PrefixTree:
         self.order = _depth_first(self.trie)
         """All nodes but the root, parents before children, subtrees together."""
         self._rank = {node: rank for rank, node in enumerate(self.order)}
+        self._ending: dict[int, list[tuple[int, int]]] = {}
+        """Node -> the turns that end there, each as (episode, turn)."""
+        for e, ends in enumerate(self.ends):
+            for t, end in enumerate(ends):
+                self._ending.setdefault(end, []).append((e, t))
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +67,7 @@ class PrefixTree:
         previous[starts] = np.where(parents >= 0, ends[parents] - 1, -1)
         token_ids = np.concatenate([trie.labels[node] for node in order])
         shift = dict(zip(order, (starts - depths).tolist(), strict=True))
-        who = [(e, t) for e, ends_T in enumerate(self.ends) for t, end in enumerate(ends_T) if end in training]
+        who = sorted(turn for node in training for turn in self._ending.get(node, ()))
         turns = [self.episodes[e][t] for e, t in who]
         sampled = [self._sampled_at(self.ends[e][t], turn, shift) for (e, t), turn in zip(who, turns, strict=True)]
         sizes = [len(at) for at in sampled]
