@@ -19,7 +19,7 @@ from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight, units
 from swarmq.messages import Episode
-from swarmq.timeline import Cost, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone, with_rows
+from swarmq.timeline import Cost, Folded, Layout, Plan, ResolvedTurn, plan, resolve, row_layouts, standalone, with_rows
 
 FloatArray = NDArray[np.float32]
 
@@ -93,9 +93,10 @@ def work_of(
     Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
     """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
-    whole = _planned(resolved, train, engine, train.micro_batch_tokens)
+    folded = Folded(resolved)
+    whole = _planned(folded, train, engine, train.micro_batch_tokens)
     if world > 1:
-        whole = _planned(resolved, train, engine, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+        whole = _planned(folded, train, engine, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
     mine = _dealt(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
@@ -172,10 +173,10 @@ class Weigher:
         )
 
 
-def _planned(episodes: Sequence[Sequence[ResolvedTurn]], train: Train, engine: Engine, budget: int) -> Plan:
+def _planned(folded: Folded, train: Train, engine: Engine, budget: int) -> Plan:
     if train.layout != "auto":
         return plan(
-            episodes,
+            folded,
             budget,
             cost=engine.cost,
             only=train.layout,
@@ -184,8 +185,8 @@ def _planned(episodes: Sequence[Sequence[ResolvedTurn]], train: Train, engine: E
         )
     if engine.rows_only:
         why = f"trees are not available: {engine.rows_only}"
-        return plan(episodes, budget, cost=engine.cost, only="rows", because=why, row_pass=engine.row_pass)
-    return plan(episodes, budget, cost=engine.cost, row_pass=engine.row_pass)
+        return plan(folded, budget, cost=engine.cost, only="rows", because=why, row_pass=engine.row_pass)
+    return plan(folded, budget, cost=engine.cost, row_pass=engine.row_pass)
 
 
 def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:

@@ -3,18 +3,19 @@
     Turn --resolve--> ResolvedTurn --fold--> Timeline --pack, lay_rows--> Layout   (packed rows)
                                    `--PrefixTree.layouts------------------^        (trees)
 
-`plan` goes from resolved episodes to layouts and chooses between the two.
+`plan` goes from resolved episodes (`Folded`) to layouts and chooses between the two.
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold
 from swarmq.timeline.layout import Layout, lay_rows, with_rows
 from swarmq.timeline.pack import pack
-from swarmq.timeline.plan import Cost, Plan, plan, row_layouts
+from swarmq.timeline.plan import Cost, Folded, Plan, plan, row_layouts
 from swarmq.timeline.tree import PrefixTree
 from swarmq.timeline.turns import ResolvedTurn, resolve, standalone
 
 __all__ = [
     "Cost",
+    "Folded",
     "Layout",
     "Plan",
     "PrefixTree",

@@ -8,11 +8,12 @@ price per token (all matrix products whose size does not depend on the context) 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
-from swarmq.timeline.fold import fold
+from swarmq.timeline.fold import Timeline, fold
 from swarmq.timeline.layout import Layout, lay_rows, num_pairs
 from swarmq.timeline.pack import pack
 from swarmq.timeline.tree import PrefixTree
@@ -52,8 +53,24 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """What every turn as its own row would have computed."""
 
 
+class Folded:
+    """Resolved episodes and what they are laid out from, found once however many budgets are planned for."""
+
+    def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
+        self.episodes = episodes
+
+    @cached_property
+    def rows(self) -> list[tuple[int, Timeline]]:
+        """Each with the index of its episode."""
+        return [(e, row) for e, turns in enumerate(self.episodes) for row in fold(turns)]
+
+    @cached_property
+    def tree(self) -> PrefixTree:
+        return PrefixTree(self.episodes)
+
+
 def plan(
-    episodes: Sequence[Sequence[ResolvedTurn]],
+    folded: Folded,
     budget: int,
     *,
     cost: Cost,
@@ -61,20 +78,20 @@ def plan(
     because: str = "",
     row_pass: int | None = None,
 ) -> Plan:
-    """Passes of at most `budget` tokens that train every sampled token of `episodes` once.
+    """Passes of at most `budget` tokens that train every sampled token once.
 
     `only` leaves no choice, for the reason `because`. Packed rows go into passes of about `row_pass` tokens where
     given: larger ones are no quicker for every processor, while a tree shares more the more it holds. Raises
     TimelineError (`over_budget`) for a turn longer than `budget`.
     """
-    unfolded = sum(len(turn) for turns in episodes for turn in turns)
+    lengths = [len(turn) for turns in folded.episodes for turn in turns]
+    unfolded, longest = sum(lengths), max(lengths, default=0)
     if only == "tree":
-        return _plan(PrefixTree(episodes).layouts(budget), "tree", because, unfolded)
-    longest = max((len(turn) for turns in episodes for turn in turns), default=0)
-    rows = row_layouts(episodes, budget if row_pass is None else min(budget, max(row_pass, longest)))
+        return _plan(folded.tree.layouts(budget), "tree", because, unfolded)
+    rows = _packed(folded.rows, budget if row_pass is None else min(budget, max(row_pass, longest)))
     if only == "rows":
         return _plan(rows, "rows", because, unfolded)
-    trees = PrefixTree(episodes).layouts(budget)
+    trees = folded.tree.layouts(budget)
     row_price, tree_price = (_price(layouts, cost) for layouts in (rows, trees))
     saved = 1 - tree_price / row_price if row_price else 0.0
     said = f"the tree needs {_tokens(trees)} tokens where rows need {_tokens(rows)}, {saved:.1%} less work"
@@ -83,7 +100,10 @@ def plan(
 
 def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
     """Folded timelines of all episodes, packed."""
-    rows = [(e, row) for e, turns in enumerate(episodes) for row in fold(turns)]
+    return _packed(Folded(episodes).rows, budget)
+
+
+def _packed(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
     return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
 
 
