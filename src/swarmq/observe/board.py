@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter, deque
 from typing import Any
 
@@ -106,8 +107,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: list[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """The newest values as `width` or fewer block characters; several values share a block when there are more."""
-    if not values:
+    """The newest values as `width` or fewer block characters; several values share a block when there are more. Those that are not
+    finite have none."""
+    if not (values := [value for value in values if math.isfinite(value)]):
         return ""
     per_block = -(-len(values) // width)
     means = [

@@ -67,10 +67,12 @@ def draw_reward(
     for event in events:
         if event.name == "step":
             version = int(event.fields["version"])
-            steps[version] = float(event.fields["reward"])
             times.append((event.at, version))
             for kind, reward in event.fields.get("reward_by_kind", {}).items():
-                by_kind[kind][version] = float(reward)
+                if reward is not None:
+                    by_kind[kind][version] = float(reward)
+            if (reward := event.fields["reward"]) is not None:  # as figures that are not finite are written
+                steps[version] = float(reward)
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
     axes.plot(list(steps), list(steps.values()), color="#9bb8d3", linewidth=1, label="training reward, each step")
     for kind, rewards in sorted(by_kind.items()) if len(by_kind) > 1 else ():

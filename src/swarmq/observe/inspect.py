@@ -281,5 +281,6 @@ def _float_at(packed: bytes, offset: int) -> float:
 
 
 def strongest(view: EpisodeView) -> float:
-    """The largest contribution of a token, without its sign; 1 where there is none."""
-    return float(np.abs([row.contribution or 0.0 for row in view.tokens]).max(initial=0.0)) or 1.0
+    """The largest finite contribution of a token, without its sign; 1 where there is none."""
+    sizes = np.abs([row.contribution or 0.0 for row in view.tokens])
+    return float(sizes.max(initial=0.0, where=np.isfinite(sizes))) or 1.0

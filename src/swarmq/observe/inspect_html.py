@@ -124,7 +124,8 @@ def _look(row: TokenRow, top: float) -> str:
         return " " + _colour("none", min(-row.logprob / 4, 1.0))
     if row.contribution == 0:
         return " " + _colour("none", 0.0)
-    return " " + _colour("up" if row.contribution > 0 else "down", abs(row.contribution) / top)
+    strength = min(1.0, abs(row.contribution) / top)  # of NaN as well
+    return " " + _colour("up" if row.contribution > 0 else "down", strength)
 
 
 def _colour(name: str, strength: float) -> str:

@@ -53,19 +53,25 @@ def _learners(board: Board, width: int) -> RenderableType:
         state = board.part(f"learner.{policy}")
         steps = list(board.steps.get(policy, ()))
         last = steps[-1] if steps else {}
-        rewards = [float(step.get("reward", 0.0)) for step in steps]
+        rewards = [float(reward) for step in steps if (reward := step.get("reward")) is not None]
         table.add_row(
             policy,
             str(state.get("phase", "-")),
             str(last.get("version", state.get("version", 0))),
             f"{rewards[-1]:.3f}" if rewards else "-",
-            f"{last.get('loss', 0.0):.4f}" if last else "-",
-            f"{last.get('kl_k3', 0.0):.1e}" if last else "-",
+            _figure(last, "loss", ".4f"),
+            _figure(last, "kl_k3", ".1e"),
             "/".join(f"{last.get(k, 0.0):.1f}" for k in ("wait_s", "train_s", "push_s")) if last else "-",
             f"{1e3 * float(last.get('pause_s', 0.0)):.0f}" if last else "-",
             Text(sparkline(rewards, max(10, width // 4), low=0.0), style="green"),
         )
     return table
+
+
+def _figure(fields: Mapping[str, Any], name: str, form: str) -> str:
+    """One that was not finite is null in the event file."""
+    value = fields.get(name)
+    return "-" if value is None else format(value, form)
 
 
 def _flow(board: Board) -> RenderableType:
@@ -104,13 +110,14 @@ def _kinds(board: Board, width: int) -> RenderableType:
     for policy, steps in sorted(board.steps.items()):
         last = steps[-1]
         for kind in _kinds_of(steps):
-            history = [float(step["reward_by_kind"][kind]) for step in steps if kind in step.get("reward_by_kind", {})]
+            rewards = (step.get("reward_by_kind", {}).get(kind) for step in steps)
+            history = [float(reward) for reward in rewards if reward is not None]
             solved = last.get("success_by_kind", {}).get(kind)
             table.add_row(
                 policy,
                 kind,
                 str(last.get("groups_by_kind", {}).get(kind, 0)),
-                f"{history[-1]:.3f}",
+                f"{history[-1]:.3f}" if history else "-",
                 "-" if solved is None else f"{solved:.1%}",
                 Text(sparkline(history, max(10, width // 4), low=0.0), style="green"),
             )

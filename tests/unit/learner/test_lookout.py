@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,13 @@ def test_a_sign_that_flickers_is_told_once() -> None:
 def test_chance_is_no_sign_but_an_error_is_told_at_once() -> None:
     assert told([CUT, *[SOUND] * 20]) == []
     assert (1, "broken mismatch") in told([BROKEN])
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, None])
+def test_a_figure_that_is_not_finite_hides_no_sign_and_makes_none(broken: float | None) -> None:
+    assert told([SOUND | dict.fromkeys(("entropy", "kl_k3", "truncated", "grad_norm"), broken)] * 3 + [SOUND] * 30) == []
+    shown = [sign for _, sign in told([SOUND] * 30 + [CUT | {"truncated": broken}, *[CUT] * 9])]
+    assert shown == ["truncated answers"]
 
 
 def test_what_is_kept_of_a_long_training_shows_what_all_of_it_would() -> None:

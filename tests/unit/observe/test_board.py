@@ -1,8 +1,10 @@
 """The board says what the events said, and the screen shows it."""
 
 import io
+import math
 import re
 
+import pytest
 from rich.console import Console
 
 from swarmq.messages import Event
@@ -30,6 +32,18 @@ def test_steps_warnings_and_counts_reach_the_screen():
     shown = text_of(board)
     for expected in ("0.750", "1.0/2.0/0.2", "equal_rewards", "12", "group t/0 waits for 1 of 4", "main.ready", "7"):
         assert expected in shown
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, None])
+def test_a_step_whose_figures_are_not_finite_is_shown_beside_the_others(broken):
+    board = Board(run="r")
+    for version, figure in enumerate((0.25, broken, 0.75, broken), 1):
+        kinds = {"math": figure, "code": figure, "new": broken}
+        board.fold(event("step", version=version, reward=figure, loss=figure, kl_k3=figure, reward_by_kind=kinds))
+    shown = text_of(board)
+    assert BLOCKS[2] + BLOCKS[7] in shown
+    (row,) = (line for line in shown.splitlines() if "main" in line and "0.0/0.0/0.0" in line)
+    assert row.split().count("-" if broken is None else str(broken)) == 3, row
 
 
 def test_each_kind_of_a_mix_is_shown_with_its_share_and_rewards():

@@ -1,5 +1,7 @@
 """The curve is drawn from the event file, also from one whose writer was killed."""
 
+import math
+
 import msgspec
 
 from swarmq.messages import Event
@@ -17,6 +19,23 @@ def test_a_torn_last_line_is_left_out_and_the_rest_is_drawn(tmp_path):
     picture = tmp_path / "curve.png"
     draw_reward(read_events(path), {0: 0.2, 5: 0.6}, picture, title="t", marks=[Mark(at=3.0, text="client killed")])
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_reward_that_was_not_finite_is_left_out_of_the_curve(tmp_path):
+    events = [
+        Event(
+            run="r",
+            source="learner.main",
+            name="step",
+            at=float(version),
+            fields={"version": version, "reward": reward, "reward_by_kind": {"math": reward, "code": 0.5}},
+        )
+        for version, reward in enumerate((0.1, math.inf, math.nan, 0.4), 1)
+    ]
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
+    draw_reward(read_events(path), {}, tmp_path / "curve.png", title="t")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_an_edited_client_and_a_changed_setting_are_marked_where_they_took_effect():

@@ -1,6 +1,7 @@
 """Every token of an episode is shown as it was sampled and as it was trained, on a terminal, as JSON and as a page."""
 
 import io
+import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -132,6 +133,19 @@ def test_advantages_of_single_tokens_stand_at_their_tokens_and_a_loss_without_an
     assert all(row.contribution == row.advantage == row.logprob_trained for row in each.tokens if row.trained)
     none = view_of(episode, 1, seen, spoken)
     assert {(row.advantage, row.contribution) for row in none.tokens if row.trained} == {(None, 1.0)}
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+def test_a_contribution_that_is_not_finite_takes_no_colour_from_the_others(broken):
+    episode = make_episode("g0", turns=1)
+    seen = seen_of(episode)
+    size = len(unpack_floats(seen.turns[0].logprobs))
+    own = msgspec.structs.replace(seen.turns[0], advantages=pack_floats([broken] + [0.5] * (size - 1)))
+    view = view_of(episode, 1, msgspec.structs.replace(seen, turns=(own,)), spoken)
+    strongest = "--up),0.67)"
+    assert page(view).count(strongest) == 1 + 2 * (size - 1 + math.isinf(broken)), "in the legend, the text and the table"
+    assert "nan)" not in page(view)
+    assert "inf)" not in page(view)
 
 
 def test_a_record_from_before_effects_were_kept_can_be_read():

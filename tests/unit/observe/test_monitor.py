@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 
+import pytest
+
 from swarmq.config import SwarmJob
+from swarmq.learner.doctor.signs import signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import recorded
@@ -41,6 +45,24 @@ async def test_steps_are_kept_over_restarts_and_what_parts_say_of_themselves_is_
         await broker.emit(event("step", 2))
         await written(path, steps=2)
     assert list(read_events(path)) == [event("step", 1), event("step", 2)]
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf])
+async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, tmp_path: Path) -> None:
+    settings, broker = job(tmp_path), MemoryBroker()
+    figures = {"kl_k3": 0.1, "grad_norm": 1.0, "entropy": 1.0}
+    async with recorded(settings, broker):
+        for version in range(1, 21):
+            failed = {name: broken for name in figures} | {"skipped": "gradient_not_finite"} if version == 15 else {}
+            await broker.emit(
+                Event(run="r", source="learner.main", name="step", at=0.0, fields=figures | {"version": version} | failed)
+            )
+        await written(settings.run_folder.events, steps=20)
+    read = [one.fields for one in read_events(settings.run_folder.events)]
+    assert read[14]["grad_norm"] is None
+    found = {finding.check: finding for finding in signs(read, 4)}
+    assert {name for name, finding in found.items() if finding.level != "ok"} == {"mismatch", "steps skipped"}
+    assert found["gradient growing"].text.startswith("1 ")
 
 
 async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
     apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.accelerator.mixed_precision]
     return judged(
         check,
-        bad=apart > limit or chunked.dtype != torch.float32,
+        bad=not apart <= limit or chunked.dtype != torch.float32,
         ok=f"{len(whole)} log-probabilities in FP32, within {apart:.2g} of those of whole logits",
         wrong=f"log-probabilities in {chunked.dtype}, {apart:.2g} from those of whole logits (limit {limit:g}): report it",
     )
@@ -129,7 +129,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[trainer.accelerator.mixed_precision]
     return judged(
         "layout changes nothing",
-        bad=relative > limit,
+        bad=not relative <= limit,  # nor is NaN
         ok=f"gradients of two layouts differ by {relative:.2g} relative",
         wrong=f"gradients of two layouts differ by {relative:.2g} relative (limit {limit:g}): set train.layout = 'rows' and report it",
     )

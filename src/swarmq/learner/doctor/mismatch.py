@@ -7,6 +7,7 @@ same weights disagree, the usual causes are tried out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -102,7 +103,7 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
     same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
     for cause in found:
         level: Level = "ok"
-        if cause.k3 > BROKEN:
+        if cause.k3 > BROKEN or math.isnan(cause.k3):
             level = "error" if cause is same else "warning"
         elif cause.k3 > SAME_WEIGHTS_LIMIT:
             level = "warning" if cause is same else "note"

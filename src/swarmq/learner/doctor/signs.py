@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -180,5 +181,6 @@ def _judged(steps: Steps) -> Iterator[Finding]:
 
 
 def _mean(steps: Steps, name: str) -> float | None:
-    values = [float(step[name]) for step in steps if name in step]
+    """Over the steps that have the figure: one that was not finite is null in the event file."""
+    values = [float(value) for step in steps if (value := step.get(name)) is not None and math.isfinite(value)]
     return statistics.fmean(values) if values else None
