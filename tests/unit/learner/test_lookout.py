@@ -52,7 +52,9 @@ def test_chance_is_no_sign_but_an_error_is_told_at_once() -> None:
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf, None])
 def test_a_figure_that_is_not_finite_hides_no_sign_and_makes_none(broken: float | None) -> None:
-    assert told([SOUND | dict.fromkeys(("entropy", "kl_k3", "truncated", "grad_norm"), broken)] * 3 + [SOUND] * 30) == []
+    assert (
+        told([SOUND | dict.fromkeys(("entropy", "kl_k3", "truncated", "grad_norm"), broken)] * 3 + [SOUND] * 30) == []
+    )
     shown = [sign for _, sign in told([SOUND] * 30 + [CUT | {"truncated": broken}, *[CUT] * 9])]
     assert shown == ["truncated answers"]
 

@@ -143,7 +143,9 @@ def test_a_contribution_that_is_not_finite_takes_no_colour_from_the_others(broke
     own = msgspec.structs.replace(seen.turns[0], advantages=pack_floats([broken] + [0.5] * (size - 1)))
     view = view_of(episode, 1, msgspec.structs.replace(seen, turns=(own,)), spoken)
     strongest = "--up),0.67)"
-    assert page(view).count(strongest) == 1 + 2 * (size - 1 + math.isinf(broken)), "in the legend, the text and the table"
+    assert page(view).count(strongest) == 1 + 2 * (size - 1 + math.isinf(broken)), (
+        "in the legend, the text and the table"
+    )
     assert "nan)" not in page(view)
     assert "inf)" not in page(view)
 

@@ -53,9 +53,11 @@ async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, t
     figures = {"kl_k3": 0.1, "grad_norm": 1.0, "entropy": 1.0}
     async with recorded(settings, broker):
         for version in range(1, 21):
-            failed = {name: broken for name in figures} | {"skipped": "gradient_not_finite"} if version == 15 else {}
+            failed = dict.fromkeys(figures, broken) | {"skipped": "gradient_not_finite"} if version == 15 else {}
             await broker.emit(
-                Event(run="r", source="learner.main", name="step", at=0.0, fields=figures | {"version": version} | failed)
+                Event(
+                    run="r", source="learner.main", name="step", at=0.0, fields=figures | {"version": version} | failed
+                )
             )
         await written(settings.run_folder.events, steps=20)
     read = [one.fields for one in read_events(settings.run_folder.events)]
