@@ -105,6 +105,8 @@ class LayoutModel(nn.Module):
         self.model: Any = model
         self.head_apart = True
         """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
+        self.head_chunk: int | None = None
+        """Tokens whose logits exist at once then; None: as many as there is room for."""
         self.rows_only: str | None = "not checked yet"
         """Why trees cannot be computed; None when they can."""
         self._windows: list[int | None] = []
@@ -154,7 +156,7 @@ class LayoutModel(nn.Module):
         # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
         chosen = F.embedding(placed.predictors, outputs)
         if self.head_apart:
-            scored = score(chosen, head_of(self.model), placed.targets, temperatures)
+            scored = score(chosen, head_of(self.model), placed.targets, temperatures, chunk=self.head_chunk)
         else:
             scored = score_logits(chosen, placed.targets, temperatures)
         if shared is None:

@@ -55,10 +55,11 @@ def head_of(model: PreTrainedModel) -> Head:
     return Head(linear.weight, linear.bias, Form(multiplier, getattr(config, "final_logit_softcapping", None)))
 
 
-def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor) -> Scored:
-    """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S])."""
+def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk: int | None = None) -> Scored:
+    """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S]). `chunk`: tokens whose
+    logits exist at once, by default as many as there is room for."""
     learning = torch.is_grad_enabled()  # which a Function's own forward cannot tell
-    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning)  # type: ignore[no-untyped-call]
+    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning, chunk)  # type: ignore[no-untyped-call]
     return Scored(logprobs, entropies)
 
 
@@ -82,15 +83,16 @@ class _Score(torch.autograd.Function):
         targets: Tensor,
         temperatures: Tensor,
         learning: bool,
+        chunk: int | None,
     ) -> tuple[Tensor, Tensor]:
         device = hidden.device
         ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
-        ctx.form = form
+        ctx.form, ctx.chunk = form, chunk
         factor = weight.to(ctx.dtype).t()
         logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
         room = _most_kept(device, ctx.dtype) // len(weight) if learning else 0
         kept = torch.empty(min(room, len(targets)), len(weight), dtype=ctx.dtype, device=device)
-        for part in _chunks(len(targets), weight):
+        for part in _chunks(len(targets), weight, size=chunk):
             logits = _product(hidden[part].to(ctx.dtype), factor, bias)
             logprobs[part], entropies[part], norms[part] = _reduce(logits, targets[part], temperatures[part], form)
             held = slice(part.start, min(part.stop, len(kept)))
@@ -111,7 +113,7 @@ class _Score(torch.autograd.Function):
         weight_grad = torch.zeros_like(weight) if learns and not len(targets) else None
         bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
         by_scaled = (gradients[0] / temperatures)[:, None]
-        for part in _kept_and_chunks(len(kept), len(targets), weight):
+        for part in _kept_and_chunks(len(kept), len(targets), weight, ctx.chunk):
             inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
             if part.stop <= len(kept):
                 by_product = kept[part]
@@ -129,7 +131,7 @@ class _Score(torch.autograd.Function):
             hidden_grad,
             None if weight_grad is None else weight_grad.to(weight.dtype),
             None if bias_grad is None else bias_grad.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )
 
 
@@ -190,14 +192,14 @@ def _mixed(factor: Tensor) -> bool:
     return factor.is_cuda and factor.dtype != torch.float32
 
 
-def _chunks(num_tokens: int, weight: Tensor, start: int = 0) -> list[slice]:
-    size = max(1, _most_logits(weight.device) // len(weight))
+def _chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None) -> list[slice]:
+    size = size or max(1, _most_logits(weight.device) // len(weight))
     return [slice(at, min(at + size, num_tokens)) for at in range(start, num_tokens, size)]
 
 
-def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor) -> list[slice]:
+def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
     """Those kept are one chunk, however many."""
-    return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept)]
+    return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept, size=size)]
 
 
 def _most_logits(device: torch.device) -> int:

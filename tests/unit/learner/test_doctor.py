@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -16,12 +17,13 @@ from click.testing import CliRunner
 from support.episodes import make_group
 from swarmq.cli import main
 from swarmq.config import Engine, Policy, SwarmJob, Train
-from swarmq.learner import checkpoint, tree
+from swarmq.learner import checkpoint, tree, tree_head
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
-from swarmq.learner.doctor.examine import examine, head_agrees
+from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
 from swarmq.learner.doctor.findings import Finding
+from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.doctor.signs import SIGNS, signs
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -211,9 +213,43 @@ def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypat
     trainer = Trainer(str(tiny_qwen), TRAIN)
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     assert head_agrees(trainer, record).level == "ok"
-    at_one = lambda hidden, head, targets, _: score(hidden, head, targets, torch.ones(len(targets)))  # noqa: E731
+    at_one = lambda hidden, head, targets, _, **how: score(hidden, head, targets, torch.ones(len(targets)), **how)  # noqa: E731
     monkeypatch.setattr(tree, "score", at_one)
     assert head_agrees(trainer, record).level == "error"
+
+
+@pytest.mark.parametrize("turns", [1, 4])
+def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
+    turns: int, tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However few tokens there are, and however many would fit one chunk."""
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    group = make_group("a", turns=turns, length=5)
+    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
+    product, chunks = tree_head._product, list[int]()
+
+    def slips(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
+        logits = product(hidden, *args)
+        if chunks:
+            logits[0] = logits[0].roll(1)
+        chunks.append(len(hidden))
+        return logits
+
+    monkeypatch.setattr(tree_head, "_product", slips)
+    assert head_agrees(trainer, record).level == "error"
+    assert len(chunks) >= 3
+    monkeypatch.setattr(tree_head, "_product", product)
+    assert f", {chunks[0]} at a time" in head_agrees(trainer, record).text
+    assert trainer.accelerator.unwrap_model(trainer.model).head_chunk is None, "which is for the check alone"
+
+
+def test_weights_that_are_not_finite_are_found_and_agree_with_nothing(tiny_qwen: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    with torch.no_grad():
+        trainer.lm.get_input_embeddings().weight.fill_(math.nan)
+    assert head_agrees(trainer, record).level == layouts_agree(trainer, record).level == "error"
+    assert levels(list(explain([compare(trainer, record)]))) == {"mismatch: arithmetic alone (same weights)": "error"}
 
 
 def test_signs_are_said_first_also_where_nothing_can_be_replayed(

@@ -25,6 +25,8 @@ from swarmq.timeline import resolve, row_layouts
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
 """Largest difference of two log-probabilities that rounding can make: the model's own logits are BF16 under autocast."""
+CHUNKS = 3
+"""Of the head, at least, that are compared with whole logits: one of them has a neighbour on both sides."""
 WARM = 0.7
 """A temperature that would show where it was left out."""
 LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
@@ -89,7 +91,7 @@ def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpo
 
 
 def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
-    """The log-probabilities of a short turn, by the head in chunks and from all its logits at once."""
+    """The log-probabilities of a short turn, by the head in chunks, few tokens each, and from all its logits at once."""
     assert record.settings is not None
     check = "log-softmax in chunks and in FP32"
     policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -97,22 +99,25 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
         return Finding(
             level="note", check=check, text="this model's head is its own: all logits of a pass exist at once, in FP32"
         )
-    turn = min((turn for episode in record.episodes for turn in resolve(episode.turns)), key=len)
+    turns = (turn for episode in record.episodes for turn in resolve(episode.turns))
+    turn = min(turns, key=lambda turn: (max(CHUNKS - len(turn.logprobs), 0), len(turn)))
     (layout,) = row_layouts([[turn]], budget=len(turn))
     placed, device = Placed.of(layout, trainer.accelerator.device), trainer.accelerator.device
     temperatures = torch.full((layout.num_trained,), WARM, device=device)
+    chunk = max(1, layout.num_trained // CHUNKS)
     with torch.no_grad():
-        chunked = trainer.model(placed, temperatures).logprobs
-        policy.head_apart = False
+        policy.head_chunk = chunk
         try:
+            chunked = trainer.model(placed, temperatures).logprobs
+            policy.head_apart = False
             whole = trainer.model(placed, temperatures).logprobs
         finally:
-            policy.head_apart = True
+            policy.head_apart, policy.head_chunk = True, None
     apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.accelerator.mixed_precision]
     return judged(
         check,
         bad=not apart <= limit or chunked.dtype != torch.float32,
-        ok=f"{len(whole)} log-probabilities in FP32, within {apart:.2g} of those of whole logits",
+        ok=f"{len(whole)} log-probabilities in FP32, {chunk} at a time, within {apart:.2g} of those of whole logits",
         wrong=f"log-probabilities in {chunked.dtype}, {apart:.2g} from those of whole logits (limit {limit:g}): report it",
     )
 
