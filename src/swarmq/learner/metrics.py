@@ -12,7 +12,7 @@ from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, TokenLoss, Tokens
 
 NAMES = (
-    "tokens", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
+    "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
     "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
     "filtered_positive", "filtered_negative", "divergence",
 )  # fmt: skip
@@ -32,17 +32,25 @@ class Sums:
         for name, value in values.items():
             self.values[name] = self.values[name] + value
 
-    def add_tokens(self, tokens: Tokens, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
-        """`kept` [S] bool: the tokens that are trained and that weigh something."""
-        theta = tokens.theta.detach()
-        gap, (up, down) = theta - tokens.mu, _signs(loss, kept)
-        masked, clipped = loss.effects == Effect.MASKED, loss.effects > Effect.MASKED
+    def add_mismatch(self, tokens: Tokens, among: Tensor) -> None:
+        """`among` [S] bool: the tokens that weigh something, also those that a filter takes, which would hide what it is there for."""
+        gap = tokens.theta.detach() - tokens.mu
         ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
         self.add(
+            compared=among.sum(),
+            k3=((ratio - gap - 1) * among).sum(dtype=torch.float64),
+            ratio=(ratio * among).sum(dtype=torch.float64),
+            ratio_squared=(ratio.double().square() * among).sum(),
+        )
+        place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
+        self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
+
+    def add_tokens(self, tokens: Tokens, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
+        """`kept` [S] bool: the tokens that are trained and that weigh something."""
+        theta, (up, down) = tokens.theta.detach(), _signs(loss, kept)
+        masked, clipped = loss.effects == Effect.MASKED, loss.effects > Effect.MASKED
+        self.add(
             tokens=kept.sum(),
-            k3=((ratio - gap - 1) * kept).sum(dtype=torch.float64),
-            ratio=(ratio * kept).sum(dtype=torch.float64),
-            ratio_squared=(ratio.double().square() * kept).sum(),
             entropy=(entropy * kept).sum(dtype=torch.float64),
             theta=(theta * kept).sum(dtype=torch.float64),
             positive=up.sum(),
@@ -55,8 +63,6 @@ class Sums:
         if tokens.reference is not None:
             d = (tokens.reference - theta).clamp(max=MAX_LOG_RATIO)
             self.add(divergence=((d.exp() - d - 1) * kept).sum(dtype=torch.float64))
-        place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
-        self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), kept.double())
 
     def add_filtered(self, loss: TokenLoss, left_out: Tensor) -> None:
         """`left_out` [S] bool: tokens that weigh something and that a filter took."""
@@ -68,13 +74,14 @@ class Sums:
         flat = torch.cat([torch.stack([torch.as_tensor(self.values[n]) for n in NAMES]), self.gaps])
         flat = all_reduce(flat).cpu()
         total = dict(zip(NAMES, flat[: len(NAMES)].tolist(), strict=True))
-        count = max(total["tokens"], 1.0)
+        count, compared = max(total["tokens"], 1.0), max(total["compared"], 1.0)
         return {
             "tokens_trained": int(total["tokens"]),
+            "tokens_compared": int(total["compared"]),
             "loss": total["loss"],
-            "kl_k3": total["k3"] / count,
+            "kl_k3": total["k3"] / compared,
             "gap_p99": _quantile(flat[len(NAMES) :], 0.99),
-            "effective_samples": total["ratio"] ** 2 / (count * max(total["ratio_squared"], 1e-30)),
+            "effective_samples": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-30)),
             "entropy": total["entropy"] / count,
             "logprob": total["theta"] / count,
             "masked_positive": total["masked_positive"] / max(total["positive"], 1.0),

@@ -9,8 +9,12 @@ from typing import Any
 from swarmq.learner.algorithms.advantages import groups_of
 from swarmq.messages import Episode
 
-ADDED = frozenset({"tokens_trained", "calls_left_out", "tokens_left_out", "passes", "tokens_computed", "flops"})
+ADDED = frozenset(
+    {"tokens_trained", "tokens_compared", "calls_left_out", "tokens_left_out", "passes", "tokens_computed", "flops"}
+)
 """Figures that add up over the steps of a batch; other numbers are averaged over the tokens trained."""
+COMPARED = frozenset({"kl_k3", "gap_p99", "effective_samples", "filtered_positive", "filtered_negative"})
+"""Those that are averaged over the tokens that were there before filters."""
 
 
 def parts_of(episodes: Sequence[Episode], steps: int) -> list[tuple[Episode, ...]]:
@@ -29,11 +33,12 @@ def merged(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if len(steps) == 1:
         return steps[0]
     whole = dict(steps[-1])
-    weights = [max(step["tokens_trained"], 1) for step in steps]
     for name, last in steps[-1].items():
         if name in ADDED:
             whole[name] = sum(step[name] for step in steps)
         elif isinstance(last, float):
+            tokens = "tokens_compared" if name in COMPARED else "tokens_trained"
+            weights = [max(step[tokens], 1) for step in steps]
             whole[name] = sum(w * step[name] for w, step in zip(weights, steps, strict=True)) / sum(weights)
     if skipped := {step["skipped"] for step in steps if "skipped" in step}:
         whole["skipped"] = " ".join(sorted(skipped))

@@ -365,6 +365,7 @@ class Trainer:
             tokens = tokens._replace(teacher=self._taught.of(one, self.accelerator.device))
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
+        sums.add_mismatch(tokens, kept)
         left_out = torch.zeros_like(kept)
         if (filtered := keep(tokens, train, kept)) is not None:
             left_out = kept & ~filtered.tokens

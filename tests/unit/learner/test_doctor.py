@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, token_log=False)
 SOUND = {
     "entropy": 1.0, "kl_k3": 0.001, "effective_samples": 0.9, "episodes": 8, "dropped": {}, "equal_groups": 0.1,
-    "clipped_positive": 0.0, "clipped_negative": 0.0, "truncated": 0.0, "grad_norm": 1.0,
+    "clipped_positive": 0.0, "clipped_negative": 0.0, "filtered_positive": 0.01, "filtered_negative": 0.01, "truncated": 0.0, "grad_norm": 1.0,
     "staleness": {"0": 4, "4": 4},
 }  # fmt: skip
 SICK: dict[str, dict[str, Any]] = {
@@ -52,6 +52,8 @@ SICK: dict[str, dict[str, Any]] = {
     "zero-variance groups": {"equal_groups": 0.9},
     "clipped upwards": {"clipped_positive": 0.8},
     "clipped downwards": {"clipped_negative": 0.3, "masked_negative": 0.3},
+    "filtered upwards": {"filtered_positive": 0.2},
+    "filtered downwards": {"filtered_negative": 0.2},
     "truncated answers": {"truncated": 0.5},
     "gradient growing": {"grad_norm": 20.0},
     "steps skipped": {"skipped": "gradient_not_finite"},

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -20,6 +21,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner import tree_head
 from swarmq.learner.algorithms.advantages import advantages
 from swarmq.learner.algorithms.losses import LOSSES
+from swarmq.learner.doctor.signs import Lookout
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm
 from swarmq.learner.passes import Pass, Weigher, Work, idle, work_of
@@ -238,6 +240,25 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
         losses.append(fields["loss"])
     assert losses[0] == losses[1]
     assert math.isfinite(losses[0])
+
+
+@pytest.mark.parametrize("filters", [{"ratio_band": (0.5, 2.0)}, {"row_k3_max": 0.3}])
+def test_a_filter_does_not_hide_the_mismatch_that_it_is_there_for(trainer: Trainer, filters: dict[str, Any]) -> None:
+    """The figures are those of all tokens; loss and N those of what the filter leaves."""
+    sampled = work(trainer, PLAIN)
+    (theta,) = trainer._logprobs(sampled)
+    gaps = torch.zeros(len(theta)).index_fill(0, torch.arange(len(theta) // 4), 3.0)
+    layout = msgspec.structs.replace(sampled.passes[0].layout, logprobs=(theta - gaps).numpy())
+    apart = msgspec.structs.replace(sampled, passes=[msgspec.structs.replace(sampled.passes[0], layout=layout)])
+    plain, filtered = (trainer.accumulate(apart, msgspec.structs.replace(PLAIN, **each))[0] for each in ({}, filters))
+    trainer.optimizer.zero_grad()
+    assert filtered["tokens_trained"] < plain["tokens_trained"] == plain["tokens_compared"]
+    assert filtered["loss"] != plain["loss"]
+    mismatch = ("tokens_compared", "kl_k3", "gap_p99", "effective_samples")
+    assert {name: filtered[name] for name in mismatch} == pytest.approx({name: plain[name] for name in mismatch})
+    assert filtered["kl_k3"] == pytest.approx(float((gaps.exp() - gaps - 1).mean()), rel=1e-3)
+    shown = {finding.check for finding in Lookout().step(filtered, 4)}
+    assert "broken mismatch" in shown
 
 
 @pytest.mark.parametrize("layout", ["rows", "tree"])

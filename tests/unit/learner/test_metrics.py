@@ -21,6 +21,7 @@ def figures(gaps, kept=None):
     sums = Sums(torch.device("cpu"))
     kept = torch.ones(len(gaps), dtype=torch.bool) if kept is None else torch.tensor(kept)
     loss = TokenLoss(torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), tokens.advantages)
+    sums.add_mismatch(tokens, kept)
     sums.add_tokens(tokens, torch.zeros(len(gaps)), loss, kept)
     return sums.reduced(lambda flat: flat)
 

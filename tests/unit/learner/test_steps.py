@@ -53,6 +53,15 @@ def test_figures_add_up_or_are_weighted_by_tokens() -> None:
     }  # fmt: skip
 
 
+def test_a_step_of_which_a_filter_left_nothing_weighs_what_it_had_in_the_mismatch() -> None:
+    steps = [
+        {"tokens_trained": 0, "tokens_compared": 30, "kl_k3": 2.0, "filtered_positive": 1.0},
+        {"tokens_trained": 10, "tokens_compared": 10, "kl_k3": 0.0, "filtered_positive": 0.0},
+    ]
+    whole = merged(steps)
+    assert (whole["tokens_compared"], whole["kl_k3"], whole["filtered_positive"]) == (40, 1.5, 0.75)
+
+
 def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_correction(tiny_qwen: Path) -> None:
     """By hand: each part a batch of its own, compared with the first weights and weighted by min(prox / mu, C)."""
     train = msgspec.structs.replace(TRAIN, steps_per_batch=3, advantage="batch_norm")

@@ -13,6 +13,9 @@ from swarmq.learner.doctor.findings import Finding, Level
 
 WINDOW = 10
 """Steps at the beginning and at the end that are compared."""
+FILTERED = 0.1
+"""Share of tokens that a filter may take. Where log rho is normal with k3 = variance / 2, a band of [0.5, 2] takes 3 % at the limit
+of the mismatch (0.05), 13 % at twice that and half at ten times."""
 
 Steps = Sequence[Mapping[str, Any]]
 
@@ -117,6 +120,14 @@ SIGNS = (
     Sign(
         name="clipped downwards", measure=cut("negative"), limit=0.5,
         advice="the loss masks or clips most of what was punished: lower the learning rate or steps_per_batch",
+    ),
+    Sign(
+        name="filtered upwards", measure=last("filtered_positive"), limit=FILTERED,
+        advice="filters take more of what was rewarded than outliers: look at kl_k3, swarmq doctor tells its causes apart",
+    ),
+    Sign(
+        name="filtered downwards", measure=last("filtered_negative"), limit=FILTERED,
+        advice="filters take more of what was punished than outliers: look at kl_k3, swarmq doctor tells its causes apart",
     ),
     Sign(
         name="truncated answers", measure=last("truncated"), limit=0.3,
