@@ -7,17 +7,20 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from swarmq.timeline import Cost, Layout
 
-BACKWARD = 2
-"""A backward pass costs two forward passes. What gradient checkpointing computes again is not counted."""
-
 
 def model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
-    """Floating-point operations of forward and backward. `head`: forward, per token whose logits are computed."""
-    forward = sum(cost.token * layout.num_tokens + head * layout.num_trained for layout in layouts)
-    return (1 + BACKWARD) * (forward + cost.attention(layouts))
+    """Floating-point operations of forward and backward; what gradient checkpointing computes again is not counted. `head`: of both,
+    per token whose logits are computed."""
+    return cost.training(layouts) + head * sum(layout.num_trained for layout in layouts)
+
+
+def head_flops(weight: Tensor) -> float:
+    """Of forward and backward, per token."""
+    return (3 if weight.requires_grad else 2) * 2.0 * weight.numel()
 
 
 @functools.cache

@@ -62,7 +62,7 @@ from swarmq.learner.sharding import (
     without_weights,
 )
 from swarmq.learner.steps import merged, parts_of
-from swarmq.learner.throughput import matrix_rate, model_flops
+from swarmq.learner.throughput import head_flops, matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
@@ -136,7 +136,7 @@ class Trainer:
             rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
-        self._head_flops = 2.0 * policy.model.get_output_embeddings().weight.numel()
+        self._head_flops = head_flops(policy.model.get_output_embeddings().weight)
         self.tokens: list[EpisodeTokens] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
         self._whole: dict[str, Weight] = {}

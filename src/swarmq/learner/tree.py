@@ -33,6 +33,12 @@ log = structlog.get_logger()
 LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers for which who sees whom is all there is to know."""
 
+EXPERTS = "experts"
+"""The module of those that tokens are routed to, in transformers; those that every token goes through are in another."""
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations have for their numbers."""
+
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Prompts and samples that fork, to check a model with."""
 TOLERATED = 1e-3
@@ -126,12 +132,14 @@ class LayoutModel(nn.Module):
         config = self.model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
-        ends = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
-        inner = sum(p.numel() for p in self.model.parameters())
-        inner -= sum({id(end.weight): end.weight.numel() for end in ends}.values())
+        ends = {id(end.weight) for end in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
+        inner = [(name, each) for name, each in self.model.named_parameters() if id(each) not in ends]
+        share = _share_of_experts(config)
+        prices = [2.0 * each.numel() * (share if EXPERTS in name.split(".") else 1) for name, each in inner]
+        frozen = sum(price for price, (_, each) in zip(prices, inner, strict=True) if not each.requires_grad)
         layers, pair = Counter(self._windows or [None] * config.num_hidden_layers), 4.0 * width
         windowed = {window: pair * count for window, count in layers.items() if window is not None}
-        return Cost(token=2.0 * inner, pair=pair * layers[None], windowed=windowed)
+        return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
 
     def compile_layers(self) -> None:
         """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
@@ -215,6 +223,15 @@ class LayoutModel(nn.Module):
         except (AttributeError, TypeError, LearnerError) as refusal:
             return f"a small example fails: {refusal}"
         return None if error < TOLERATED else f"a small example is off by {error:.2g}"
+
+
+def _share_of_experts(config: Any) -> float:
+    """That compute a token, among those that it is routed to; 1 where the configuration does not say."""
+    chosen, there = (
+        next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
+        for names in (EXPERTS_OF_A_TOKEN, EXPERTS_OF_A_LAYER)
+    )
+    return chosen / there if chosen and there else 1.0
 
 
 def why_not(model: PreTrainedModel) -> str | None:

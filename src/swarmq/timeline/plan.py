@@ -33,11 +33,18 @@ class Cost(msgspec.Struct, frozen=True, kw_only=True):
     """In layers that see everything."""
     windowed: dict[int, float] = {}
     """Window -> the price of a pair in layers that see so many tokens."""
+    frozen: float = 0.0
+    """The part of `token` that is products with weights which are not trained."""
 
     def attention(self, layouts: Iterable[Layout]) -> float:
         """What all pairs of `layouts` cost."""
         prices = [(None, self.pair), *self.windowed.items()]
         return sum(price * num_pairs(layout, window) for layout in layouts for window, price in prices)
+
+    def training(self, layouts: Sequence[Layout]) -> float:
+        """Of forward and backward: a product's backward pass is two of its size, the gradients of both factors, or one where a factor
+        is a weight that is not trained."""
+        return (3 * self.token - self.frozen) * _tokens(layouts) + 3 * self.attention(layouts)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +99,7 @@ def plan(
     if only == "rows":
         return _plan(rows, "rows", because, unfolded)
     trees = folded.tree.layouts(budget)
-    row_price, tree_price = (_price(layouts, cost) for layouts in (rows, trees))
+    row_price, tree_price = (cost.training(layouts) for layouts in (rows, trees))
     saved = 1 - tree_price / row_price if row_price else 0.0
     said = f"the tree needs {_tokens(trees)} tokens where rows need {_tokens(rows)}, {saved:.1%} less work"
     return _plan(trees, "tree", said, unfolded) if saved >= TREE_MUST_SAVE else _plan(rows, "rows", said, unfolded)
@@ -105,10 +112,6 @@ def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list
 
 def _packed(rows: Sequence[tuple[int, Timeline]], budget: int) -> list[Layout]:
     return [lay_rows([rows[i] for i in members]) for members in pack([len(row) for _, row in rows], budget)]
-
-
-def _price(layouts: Sequence[Layout], cost: Cost) -> float:
-    return cost.token * _tokens(layouts) + cost.attention(layouts)
 
 
 def _tokens(layouts: Sequence[Layout]) -> int:

@@ -58,6 +58,18 @@ def test_layers_with_a_window_make_what_lies_far_behind_no_dearer():
     assert plan(Folded(group), 10_000, cost=Cost(token=1.0, pair=0.0, windowed={10: 1.0})).way == "tree"
 
 
+def test_tokens_weigh_less_beside_attention_where_weights_are_not_trained():
+    """Then a product is followed by one backward; those of attention by two, always."""
+    group = [[standalone(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
+    for frozen, way in ((0.0, "tree"), (1.0, "rows")):
+        cost = Cost(token=1.0, pair=0.00065, frozen=frozen)
+        chosen = plan(group, 10_000, cost=cost)
+        assert chosen.way == way
+        assert cost.training(chosen.layouts) == pytest.approx(
+            (3 - frozen) * chosen.tokens + 3 * cost.attention(chosen.layouts)
+        )
+
+
 @given(data=st.data())
 def test_whichever_way_the_same_tokens_are_trained(groups, data):
     batch = data.draw(groups())
