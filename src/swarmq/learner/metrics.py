@@ -35,10 +35,11 @@ class Sums:
     def add_mismatch(self, tokens: Tokens, among: Tensor) -> None:
         """`among` [S] bool: the tokens that weigh something, also those that a filter takes, which would hide what it is there for."""
         gap = tokens.theta.detach() - tokens.mu
-        ratio = gap.clamp(max=MAX_LOG_RATIO).exp()
+        held = gap.clamp(max=MAX_LOG_RATIO)
+        ratio = held.exp()
         self.add(
             compared=among.sum(),
-            k3=((ratio - gap - 1) * among).sum(dtype=torch.float64),
+            k3=((ratio - held - 1) * among).sum(dtype=torch.float64),
             ratio=(ratio * among).sum(dtype=torch.float64),
             ratio_squared=(ratio.double().square() * among).sum(),
         )

@@ -41,6 +41,11 @@ def test_a_broken_token_is_a_large_gap_and_no_crash(broken):
     assert figures([broken] * 2 + [0.0] * 98)["gap_p99"] == pytest.approx(1e4)
 
 
+def test_a_token_that_an_engine_calls_impossible_makes_the_mismatch_large_and_finite():
+    """One that is not finite would be a sign of nothing."""
+    assert 1e4 < figures([1e20] + [0.0] * 99)["kl_k3"] < math.inf
+
+
 def test_equal_log_probabilities_have_no_mismatch():
     found = figures([0.0] * 10)
     assert (found["kl_k3"], found["effective_samples"]) == (0.0, 1.0)

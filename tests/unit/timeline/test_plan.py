@@ -63,7 +63,7 @@ def test_tokens_weigh_less_beside_attention_where_weights_are_not_trained():
     group = [[standalone(range(50), [300 + e] * 1000, [-1.0] * 1000)] for e in range(8)]
     for frozen, way in ((0.0, "tree"), (1.0, "rows")):
         cost = Cost(token=1.0, pair=0.00065, frozen=frozen)
-        chosen = plan(group, 10_000, cost=cost)
+        chosen = plan(Folded(group), 10_000, cost=cost)
         assert chosen.way == way
         assert cost.training(chosen.layouts) == pytest.approx(
             (3 - frozen) * chosen.tokens + 3 * cost.attention(chosen.layouts)
