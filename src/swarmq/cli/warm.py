@@ -47,6 +47,7 @@ def warm_command(
         model=settings.policies[name].model,
         demonstrations=demonstrations,
         out=out,
+        max_model_len=settings.policies[name].engine.max_model_len,
         train=settings.train_of(name),
         epochs=epochs,
         batch=batch,

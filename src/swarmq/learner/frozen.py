@@ -23,9 +23,17 @@ class Frozen:
     """One frozen model, laid out over the ranks as the policy is."""
 
     def __init__(
-        self, source: str, accelerator: Accelerator, *, role: str, vocab: int, pass_tokens: int = 0, ranks: int = 1
+        self,
+        source: str,
+        accelerator: Accelerator,
+        *,
+        role: str,
+        vocab: int,
+        pass_tokens: int = 0,
+        ranks: int = 1,
+        max_model_len: int | None = None,
     ) -> None:
-        """`pass_tokens` and `ranks` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
+        """`pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
         with named_by(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
@@ -34,9 +42,14 @@ class Frozen:
             )
         lm = lm.requires_grad_(requires_grad=False)
         judge = LayoutModel(
-            lm, device=accelerator.device, dtype=compute_dtype(accelerator), pass_tokens=pass_tokens, ranks=ranks
+            lm,
+            device=accelerator.device,
+            dtype=compute_dtype(accelerator),
+            pass_tokens=pass_tokens,
+            ranks=ranks,
+            max_model_len=max_model_len,
         )
-        self.rows_only, self.whole_only = judge.rows_only, judge.whole_only
+        self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
         self._model: Any = frozen(judge, accelerator)
 
@@ -53,7 +66,7 @@ class UnderAdapters:
     """The initial model where adapters are trained: the policy with them off. It takes no memory of its own."""
 
     def __init__(self, policy: LayoutModel) -> None:
-        self.rows_only, self.whole_only = policy.rows_only, policy.whole_only
+        self.rows_only = policy.rows_only
         self._model = policy
 
     def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
@@ -70,6 +83,7 @@ class FrozenModels:
         """`policy` is what this rank computes with, inside of all wrappers; `lora`: the adapters that it has."""
         self._initial, self._accelerator, self._vocab = initial, accelerator, vocab_size(policy.model)
         self._lora, self._under, self._ranks = lora, UnderAdapters(policy), policy.ranks
+        self._max_model_len = policy.max_model_len
         self._loaded: dict[tuple[str, str], Frozen] = {}
 
     def of(self, train: Train) -> dict[str, Frozen | UnderAdapters]:
@@ -90,5 +104,6 @@ class FrozenModels:
                 vocab=self._vocab,
                 pass_tokens=pass_tokens,
                 ranks=self._ranks,
+                max_model_len=self._max_model_len,
             )
         return self._loaded[role, source]

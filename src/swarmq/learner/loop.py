@@ -27,7 +27,7 @@ import structlog
 import torch.distributed
 from accelerate import Accelerator
 
-from swarmq.config import SwarmJob, Train
+from swarmq.config import Policy, SwarmJob
 from swarmq.engine.packing import NamedTensors
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
@@ -135,7 +135,7 @@ class Learner:
         self._clear_room()
         self._meet()
         try:
-            trainer = load(found, settings.model, settings.train, accelerator)
+            trainer = load(found, settings, accelerator)
         except LearnerError:
             self._wake()  # the next start may be long in coming
             raise
@@ -342,11 +342,16 @@ class Learner:
         return box[0]
 
 
-def load(
-    found: checkpoint.Checkpoint | None, model: str, train: Train, accelerator: Accelerator | None = None
-) -> Trainer:
+def load(found: checkpoint.Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None) -> Trainer:
     """A trainer with the checkpoint that was found, or with the initial model."""
-    trainer = Trainer(str(found.path) if found else model, train, accelerator=accelerator, initial=model)
+    model = settings.model
+    trainer = Trainer(
+        str(found.path) if found else model,
+        settings.train,
+        accelerator=accelerator,
+        initial=model,
+        max_model_len=settings.engine.max_model_len,
+    )
     if found:
         checkpoint.restore(trainer, found)
     log.info("loaded", model=model, version=trainer.version, checkpoint=str(found.path) if found else None)

@@ -40,7 +40,10 @@ def replay(
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
     trainer = Trainer(
-        str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
+        str(start.path) if start else settings.model,
+        fits.looked_at(settings.train),
+        initial=settings.model,
+        max_model_len=settings.engine.max_model_len,
     )
     if start:
         checkpoint.restore(trainer, start)

@@ -92,9 +92,10 @@ class Trainer:
         version: int = 0,
         accelerator: Accelerator | None = None,
         initial: str | None = None,
+        max_model_len: int | None = None,
     ) -> None:
-        """Load the weights in `source`; `initial` is the run's first model, where that is another. Raises LearnerError
-        when a model cannot be loaded or does not fit."""
+        """Load the weights in `source`; `initial` is the run's first model, where that is another; `max_model_len`: the
+        engine's, as for LayoutModel. Raises LearnerError when a model cannot be loaded or does not fit."""
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
@@ -112,6 +113,7 @@ class Trainer:
             dtype=dtype,
             pass_tokens=train.micro_batch_tokens,
             ranks=self.context.ranks,
+            max_model_len=max_model_len,
         )
         if train.layout == "tree" and policy.rows_only:
             raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
@@ -127,9 +129,7 @@ class Trainer:
         self.frozen = FrozenModels(self._initial, self.accelerator, policy, train.lora)
         judges = self.frozen.of(train)
         if self.context.ranks > 1:
-            _check_cut(
-                {source: policy.whole_only, **{f"the {role}": judge.whole_only for role, judge in judges.items()}}
-            )
+            _check_cut({source: policy.rows_only, **{f"the {role}": judge.rows_only for role, judge in judges.items()}})
         limits = [policy.rows_only, *(judge.rows_only for judge in judges.values())]
         self.engine = Engine(
             cost=policy.cost,

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812 - as torch's own documentatio
 from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError
-from swarmq.learner import tree_attention
+from swarmq.learner import rotations, tree_attention
 from swarmq.learner.context import ALONE, Context, cut
 from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
 from swarmq.learner.tree_attention import BLOCK, Visibility, placed
@@ -103,11 +103,14 @@ class LayoutModel(nn.Module):
         dtype: torch.dtype | None = None,
         pass_tokens: int = 0,
         ranks: int = 1,
+        max_model_len: int | None = None,
     ) -> None:
         """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now.
         `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come. `ranks` share
-        each pass."""
+        each pass. `max_model_len`: tokens that the engine has room for, which positions may be turned by; None: as many as
+        the model was made for."""
         super().__init__()
+        rotations.pin(model, max_model_len)
         self.model: Any = model
         self.head_apart = True
         """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
@@ -117,14 +120,9 @@ class LayoutModel(nn.Module):
         """Why trees cannot be computed; None when they can."""
         self._windows: list[int | None] = []
         """How far back each layer sees, where that was found out."""
-        self.ranks = ranks
+        self.ranks, self.max_model_len = ranks, max_model_len
         self._device = device or self.model.device
         self._check(self._device, dtype or self.model.dtype, pass_tokens)
-
-    @property
-    def whole_only(self) -> str | None:
-        """Why ranks cannot share its passes; None when they can."""
-        return self.rows_only or _looks_at_the_longest(self.model)
 
     @property
     def cost(self) -> Cost:
@@ -243,20 +241,6 @@ def why_not(model: PreTrainedModel) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     return None
-
-
-def _looks_at_the_longest(model: PreTrainedModel) -> str | None:
-    """Ranks that compute other tokens of a row would turn it by other angles."""
-    kinds = {
-        kind for module in model.modules() for kind in _rotations(module) if kind == "longrope" or "dynamic" in kind
-    }
-    return f"its positions ({min(kinds)}) depend on the longest row of a pass" if kinds else None
-
-
-def _rotations(module: nn.Module) -> list[str]:
-    """Kinds of rotary positions, of all layers or by the kind of layer."""
-    kind = getattr(module, "rope_type", None) or ()
-    return [kind] if isinstance(kind, str) else list(kind.values()) if isinstance(kind, dict) else []
 
 
 def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:

@@ -50,6 +50,8 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
     """JSON lines, each with `messages` as chat completions have them, and `tools` if the assistant was given any."""
     out: Path
     """A new folder that every engine and learner loads."""
+    max_model_len: int | None = None
+    """Of the engine that will serve it; None: as much as the model was made for."""
     train: Train
     """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says, and nobody sampled the tokens, so
     what compares with an engine is left out."""
@@ -80,7 +82,7 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
     if not episodes:
         raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
     with _draft(plan.out) as draft:
-        trainer = Trainer(plan.model, _supervised(plan.train))
+        trainer = Trainer(plan.model, _supervised(plan.train), max_model_len=plan.max_model_len)
         if is_main():
             _check_room(draft, 4 * trainer.num_parameters)
         _train(trainer, episodes, plan, report if is_main() else lambda _: None)

@@ -81,7 +81,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = load(checkpoint.newest(tmp_path, OURS), str(tiny_qwen), TRAIN)
+    again = load(checkpoint.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.forks import CONFIGS, SHARED, make_group
+from support.forks import make_group
 from swarmq.learner.context import ALONE, Context, _by_rank, _in_order, cut
 from swarmq.learner.kernel_check import Recorded, attend_as_ranks
 from swarmq.learner.tree import LayoutModel, Placed
@@ -145,23 +145,3 @@ def test_one_rank_that_shares_nothing_exchanges_nothing():
     assert ALONE.least(3.0) == 3.0
     assert ALONE.once(lambda: 4) == 4
     assert ALONE.is_first
-
-
-@pytest.mark.parametrize(
-    ("rope", "says"),
-    [
-        ({"rope_type": "default"}, None),
-        ({"rope_type": "dynamic", "factor": 2.0}, "its positions (dynamic) depend on the longest row of a pass"),
-        ({"rope_type": "yarn", "factor": 2.0}, None),
-    ],
-)
-def test_models_that_turn_tokens_by_the_longest_row_of_a_pass_are_left_whole(rope, says):
-    family, _ = CONFIGS["llama"]
-    config = family(**SHARED, rope_parameters={"rope_theta": 10000.0, **rope})
-    assert LayoutModel(make_from(config)).whole_only == says
-
-
-def make_from(config):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)

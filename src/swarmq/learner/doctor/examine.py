@@ -51,7 +51,10 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
     trainer = Trainer(
-        str(start.path) if start else settings.model, fits.looked_at(settings.train), initial=settings.model
+        str(start.path) if start else settings.model,
+        fits.looked_at(settings.train),
+        initial=settings.model,
+        max_model_len=settings.engine.max_model_len,
     )
     if start:
         checkpoint.restore(trainer, start)

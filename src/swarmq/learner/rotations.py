@@ -1,0 +1,68 @@
+"""Positions that transformers turns by other angles where a pass has a long row: pinned to those that the engine turns by.
+
+`longrope` has factors for short rows and others for long ones, `dynamic` scales with the length. vLLM chooses once, for keys
+that are cached cannot be turned again: `longrope` by the longest call that it has room for, `dynamic` as it is unscaled
+(its phi3_long_rope_scaled_rope.py and dynamic_ntk_scaling_rope.py). So a token's angle depends on its position alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LONGROPE = "longrope"
+PINNED = "pinned"
+"""No kind that transformers would look at the longest row for."""
+
+
+def pin(model: nn.Module, max_model_len: int | None) -> None:
+    """`max_model_len`: tokens that the engine has room for; None: as many as the model was made for."""
+    for module in model.modules():
+        for layers, kind in _kinds(module).items():
+            if kind == LONGROPE:
+                _choose(module, layers, max_model_len)
+            if kind == LONGROPE or "dynamic" in kind:
+                module.rope_type = PINNED if layers is None else {**_kinds(module), layers: PINNED}
+
+
+def turns_long(config: Any, max_model_len: int | None) -> bool | None:
+    """Whether an engine with room for so many tokens turns by the factors for long rows; None where it has no choice."""
+    told = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    limits = {
+        each["original_max_position_embeddings"]
+        for each in (told, *told.values())
+        if isinstance(each, Mapping) and each.get("rope_type") == LONGROPE
+    }
+    made_for = config.get_text_config().max_position_embeddings if limits else 0
+    return min(max_model_len or made_for, made_for) > min(limits) if limits else None
+
+
+def _kinds(module: nn.Module) -> dict[str | None, str]:
+    """Kinds of rotary positions, by the kind of layer or (None) of all."""
+    kind: Any = getattr(module, "rope_type", None) or {}
+    return {None: kind} if isinstance(kind, str) else kind if isinstance(kind, dict) else {}
+
+
+def _choose(module: Any, layers: str | None, max_model_len: int | None) -> None:
+    """Gives the module a configuration of its own, whose factors for short and for long rows are the same."""
+    module.config = config = copy.deepcopy(module.config)
+    told = config.rope_parameters if layers is None else config.rope_parameters[layers]
+    made_for, original = config.max_position_embeddings, told["original_max_position_embeddings"]
+    chosen = "long" if min(max_model_len or made_for, made_for) > original else "short"
+    stretch = made_for / original
+    scaling = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    scaling = told.get(f"{chosen}_mscale") or scaling
+    told["attention_factor"] = scaling
+    for each in ("short", "long"):
+        told[f"{each}_factor"], told[f"{each}_mscale"] = told[f"{chosen}_factor"], scaling
+    prefix = "" if layers is None else f"{layers}_"
+    by_layer = {} if layers is None else {"layer_type": layers}
+    device = getattr(module, f"{prefix}inv_freq").device
+    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, device, **by_layer)
+    setattr(module, f"{prefix}inv_freq", frequencies)
+    setattr(module, f"{prefix}attention_scaling", scaling)
