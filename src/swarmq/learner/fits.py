@@ -11,14 +11,13 @@ from typing import Any
 import msgspec
 import structlog
 import torch
-from transformers import AutoModelForCausalLM
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner import host
 from swarmq.learner.host import Room
 from swarmq.learner.memory import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
-from swarmq.learner.model import load_config, named_by
+from swarmq.learner.model import load_config, named_by, outline_of
 
 log = structlog.get_logger()
 
@@ -39,8 +38,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
 def shape_of(source: str) -> Shape:
     """Raises LearnerError when there is no such model."""
     config: Any = load_config(source)
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
+    lm = outline_of(source, config)
     text = config.get_text_config()
     ends = [lm.get_input_embeddings().weight, lm.get_output_embeddings().weight]
     matrices = [

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ from transformers.utils.logging import disable_progress_bar
 from swarmq.errors import LearnerError
 from swarmq.learner.kept import Checkpointing
 
+LAYER = re.compile(r"(.*?)\.(\d+)\.")
+"""In a weight's name: what holds the layers, and the number of one."""
+
 
 def load_lm(
     source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
@@ -25,10 +30,9 @@ def load_lm(
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
-    try:
-        lm = _without_weights(config, dtype) if empty else _with_weights(source, config, dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise LearnerError(f"model {source}: its weights cannot be loaded: {error}") from error
+    lm = outline_of(source, config, dtype)
+    if not empty:
+        lm = _with_weights(source, config, dtype)
     lm.train()
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
@@ -47,13 +51,67 @@ def named_by(setting: str) -> Iterator[None]:
         raise LearnerError(f"{setting}: {error}") from error
 
 
+@contextlib.contextmanager
+def _refused(source: str, what: str, instead: str) -> Iterator[None]:
+    """A broken folder ends in as many kinds of errors as there are libraries that look into it."""
+    try:
+        yield
+    except LearnerError:
+        raise
+    except Exception as error:
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        said = " ".join(str(error).split()).removesuffix(".")
+        raise LearnerError(f"model {source}: {what}: {kind}{said}; {instead}") from error
+
+
 def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
-    return AutoModelForCausalLM.from_pretrained(source, config=config, dtype=dtype)
+    """Raises LearnerError also where the files hold other weights than the configuration asks for: those that are missing
+    would be random."""
+    instead = "fetch its files again, all of them"
+    if getattr(config, "quantization_config", None):
+        instead = "take the same model with weights that are not quantised"
+    with _refused(source, "its weights cannot be loaded", instead):
+        lm, found = AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    wrong = {
+        "missing": found["missing_keys"],
+        "of another shape": {name for name, *_ in found["mismatched_keys"]},
+        "of layers that it does not have": _of_further_layers(lm, found["unexpected_keys"]),
+    }
+    if said := "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names):
+        raise LearnerError(
+            f"model {source}: its weights are not those that its config.json describes ({said}); fetch its files again, "
+            "all of them, or correct config.json"
+        )
+    return lm
 
 
-def _without_weights(config: Any, dtype: torch.dtype) -> Any:
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+def _of_further_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
+    """Other weights may be left out: of vision towers, of heads that predict several tokens, and constants of old files."""
+    decoder = f"{lm.base_model_prefix}."  # which names lack where a folder has the decoder alone
+
+    def place(name: str) -> tuple[str, int]:
+        found = LAYER.match(name.removeprefix(decoder))
+        return (found[1], int(found[2])) if found else ("", -1)
+
+    last = dict(sorted(place(name) for name, _ in lm.named_parameters()))
+    ahead = getattr(lm.config, "num_nextn_predict_layers", None) or 0  # kept behind the others, as layers of their kind
+    return {name for name in unexpected if place(name)[1] > last.get(place(name)[0], math.inf) + ahead}
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[:3]
+    return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def outline_of(source: str, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """The model that `config`, of `source`, describes, on the meta device. Raises LearnerError when there can be no such model."""
+    with (
+        _refused(source, "its config.json describes no model that can be made", "correct it, or fetch its files again"),
+        torch.device("meta"),
+    ):
+        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
 
 
 def _drop_nothing(config: Any) -> None:
@@ -71,10 +129,8 @@ def load_config(source: str) -> Any:
         raise LearnerError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise LearnerError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
-    try:
+    with _refused(source, "cannot be read", "correct its config.json, or fetch its files again"):
         config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise LearnerError(f"model {source}: cannot be read: {error}") from error
     if hasattr(config, "vision_config"):
         raise LearnerError(
             f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "

@@ -22,6 +22,7 @@ PINNED = "pinned"
 
 def pin(model: nn.Module, max_model_len: int | None) -> None:
     """`max_model_len`: tokens that the engine has room for; None: as many as the model was made for."""
+    module: Any
     for module in model.modules():
         for layers, kind in _kinds(module).items():
             if kind == LONGROPE:
