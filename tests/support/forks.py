@@ -43,6 +43,18 @@ CONFIGS = {
     "granite": (families.granite.GraniteConfig, {"logits_scaling": 3.0}),
     "phi": (families.phi.PhiConfig, {"num_key_value_heads": 4}),
 }
+OF_THEIR_OWN = {
+    "phimoe": (families.phimoe.PhimoeConfig, {"sliding_window": 7, "num_local_experts": 4}),
+    "nemotron": (families.nemotron.NemotronConfig, {}),
+    "moshi": (families.moshi.MoshiConfig, {}),
+    "doge": (families.doge.DogeConfig, {}),
+    "llama4_text": (
+        families.llama4.Llama4TextConfig,
+        {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    ),
+    "electra": (families.electra.ElectraConfig, {"is_decoder": True, "embedding_size": 16}),
+}
+"""Families whose layers keep to themselves what attention should know, or whose ends are not where those of others are."""
 INHERENTLY_SEQUENTIAL = {
     "qwen3-next": (
         families.qwen3_next.Qwen3NextConfig,
@@ -60,7 +72,7 @@ INHERENTLY_SEQUENTIAL = {
 
 
 def make_model(name: str, attention: str = "sdpa") -> PreTrainedModel:
-    family, special = (CONFIGS | INHERENTLY_SEQUENTIAL)[name]
+    family, special = (CONFIGS | OF_THEIR_OWN | INHERENTLY_SEQUENTIAL)[name]
     torch.manual_seed(0)
     config = family(**(SHARED | special))
     if name in {"gpt-oss", "gemma2"}:

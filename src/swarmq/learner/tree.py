@@ -24,7 +24,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner import rotations, tree_attention
 from swarmq.learner.context import ALONE, Context, cut
 from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
-from swarmq.learner.tree_attention import BLOCK, Visibility, placed
+from swarmq.learner.tree_attention import BLOCK, NoLayoutError, Visibility, placed
 from swarmq.learner.tree_head import Scored, head_of, score, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
 
@@ -41,6 +41,8 @@ EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "m
 
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Prompts and samples that fork, to check a model with."""
+GPU_FAILS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Which says nothing about the model."""
 TOLERATED = 1e-3
 """Between log-probabilities of these, in nats."""
 
@@ -202,12 +204,20 @@ class LayoutModel(nn.Module):
         few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = Recorded(tree, self.model.device)
         with evaluating(self.model), precisely(self.model):
-            expected = _by_the_book(self.model, few)
+            try:
+                expected = _by_the_book(self.model, few)
+            except GPU_FAILS:
+                raise
+            except Exception as error:
+                raise LearnerError(
+                    f"{type(self.model).__name__} cannot compute a small example: {_words(error)}; train another model"
+                ) from error
             self.head_apart = self._flaw(few, expected) is None
             self.rows_only = why_not(self.model)
             if self.rows_only is None:
                 self._attend_over_layouts()
                 self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                self.rows_only = self.rows_only or _kept_back(self.model, recorded.windows)
                 self._windows = [] if self.rows_only else recorded.windows
         return recorded.calls
 
@@ -217,10 +227,14 @@ class LayoutModel(nn.Module):
 
     def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
         try:
-            error = float((self(placed).logprobs - expected).abs().max())
-        except (AttributeError, TypeError, LearnerError) as refusal:
-            return f"a small example fails: {refusal}"
-        return None if error < TOLERATED else f"a small example is off by {error:.2g}"
+            off = float((self(placed).logprobs - expected).abs().max())
+        except GPU_FAILS:
+            raise
+        except NoLayoutError:
+            return "its layers do not hand the layout (visibility) on to their attention"
+        except Exception as error:
+            return f"a small example fails: {_words(error)}"
+        return None if off < TOLERATED else f"a small example is off by {off:.2g}"
 
 
 def _share_of_experts(config: Any) -> float:
@@ -241,6 +255,22 @@ def why_not(model: PreTrainedModel) -> str | None:
     if not getattr(model, "_supports_attention_backend", False):
         return "its attention cannot be replaced"
     return None
+
+
+def _kept_back(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
+    """Why it cannot compute trees: it has a window, which its masks alone know; the example is too short to show it."""
+    config = model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    made_for = getattr(config, "max_position_embeddings", None)
+    if any(windows) or not window or (kinds and "sliding_attention" not in kinds) or (made_for and window >= made_for):
+        return None
+    return f"its layers do not hand their sliding window ({window} tokens) on to their attention"
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, LearnerError):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:

@@ -41,6 +41,10 @@ def lengths_for(tokens: int) -> list[int]:
     return LENGTHS[: bisect_left(LENGTHS, tokens) + 1]
 
 
+class NoLayoutError(LearnerError):
+    """Attention was not told which layout it is to compute."""
+
+
 class Visibility:
     """Who sees whom in one layout, on one device."""
 
@@ -144,8 +148,10 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers' interface. Returns [1, T, heads, D]."""
-    if visibility is None or attention_mask is not None or query.shape[0] != 1:
-        raise LearnerError("this model computes layouts only: call it through swarmq.learner.tree.LayoutModel")
+    if visibility is None:
+        raise NoLayoutError("this model computes layouts only: call it through swarmq.learner.tree.LayoutModel")
+    if attention_mask is not None or query.shape[0] != 1:
+        raise LearnerError("its attention gets a mask of its own, or several rows, beside the layout")
     if dropout:
         raise LearnerError("attention dropout makes training differ from sampling: set the model's to 0")
     form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)

@@ -6,6 +6,7 @@ from transformers import AutoModelForCausalLM
 from support.forks import CONFIGS, SHARED
 from swarmq.errors import LearnerError
 from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree_attention import NAME
 from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
 
 CPU = torch.device("cpu")
@@ -67,6 +68,73 @@ def test_a_tree_given_to_such_a_model_is_refused(make_model):
     (tree,) = PrefixTree([[standalone([1, 2], [3], [-1]), standalone([1, 2], [4], [-1])]]).layouts(100)
     with pytest.raises(LearnerError, match="packed rows only"):
         score(model, tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("nemotron", "its layers do not hand the layout (visibility) on to their attention"),
+        ("moshi", "its layers do not hand the layout (visibility) on to their attention"),
+        ("doge", "a small example fails: its attention gets a mask of its own, or several rows, beside the layout"),
+        ("phimoe", "its layers do not hand their sliding window (7 tokens) on to their attention"),
+        ("llama4_text", "it has layers of kind chunked_attention"),
+        ("electra", None),
+    ],
+)
+def test_a_model_that_keeps_things_to_itself_is_computed_as_it_computes_itself(make_model, name, reason):
+    model = LayoutModel(make_model(name).eval())
+    assert model.rows_only == reason
+    ids = list(range(1, 23))
+    (layout,) = row_layouts([[standalone([7, 7], [8], [-1])], [standalone(ids[:19], ids[19:], [-1] * 3)]], 100)
+    logits = make_model(name).eval()(input_ids=torch.tensor([ids])).logits[0, 18:21]
+    expected = logits.log_softmax(-1)[[0, 1, 2], ids[19:]]
+    ours = score(model, layout)[torch.from_numpy(layout.episodes == 1)]
+    assert torch.allclose(ours, expected, atol=1e-5)
+
+
+def test_a_window_that_no_layer_uses_or_no_row_reaches_stands_in_no_ones_way(make_model):
+    for beyond in ({"sliding_window": 256}, {"sliding_window": 7, "layer_types": ["full_attention"] * 3}):
+        lm = make_model("phimoe")
+        vars(lm.config).update(beyond)
+        assert LayoutModel(lm).rows_only is None
+
+
+def failing(error):
+    def hook(*_):
+        raise error
+
+    return hook
+
+
+def test_a_model_that_cannot_compute_an_example_is_refused(make_model):
+    lm = make_model("llama")
+    lm.model.layers[1].register_forward_hook(failing(IndexError("no such expert")))
+    with pytest.raises(
+        LearnerError, match="LlamaForCausalLM cannot compute a small example: IndexError: no such expert"
+    ):
+        LayoutModel(lm)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyError, IndexError])
+def test_whatever_goes_wrong_with_layouts_alone_leaves_the_model_its_rows(make_model, error):
+    lm = make_model("llama")
+    own = lm.model.layers[1].self_attn.forward
+    config = lm.config
+
+    def forward(*args, **kwargs):
+        return failing(error("not so"))() if config._attn_implementation == NAME else own(*args, **kwargs)
+
+    lm.model.layers[1].self_attn.forward = forward
+    model = LayoutModel(lm)
+    assert f"a small example fails: {error.__name__}: " in model.rows_only
+    assert score(model, neighbours(1)).isfinite().all()
+
+
+def test_a_gpu_that_is_full_says_nothing_about_the_model(make_model):
+    lm = make_model("llama")
+    lm.model.layers[1].register_forward_hook(failing(torch.OutOfMemoryError("full")))
+    with pytest.raises(torch.OutOfMemoryError):
+        LayoutModel(lm)
 
 
 def test_a_model_that_mixes_tokens_behind_the_attentions_back_is_found_out(make_model):
