@@ -18,25 +18,26 @@ PROBE = 'What is 17 + 25?\n\tdef f(x): return x ** 2  # Zwölf Boxkämpfer, 北�
 ASK_S = 10.0
 
 
-async def ids_of_all(urls: Sequence[str]) -> dict[str, list[int]]:
-    """Engine url -> its ids of `PROBE`; without those that do not answer, which is logged."""
+async def ids_of_all(urls: Sequence[str], text: str = PROBE) -> dict[str, list[int]]:
+    """Engine url -> its ids of `text`; without those that do not answer, which is logged."""
     async with AsyncExitStack() as opened:
         engines = [await opened.enter_async_context(VllmEngine.open(url, deadline_s=ASK_S)) for url in urls]
-        answers = zip(urls, await asyncio.gather(*map(ids_of, engines)), strict=True)
+        answers = zip(urls, await asyncio.gather(*(ids_of(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
 
 
-async def ids_of(engine: Engine) -> list[int] | None:
-    """Its ids of `PROBE`; None where it does not answer, which is logged."""
+async def ids_of(engine: Engine, text: str = PROBE) -> list[int] | None:
+    """Its ids of `text`; None where it does not answer, which is logged."""
     try:
-        return await engine.tokenize(PROBE)
+        return await engine.tokenize(text)
     except EngineError as error:
         log.info("tokenizers_not_compared", engine=engine.url, reason=str(error))
         return None
 
 
 def check_joins(url: str, told: Sequence[int], present: Mapping[str, Sequence[int]]) -> None:
-    """Raises EngineError for an engine that is to serve beside others whose ids of `PROBE` are not its own."""
+    """Raises EngineError for an engine that is to serve beside others whose ids of `PROBE` are not its own. Those of markup are
+    compared by who has the model (learner/tokenizers.py)."""
     for other, ids in present.items():
         if (how := difference(told, ids)) is not None:
             raise EngineError(

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
 
 import structlog
 
@@ -13,6 +15,9 @@ from swarmq.engine.same_tokens import PROBE, difference, ids_of_all
 from swarmq.errors import LearnerError
 
 log = structlog.get_logger()
+
+MOST_MARKUP = 1024
+"""Tokens of markup that are compared; some tokenizers keep thousands for later."""
 
 
 class EngineTokenizers:
@@ -26,9 +31,9 @@ class EngineTokenizers:
     def check(self) -> None:
         """Raises LearnerError when an engine's tokenizer is not the model's. Who does not answer is asked again next time."""
         urls = [url for url in self._current() if url not in self._same]
-        if not urls or (ids := own_ids(self._model)) is None:
+        if not urls or (ids := own_ids(self._model, text := probe_of(self._model))) is None:
             return
-        for url, told in asyncio.run(ids_of_all(urls)).items():
+        for url, told in asyncio.run(ids_of_all(urls, text)).items():
             if (how := difference(told, ids)) is not None:
                 raise LearnerError(
                     f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
@@ -41,23 +46,46 @@ class EngineTokenizers:
 def check_served_judge(model: str, url: str, *, role: str) -> None:
     """Raises LearnerError when the engine at `url` has another tokenizer than the policy `model`. Who does not answer is not
     judged."""
-    if (ids := own_ids(model)) is None:
+    if (ids := own_ids(model, text := probe_of(model))) is None:
         return
-    for told in asyncio.run(ids_of_all([url])).values():
+    for told in asyncio.run(ids_of_all([url], text)).values():
         if (how := difference(told, ids)) is not None:
             raise LearnerError(_other_family(model, url, role, how))
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
     """Raises LearnerError when the model `source` has another tokenizer than the policy `model`; one without any passes."""
-    ids, told = own_ids(model), own_ids(source)
+    ids, told = (own_ids(each, probe_of(model)) for each in (model, source))
     if ids is not None and told is not None and (how := difference(told, ids)) is not None:
         raise LearnerError(_other_family(model, source, role, how))
 
 
+def probe_of(model: str) -> str:
+    """`PROBE` with the markup of the policy `model`: families of one vocabulary differ in it."""
+    tokenizer = _tokenizer(model)
+    return PROBE if tokenizer is None else PROBE + "".join(islice(_markup(tokenizer), MOST_MARKUP))
+
+
+def own_ids(model: str, text: str) -> tuple[int, ...] | None:
+    """Of `text`; None for a model without a tokenizer."""
+    tokenizer = _tokenizer(model)
+    return None if tokenizer is None else _ids(tokenizer, text)
+
+
+def _markup(tokenizer: Any) -> Iterator[str]:
+    """Special and other added tokens, by their ids; without those that no text is encoded to."""
+    for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
+        if _ids(tokenizer, str(token)) == (id_,):
+            yield str(token)
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
 @functools.cache
-def own_ids(model: str) -> tuple[int, ...] | None:
-    """Of `PROBE`; None for a model without a tokenizer."""
+def _tokenizer(model: str) -> Any:
+    """None for a model without one."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
     try:
@@ -65,7 +93,7 @@ def own_ids(model: str) -> tuple[int, ...] | None:
     except (OSError, ValueError) as error:
         log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
         return None
-    return tuple(tokenizer(PROBE, add_special_tokens=False).input_ids) or None  # without files it is one of no words
+    return tokenizer if _ids(tokenizer, PROBE) else None  # without files it is one of no words
 
 
 def _other_family(model: str, source: str, role: str, how: str) -> str:

@@ -13,7 +13,7 @@ from support.tiny_model import tiny_model as make_tiny_model
 from swarmq.config import Loss, Train
 from swarmq.engine.same_tokens import ids_of_all
 from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.tokenizers import own_ids
+from swarmq.learner.tokenizers import own_ids, probe_of
 from swarmq.learner.trainer import Trainer
 
 pytestmark = pytest.mark.vllm
@@ -37,4 +37,5 @@ def test_an_engine_teaches_what_its_model_teaches_in_memory(engine_url: str, tin
 
 
 def test_an_engine_s_ids_of_the_test_text_are_its_model_s(engine_url: str, tiny_model: Path) -> None:
-    assert asyncio.run(ids_of_all([engine_url])) == {engine_url: list(own_ids(str(tiny_model)) or ())}
+    text = probe_of(str(tiny_model))
+    assert asyncio.run(ids_of_all([engine_url], text)) == {engine_url: list(own_ids(str(tiny_model), text) or ())}

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from tokenizers import AddedToken
+from transformers import AutoTokenizer
 
 from support.episodes import make_group
-from support.tiny_model import tiny_model
+from support.tiny_model import MARKERS, SPECIAL_TOKENS, tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.engine.push import PushReport
 from swarmq.engine.roster import Roster
@@ -26,34 +28,36 @@ from swarmq.learner.link import Idle, StopSignal
 from swarmq.learner.loop import Learner
 from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.served_teacher import ServedTeacher
-from swarmq.learner.tokenizers import PROBE, EngineTokenizers, check_judge, own_ids
+from swarmq.learner.tokenizers import MOST_MARKUP, PROBE, EngineTokenizers, check_judge, own_ids, probe_of
 from swarmq.learner.trainer import Trainer
 
+MARKUP = {"special": "<|im_start|>", "added": "<think>"}
 TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
 
 
 class Tokenizing:
-    """An engine with the tiny model's tokenizer, whose ids differ by `shift` from the fourth on."""
+    """An engine with the tokenizer of `model`, whose ids differ by `shift` from the fourth on."""
 
-    def __init__(self, shift: int) -> None:
+    def __init__(self, shift: int, model: str) -> None:
         self.url = ""
         self.up = True
         self.asked = 0
-        ids = own_ids(str(tiny_model()))
-        assert ids
-        self._ids = [*ids[:3], *(token + shift for token in ids[3:])]
+        self._model, self._shift = model, shift
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        assert (await request.json())["prompt"] == PROBE
+        text = (await request.json())["prompt"]
+        assert text.startswith(PROBE)
         if not self.up:
             raise web.HTTPServiceUnavailable
         self.asked += 1
-        return web.json_response({"tokens": self._ids})
+        ids = own_ids(self._model, text)
+        assert ids
+        return web.json_response({"tokens": [*ids[:3], *(token + self._shift for token in ids[3:])]})
 
 
 @asynccontextmanager
-async def engine(*, shift: int = 0) -> AsyncIterator[Tokenizing]:
-    served = Tokenizing(shift)
+async def engine(*, shift: int = 0, model: str | None = None) -> AsyncIterator[Tokenizing]:
+    served = Tokenizing(shift, model or str(tiny_model()))
     app = web.Application()
     app.router.add_post("/tokenize", served.tokenize)
     async with TestServer(app) as server:
@@ -65,8 +69,8 @@ def check(model: Path, *urls: str) -> None:
     EngineTokenizers(str(model), lambda: urls).check()
 
 
-async def checked(model: Path, *, shift: int = 0) -> None:
-    async with engine(shift=shift) as served:
+async def checked(model: Path, *, shift: int = 0, served_model: str | None = None) -> None:
+    async with engine(shift=shift, model=served_model) as served:
         await asyncio.to_thread(check, model, served.url)
 
 
@@ -76,12 +80,55 @@ def with_tokenizer(folder: Path, model: Path, *, another: bool = False) -> str:
     shutil.copy(tiny_model() / "tokenizer_config.json", folder)
     told = json.loads((tiny_model() / "tokenizer.json").read_text())
     if another:
-        ids, vocab = own_ids(str(tiny_model())), told["model"]["vocab"]
+        ids, vocab = own_ids(str(tiny_model()), PROBE), told["model"]["vocab"]
         assert ids
         names = {id_: name for name, id_ in vocab.items()}
         vocab[names[ids[0]]], vocab[names[ids[1]]] = ids[1], ids[0]
     (folder / "tokenizer.json").write_text(json.dumps(told))
     return str(folder)
+
+
+def with_markup(folder: Path, **names: str) -> str:
+    """A copy of the tiny model with other names of its special and other added tokens."""
+    shutil.copytree(tiny_model(), folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        text = (folder / file).read_text()
+        for name, other in names.items():
+            text = text.replace(json.dumps(MARKUP[name]), json.dumps(other))
+        (folder / file).write_text(text)
+    return str(folder)
+
+
+def with_many_added(folder: Path) -> str:
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model())
+    tokenizer.add_tokens([AddedToken(f"<unused{n}>", special=True) for n in range(2 * MOST_MARKUP)])
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", MARKUP)
+async def test_an_engine_with_other_markup_at_the_same_ids_is_refused(tmp_path: Path, name: str) -> None:
+    other = with_markup(tmp_path / "other", **{name: "<|turn|>"})
+    assert own_ids(other, PROBE) == own_ids(str(tiny_model()), PROBE)
+    await checked(Path(other), served_model=other)
+    with pytest.raises(LearnerError, match="has another tokenizer"):
+        await checked(tiny_model(), served_model=other)
+
+
+@pytest.mark.parametrize("name", MARKUP)
+def test_a_judge_with_other_markup_at_the_same_ids_is_refused(tmp_path: Path, name: str) -> None:
+    other = with_markup(tmp_path / "other", **{name: "<|turn|>"})
+    with pytest.raises(LearnerError, match=rf"train\.teacher: {other} has another tokenizer"):
+        check_judge(str(tiny_model()), other, role="teacher")
+
+
+def test_the_test_text_ends_with_the_markup_in_the_order_of_ids_and_stays_short(tmp_path: Path) -> None:
+    words = probe_of(with_many_added(tmp_path)).removeprefix(PROBE)
+    assert words.startswith("<|endoftext|><|im_start|><|im_end|><tool_call>")
+    assert words.count("<unused") == MOST_MARKUP - len(SPECIAL_TOKENS) - len(MARKERS)
+    ids = own_ids(str(tmp_path), words)
+    assert ids == tuple(sorted(ids or ()))
+    assert len(ids) == MOST_MARKUP
 
 
 async def test_the_same_tokenizer_on_both_sides_passes() -> None:
