@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import structlog
 
@@ -24,6 +24,16 @@ async def ids_of_all(urls: Sequence[str], text: str = PROBE) -> dict[str, list[i
         engines = [await opened.enter_async_context(VllmEngine.open(url, deadline_s=ASK_S)) for url in urls]
         answers = zip(urls, await asyncio.gather(*(ids_of(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
+
+
+async def room_of_all(urls: Sequence[str]) -> dict[str, int]:
+    """Engine url -> tokens that it has room for; without those that do not answer."""
+    found = {}
+    for url in urls:
+        async with VllmEngine.open(url, deadline_s=ASK_S) as engine:
+            with suppress(EngineError):
+                found[url] = (await engine.info()).max_model_len
+    return found
 
 
 async def ids_of(engine: Engine, text: str = PROBE) -> list[int] | None:

@@ -54,7 +54,10 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
     pusher = tokenizers = None
     if is_main and not no_push:
-        tokenizers = EngineTokenizers(job.policies[policy].model, lambda: Roster(job).urls()[policy])
+        settings = job.policies[policy]
+        tokenizers = EngineTokenizers(
+            settings.model, lambda: Roster(job).urls()[policy], max_model_len=settings.engine.max_model_len
+        )
         tokenizers.check()
         pusher = _pusher(job, policy)
     stop = StopSignal()

@@ -33,14 +33,16 @@ def pin(model: nn.Module, max_model_len: int | None) -> None:
 
 def turns_long(config: Any, max_model_len: int | None) -> bool | None:
     """Whether an engine with room for so many tokens turns by the factors for long rows; None where it has no choice."""
-    told = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    limits = {
-        each["original_max_position_embeddings"]
-        for each in (told, *told.values())
-        if isinstance(each, Mapping) and each.get("rope_type") == LONGROPE
-    }
-    made_for = config.get_text_config().max_position_embeddings if limits else 0
-    return min(max_model_len or made_for, made_for) > min(limits) if limits else None
+    text = config.get_text_config()
+    told = getattr(text, "rope_parameters", None) or {}
+    for each in (told, *told.values()):
+        if isinstance(each, Mapping) and each.get("rope_type") == LONGROPE:
+            return _is_long(max_model_len, text.max_position_embeddings, each["original_max_position_embeddings"])
+    return None
+
+
+def _is_long(max_model_len: int | None, made_for: int, original: int) -> bool:
+    return min(max_model_len or made_for, made_for) > original
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
@@ -54,7 +56,7 @@ def _choose(module: Any, layers: str | None, max_model_len: int | None) -> None:
     module.config = config = copy.deepcopy(module.config)
     told = config.rope_parameters if layers is None else config.rope_parameters[layers]
     made_for, original = config.max_position_embeddings, told["original_max_position_embeddings"]
-    chosen = "long" if min(max_model_len or made_for, made_for) > original else "short"
+    chosen = "long" if _is_long(max_model_len, made_for, original) else "short"
     stretch = made_for / original
     scaling = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
     scaling = told.get(f"{chosen}_mscale") or scaling

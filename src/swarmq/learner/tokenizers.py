@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from swarmq.engine.same_tokens import PROBE, difference, ids_of_all
+from swarmq.engine.same_tokens import PROBE, difference, ids_of_all, room_of_all
 from swarmq.errors import LearnerError
 
 log = structlog.get_logger()
@@ -23,9 +23,9 @@ MOST_MARKUP = 1024
 class EngineTokenizers:
     """The engines of a policy, each compared with its model once: as soon as it answers."""
 
-    def __init__(self, model: str, current: Callable[[], Sequence[str]]) -> None:
-        """`current` gives the urls of each moment: engines come and go."""
-        self._model, self._current = model, current
+    def __init__(self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None) -> None:
+        """`current` gives the urls of each moment: engines come and go. `max_model_len`: what the learner takes theirs for."""
+        self._model, self._current, self._max_model_len = model, current, max_model_len
         self._same: set[str] = set()
 
     def check(self) -> None:
@@ -40,7 +40,24 @@ class EngineTokenizers:
                     "or name the model that is served in policies.*.model. What agents have sampled there means something "
                     "else to the model: if any have, begin a new run"
                 )
+            self._check_room(url)
             self._same.add(url)
+
+    def _check_room(self, url: str) -> None:
+        """Raises LearnerError for an engine that turns positions otherwise than the learner, because of its room for calls."""
+        from swarmq.learner.model import load_config  # noqa: PLC0415 - slow to import
+        from swarmq.learner.rotations import turns_long  # noqa: PLC0415
+
+        config = load_config(self._model)
+        ours = turns_long(config, self._max_model_len)
+        if ours is None:
+            return
+        for room in asyncio.run(room_of_all([url])).values():
+            if turns_long(config, room) != ours:
+                raise LearnerError(
+                    f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len says "
+                    f"{self._max_model_len}: {self._model} turns positions (longrope) by other factors there; set it to {room}"
+                )
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:

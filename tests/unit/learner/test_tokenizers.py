@@ -42,7 +42,11 @@ class Tokenizing:
         self.url = ""
         self.up = True
         self.asked = 0
+        self.room = 2048
         self._model, self._shift = model, shift
+
+    async def models(self, _: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "m", "max_model_len": self.room}]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
         text = (await request.json())["prompt"]
@@ -60,6 +64,7 @@ async def engine(*, shift: int = 0, model: str | None = None) -> AsyncIterator[T
     served = Tokenizing(shift, model or str(tiny_model()))
     app = web.Application()
     app.router.add_post("/tokenize", served.tokenize)
+    app.router.add_get("/v1/models", served.models)
     async with TestServer(app) as server:
         served.url = str(server.make_url("")).rstrip("/")
         yield served
@@ -147,6 +152,26 @@ async def test_a_model_without_tokenizer_is_not_judged(tmp_path: Path) -> None:
 
 def test_an_engine_that_does_not_answer_is_not_judged() -> None:
     check(tiny_model(), "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize(("room", "passes"), [(32, True), (33, False), (4096, False)])
+async def test_an_engine_that_turns_positions_otherwise_for_its_room_is_refused(
+    tmp_path: Path, room: int, passes: bool
+) -> None:
+    """As vLLM does for longrope when it has room for more than what the model was first made for."""
+    factors = {name: [1.0] * 32 for name in ("short_factor", "long_factor")}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    shutil.copytree(tiny_model(), tmp_path / "model")
+    told = json.loads((tmp_path / "model" / "config.json").read_text()) | {"rope_parameters": longrope}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
+    async with engine() as served:
+        served.room = room
+        compared = EngineTokenizers(str(tmp_path / "model"), lambda: [served.url], max_model_len=16)
+        if passes:
+            await asyncio.to_thread(compared.check)
+        else:
+            with pytest.raises(LearnerError, match=f"room for calls of {room} tokens.*says 16: .*set it to {room}"):
+                await asyncio.to_thread(compared.check)
 
 
 async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tmp_path: Path) -> None:
