@@ -25,7 +25,7 @@ LAYER = re.compile(r"(.*?)\.(\d+)\.")
 def load_lm(
     source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The causal LM in a folder or of a name, as FP32 master weights if not as `dtype`, and without dropout, as engines compute
+    """The causal LM in a folder or of a name, as FP32 master weights if not as `dtype`, without dropout and noise, as engines compute
     it; `empty`: on the meta device, for a rank that is handed its part. Raises LearnerError: not there, not one."""
     config = load_config(source)
     _drop_nothing(config)
@@ -37,6 +37,10 @@ def load_lm(
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif any(
+            "jitter" in name for name in vars(module)
+        ):  # of what routers see, or how they choose, while they train
+            module.training = False
     if gradient_checkpointing:
         Checkpointing.enable(lm)
     return lm

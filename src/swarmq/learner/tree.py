@@ -203,15 +203,11 @@ class LayoutModel(nn.Module):
         """Find out what can be computed, and what it asks of attention."""
         few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
         recorded = Recorded(tree, self.model.device)
+        with torch.no_grad(), precisely(self.model):
+            as_trained = _by_the_book(self.model, few)
         with evaluating(self.model), precisely(self.model):
-            try:
-                expected = _by_the_book(self.model, few)
-            except GPU_FAILS:
-                raise
-            except Exception as error:
-                raise LearnerError(
-                    f"{type(self.model).__name__} cannot compute a small example: {_words(error)}; train another model"
-                ) from error
+            expected = _by_the_book(self.model, few)
+            _check_noise(self.model, float((as_trained - expected).abs().max()))
             self.head_apart = self._flaw(few, expected) is None
             self.rows_only = why_not(self.model)
             if self.rows_only is None:
@@ -292,22 +288,39 @@ def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> T
     return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
 
 
+def _check_noise(model: PreTrainedModel, noise: float) -> None:
+    """Raises LearnerError where a model is another one while it is trained."""
+    if noise > TOLERATED:
+        raise LearnerError(
+            f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
+            "example: take the noise out of its config.json, or train another model"
+        )
+
+
 def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
-    """Log-probabilities as the model itself computes them."""
-    logits = _row_by_row(model, placed)[placed.predictors]
+    """Log-probabilities as the model itself computes them. Raises LearnerError when it cannot."""
+    try:
+        logits = _row_by_row(model, placed)[placed.predictors]
+    except GPU_FAILS:
+        raise
+    except Exception as error:
+        raise LearnerError(
+            f"{type(model).__name__} cannot compute a small example: {_words(error)}; train another model"
+        ) from error
     return score_logits(logits, placed.targets, torch.ones(len(logits), device=logits.device)).logprobs
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
     """Without gradients and as a model that is not trained; afterwards as it was."""
-    training = model.training
+    training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        model.train(training)
+        for module in training:
+            module.training = True
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
 from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
@@ -26,6 +26,7 @@ from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm
 from swarmq.learner.passes import Pass, Weigher, Work, idle, work_of
 from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import evaluating
 from swarmq.messages import Episode, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
@@ -343,6 +344,37 @@ def test_a_model_with_dropout_is_trained_without_it(trainer: Trainer, tiny_qwen:
     dropping.config.attention_dropout = 0.5
     dropping.save_pretrained(tmp_path)
     assert_same_gradient(gradient(Trainer(str(tmp_path), PLAIN), PLAIN), gradient(trainer, PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("family", "noise"), [("mixtral", {"router_jitter_noise": 0.1}), ("phimoe", {"input_jitter_noise": 0.1})]
+)
+def test_a_router_chooses_in_training_what_it_chooses_in_an_engine(
+    family: str, noise: dict[str, float], tmp_path: Path
+) -> None:
+    """Without noise; PhiMoE's would even draw its experts at random."""
+    config = AutoConfig.for_model(
+        family,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=128,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+        **noise,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    routed = Trainer(str(tmp_path), PLAIN)
+    for one in work(routed, PLAIN).passes:
+        with torch.no_grad():
+            ours = routed.model(routed.laid(one)).logprobs
+        with evaluating(routed.model):
+            wanted = routed.model(routed.laid(one)).logprobs
+        torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
+    assert routed.model.training
 
 
 def keys(one: Pass) -> list[tuple[int, int, int]]:

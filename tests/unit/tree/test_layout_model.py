@@ -165,11 +165,19 @@ def test_a_model_prepared_for_layouts_refuses_to_be_called_without_one(make_mode
 
 def test_attention_dropout_is_refused(make_model):
     lm = make_model("llama")
+    model = LayoutModel(lm)
     for layer in lm.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    model = LayoutModel(lm)
     with pytest.raises(LearnerError, match="dropout"):
         score(model, neighbours(1))
+
+
+def test_a_model_that_is_another_one_while_it_is_trained_is_refused(make_model):
+    lm = make_model("llama")
+    for layer in lm.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    with pytest.raises(LearnerError, match="LlamaForCausalLM computes otherwise while it is trained than engines do"):
+        LayoutModel(lm)
 
 
 def test_checking_leaves_the_model_as_it_was(make_model):
