@@ -43,6 +43,7 @@ TRY_S = 120.0
 """How long a fault looks for something to hit: its target may be starting, on a busy machine."""
 LOOK_S = 0.0002
 SHARED_MEMORY = Path("/dev/shm")
+BLOCK_BYTES = 4096
 
 CLIENTS = tuple(f"client{number}" for number in range(NUM_CLIENTS))
 Fault = Callable[["Nemesis"], Awaitable[str | None]]
@@ -436,7 +437,7 @@ def alarm(set_it: tuple[str, ...], clear_it: tuple[str, ...]) -> Fault:
 
 
 async def disk_full(nemesis: Nemesis) -> str | None:
-    """No byte is left where the batch log is."""
+    """No byte is left where the batch log is, nor in the last blocks of what the parts print."""
     if (disk := nemesis.world.disk) is None:
         return None
     seconds = 2.0 + _seconds(nemesis.rng, 4.0)
@@ -445,7 +446,7 @@ async def disk_full(nemesis: Nemesis) -> str | None:
         async with nemesis.alone("disk"):
             ballast = disk / "ballast"
             try:
-                await asyncio.to_thread(_fill, ballast)
+                await asyncio.to_thread(_fill, ballast, nemesis.world.logs)
                 await asyncio.sleep(seconds)
             finally:
                 ballast.unlink(missing_ok=True)
@@ -454,12 +455,15 @@ async def disk_full(nemesis: Nemesis) -> str | None:
     return f"for {seconds:.1f} s"
 
 
-def _fill(path: Path) -> None:
+def _fill(path: Path, logs: Path) -> None:
     with path.open("wb", buffering=0) as file:
         for size in (1 << 20, 4096, 512):
             with contextlib.suppress(OSError):
                 while file.write(b"\0" * size) == size:
                     pass
+    for log in logs.glob("*.log"):
+        with contextlib.suppress(OSError), log.open("ab", buffering=0) as file:
+            file.write(b"\n" * (-log.stat().st_size % BLOCK_BYTES))
 
 
 def _kill(pid: int) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -47,7 +48,8 @@ RESTART_S = 0.3
 LOOK_S = 0.2
 STALL_S = 0.5
 """Shorter ones are the usual pace."""
-DISK_BYTES = 96 << 20
+DISK_BYTES = 128 << 20
+LOGS = "logs"
 PORT = 5672
 
 ROLES = ("proxy", "collector", "learner", *(f"client{n}" for n in range(NUM_CLIENTS)))
@@ -140,7 +142,8 @@ class World:
         self.engine: EngineProcess | None = None
         """The real vLLM, where that is asked for."""
         self.disk: Path | None = None
-        """The batch log's own file system, where we may mount one."""
+        """The batch log's own file system, where we may mount one; what the parts print is there, too."""
+        self.logs = folder
         self.feeding, self.watching = asyncio.Event(), asyncio.Event()
         self.broker: AmqpBroker
         self._seen: dict[Path, int] = {}
@@ -158,6 +161,8 @@ class World:
             node = await stack.enter_async_context(PrivateNode(folder / "broker"))
             world = cls(folder, job, node, nursery, broken=broken)
             world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
+            if world.disk:
+                world.logs = world.disk / LOGS
             await world._connect(stack, vllm=vllm)
             async with asyncio.TaskGroup() as tasks:
                 keepers = [tasks.create_task(part.keep(world.deaths)) for part in world.parts.values()]
@@ -188,7 +193,7 @@ class World:
         await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
         if vllm:
             policy = self.job.policies[POLICY]
-            self.engine = EngineProcess(policy, port=engine_port, log_path=self.folder / "engine.log")
+            self.engine = EngineProcess(policy, port=engine_port, log_path=self.logs / "engine.log")
             await stack.enter_async_context(self.engine)
         else:
             self._add("engine", ["benchmarks.faults_engine", str(engine_port), str(journal)])
@@ -213,7 +218,7 @@ class World:
     def _add(self, name: str, arguments: list[str], **environment: str) -> None:
         known = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
         given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", ANSWERED: "1", **environment}
-        self.parts[name] = Part(name, arguments, self.nursery, self.folder / f"{name}.log", given)
+        self.parts[name] = Part(name, arguments, self.nursery, self.logs / f"{name}.log", given)
 
     def ledger(self, client: str) -> Path:
         return self.folder / f"{client}.jsonl"
@@ -401,10 +406,12 @@ def _small_disk(folder: Path, at: Path) -> Iterator[Path | None]:
             subprocess.run(["mkfs.ext4", "-q", "-F", image], capture_output=True, check=True)
         subprocess.run(["umount", "-l", at], capture_output=True, check=False)  # of a run that was killed
         subprocess.run(["mount", "-o", "loop", image, at], capture_output=True, check=True)
+        (at / LOGS).mkdir(exist_ok=True)
     except (OSError, subprocess.CalledProcessError):
         yield None
         return
     try:
         yield at
     finally:
+        shutil.copytree(at / LOGS, folder / LOGS, dirs_exist_ok=True)
         subprocess.run(["umount", "-l", at], capture_output=True, check=False)

@@ -1,10 +1,14 @@
-"""One line per event, as JSON in files and coloured text on a terminal; ids come from context."""
+"""One line per event, as JSON in files and coloured text on a terminal; ids come from context.
+
+A line that its disk has no room for is lost, and nobody dies of it: whoever waits for room says so, every time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
-from typing import Any
+from typing import Any, TextIO, cast
 
 
 class Logger:
@@ -19,16 +23,44 @@ class Logger:
     def _write(self, level: str, event: str, fields: dict[str, Any]) -> None:
         import structlog  # noqa: PLC0415 - see the class
 
-        getattr(structlog.get_logger("swarmq"), level)(event, **fields)
+        with contextlib.suppress(OSError):
+            getattr(structlog.get_logger("swarmq"), level)(event, **fields)
 
 
 log = Logger()
+
+
+class Lossy:
+    """A stream that never fails: what it cannot write is kept as far as there is room in its buffer, and else lost."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def survive_full_disk() -> None:
+    """From here on nothing that this process prints can end it or change its exit status, tracebacks included."""
+    sys.stdout, sys.stderr = (
+        cast("TextIO", Lossy(stream)) if stream else stream for stream in (sys.stdout, sys.stderr)
+    )
 
 
 def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
     """Set up structlog for a daemon. Called once, by the process's entry point."""
     import structlog  # noqa: PLC0415 - see Logger
 
+    survive_full_disk()
     renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[

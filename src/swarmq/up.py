@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, topology
@@ -42,13 +41,12 @@ from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
 from swarmq.errors import EngineError, SwarmqError
 from swarmq.learner.memory import GPU_SHARE, judges
+from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement, place_all
 from swarmq.process import die_with_parent, held_port, port_is_free, stop_group, tail
 from swarmq.proxies import Proxies
-
-log = structlog.get_logger()
 
 MAX_DEATHS = 5
 DEATH_WINDOW_S = 120.0
@@ -162,6 +160,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     `report` gets a line for each stage. Raises SwarmqError when a part cannot start, naming it.
     """
     raise_file_limit()
+    survive_full_disk()
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     for policy in served.values():
         check_arguments(policy)

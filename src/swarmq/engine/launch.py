@@ -7,6 +7,7 @@ it through the proxy only.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -124,9 +125,9 @@ class EngineProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
-        with self.log_path.open("ab") as sink:
-            sink.write(f"$ {shlex.join(argv)}\n".encode())
-            sink.flush()
+        with self.log_path.open("ab", buffering=0) as sink:
+            with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
+                sink.write(f"$ {shlex.join(argv)}\n".encode())
             begin_at = sink.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *argv,

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from pathlib import Path, PosixPath
 
 import msgspec
 import pytest
 
 from swarmq.config import Engine, Policy
+from swarmq.engine import launch
 from swarmq.engine.launch import EngineProcess, arguments, environment
 from swarmq.engine.model import Model
 from swarmq.engine.versions import check_version
 from swarmq.errors import ConfigError, EngineError
+from swarmq.process import free_port
 
 SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
@@ -125,17 +128,38 @@ async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
     assert not (tmp_path / "log").exists()
 
 
-async def test_a_taken_port_is_named(tmp_path):
+@pytest.fixture
+def model(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["AForCausalLM"]}')
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
     (tmp_path / "model.safetensors").touch()
+    return str(tmp_path)
+
+
+async def test_a_taken_port_is_named(tmp_path, model):
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))
         holder.listen()
         port = holder.getsockname()[1]
         with pytest.raises(EngineError, match=f"port {port} .* is taken"):
-            async with EngineProcess(Policy(model=str(tmp_path)), port=port, log_path=tmp_path / "log"):
+            async with EngineProcess(Policy(model=model), port=port, log_path=tmp_path / "log"):
                 pass
+
+
+class WithoutRoom(PosixPath):
+    """An empty file that takes no byte. (Who reads `/dev/full` reads for ever.)"""
+
+    def open(self, mode, **options):
+        return Path("/dev/full" if "a" in mode else "/dev/null").open(mode, **options)
+
+
+async def test_a_log_without_room_is_no_reason_why_an_engine_does_not_start(model, monkeypatch):
+    """This one ends at once, which is said as ever; the line with its command, which nobody could write, is not."""
+    monkeypatch.setattr(launch, "is_cuda_build", lambda: False)
+    monkeypatch.setattr(launch.sys, "executable", "/bin/false")
+    with pytest.raises(EngineError, match="ended with status 1 while it started"):
+        async with EngineProcess(Policy(model=model), port=free_port(), log_path=WithoutRoom("/dev/null")):
+            pass
 
 
 async def test_a_server_that_was_given_up_and_could_not_be_started_again_is_not_given_up_twice(tmp_path):

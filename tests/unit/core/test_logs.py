@@ -1,0 +1,52 @@
+"""Whoever says something lives on, and ends as it would have, where its words find no room."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FULL = Path("/dev/full")
+pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
+DAEMON = """
+import sys
+from swarmq import logs
+logs.configure(role="learner", run="r")
+import structlog
+for _ in range(200):
+    structlog.get_logger().warning("disk_full", what="x" * 100)
+print("out"), print("err", file=sys.stderr)
+"""
+CLIENT = """
+from swarmq.logs import log
+log.warning("outage", what="no broker")
+"""
+
+
+def status(program: str) -> int:
+    """Of a process whose output goes to a full disk."""
+    with FULL.open("wb") as full:
+        return subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, check=False).returncode
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("", 0), ("sys.exit(3)", 3), ("sys.exit('swarmq: rank 0: a reason')", 1), ("raise RuntimeError", 1)],
+)
+def test_a_daemon_whose_log_is_on_a_full_disk_ends_with_the_status_that_it_has_elsewhere(
+    end: str, expected: int
+) -> None:
+    assert status(DAEMON + end) == expected
+
+
+def test_a_client_goes_on_after_a_line_that_finds_no_room() -> None:
+    assert status(CLIENT + "import os\nos._exit(7)") == 7
+
+
+def test_lines_are_whole_and_in_order_where_there_is_room(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as sink:
+        subprocess.run([sys.executable, "-c", DAEMON], stdout=sink, stderr=sink, check=True)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert ["out" in line or "err" in line or line.endswith('Z"}') for line in lines] == [True] * 202
