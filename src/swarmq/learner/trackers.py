@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,10 @@ UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
 """What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse or cut it."""
 LONGEST = 80
 """Characters of a part. MLflow takes 250 for the whole, or refuses all figures of the step."""
+ENDS_WITH_AN_ERROR = "tensorboard"
+"""Its thread that writes has ended after the first one, a moment's full disk, say, and each later step would fail."""
+SELDOM = 64
+"""Failed steps after which it is tried again in any case; before, after 1, 2, 4, 8 and so on. Each leaves an empty file."""
 
 
 class Trackers:
@@ -36,6 +41,8 @@ class Trackers:
     def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
         """Raises LearnerError when a tracker's package is missing, or it cannot be started or write to its folder."""
         self._accelerator = accelerator
+        self._failed: Counter[str] = Counter()
+        """Steps in a row, by tracker."""
         check(train.trackers)
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
@@ -55,26 +62,39 @@ class Trackers:
             return
         values = dict(flat(fields))
         for tracker in self._accelerator.trackers:
-            with _survived(tracker, version=version, consequence="these figures are in events"):
+            try:
+                self._begin_again(tracker)
                 tracker.log(values, step=version)
+            except Exception as error:
+                self._failed[tracker.name] += 1
+                if self._failed[tracker.name] == 1:
+                    _warn(tracker, error, version=version, consequence="figures are in events until it is back")
+            else:
+                if failed := self._failed.pop(tracker.name, 0):
+                    log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
+
+    def _begin_again(self, tracker: Any) -> None:
+        """In another file of the same folder, which TensorBoard shows as one."""
+        failed = self._failed[tracker.name]
+        if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
+            with contextlib.suppress(Exception):  # the one that failed before
+                tracker.finish()
+            tracker.start()
 
     def close(self) -> None:
         if not self._on:
             return
         for tracker in self._accelerator.trackers:
-            with _survived(tracker, consequence="its newest figures may be missing there; they are in events"):
+            try:
                 tracker.finish()
+            except Exception as error:
+                _warn(tracker, error, consequence="its newest figures may be missing there; they are in events")
         self._accelerator.trackers = []
         self._accelerator.end_training()
 
 
-@contextlib.contextmanager
-def _survived(tracker: Any, **what: Any) -> Iterator[None]:
-    """What a tracker raises becomes a warning."""
-    try:
-        yield
-    except Exception as error:
-        log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
+def _warn(tracker: Any, error: Exception, **what: Any) -> None:
+    log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
 
 
 def check(names: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import errno
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -159,11 +160,90 @@ def test_a_tracker_that_fails_costs_a_warning_and_neither_a_step_nor_the_end_of_
 
     heard: list[object] = []
     trackers = Trackers.__new__(Trackers)
-    trackers._accelerator, trackers._on = Accelerator(), True
+    trackers._accelerator, trackers._on, trackers._failed = Accelerator(), True, Counter()
     trackers.log(1, {"loss": 1.0})
     assert heard == [(1, {"loss": 1.0})], "the others still get their figures"
     trackers.close()
     assert heard[1:] == ["finished", "ended"]
+
+
+class ShortOfRoom:
+    """As TensorBoard's: one that has failed once fails for ever, and one that is made anew works if there is room."""
+
+    name = "tensorboard"
+
+    def __init__(self, room: set[int]) -> None:
+        self.room, self.at, self.works = room, 0, True
+        self.starts: list[int] = []
+        self.got: list[int] = []
+
+    def start(self) -> None:
+        self.starts.append(self.at)
+        self.works = True
+
+    def log(self, _values: object, *, step: int) -> None:
+        self.works = self.works and step in self.room
+        if not self.works:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.got.append(step)
+
+    def finish(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def logged_to(tracker: Any, num_steps: int) -> list[Any]:
+    """What the log says of so many steps."""
+
+    class Accelerator:
+        trackers = (tracker,)
+
+    trackers = Trackers.__new__(Trackers)
+    trackers._accelerator, trackers._on, trackers._failed = Accelerator(), True, Counter()
+    with capture_logs() as said:
+        for step in range(num_steps):
+            tracker.at = step
+            trackers.log(step, {"loss": 1.0})
+    return [(line["event"], line["version"]) for line in said]
+
+
+def test_a_moments_full_disk_costs_tensorboard_that_moment() -> None:
+    tracker = ShortOfRoom({0, 1, 3, 4})
+    assert logged_to(tracker, 5) == [("tracker_failed", 2), ("tracker_back", 3)]
+    assert (tracker.got, tracker.starts) == ([0, 1, 3, 4], [3])
+
+
+def test_a_disk_that_stays_full_is_said_once_and_tried_ever_less_often() -> None:
+    tracker = ShortOfRoom(set(range(200, 300)))
+    assert logged_to(tracker, 300) == [("tracker_failed", 0), ("tracker_back", 256)]
+    assert tracker.starts == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
+
+
+def test_trackers_that_recover_by_themselves_are_not_begun_again() -> None:
+    """A second start of theirs would be another run."""
+
+    class Network(ShortOfRoom):
+        name = "mlflow"
+
+        def log(self, values: object, *, step: int) -> None:
+            self.works = True
+            super().log(values, step=step)
+
+    tracker = Network({0, 3})
+    assert logged_to(tracker, 4) == [("tracker_failed", 1), ("tracker_back", 3)]
+    assert (tracker.got, tracker.starts) == ([0, 3], [])
+
+
+def test_figures_after_a_failure_are_in_the_same_folder_of_tensorboard(tmp_path: Path) -> None:
+    train = msgspec.structs.replace(TRAIN, trackers=("tensorboard",))
+    accelerator = Accelerator(cpu=True)
+    trackers = Trackers(accelerator, train, run="r", policy="main", folder=tmp_path)
+    trackers.log(1, {"loss": 1.0})
+    accelerator.trackers[0].writer.file_writer.event_writer._async_writer._worker.exception = OSError("full")
+    for version in (2, 3, 4):
+        trackers.log(version, {"loss": 1.0})
+    trackers.close()
+    read = EventAccumulator(str(tmp_path / "r.main")).Reload()
+    assert [point.step for point in read.Scalars("loss")] == [1, 3, 4]
 
 
 def test_a_folder_for_trackers_that_cannot_be_is_named(tmp_path: Path) -> None:
