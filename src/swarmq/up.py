@@ -19,7 +19,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_arguments, check_model, is_cuda_build, visible
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
-from swarmq.errors import EngineError, SwarmqError
+from swarmq.errors import SwarmqError
 from swarmq.learner.memory import GPU_SHARE, judges
 from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Event
@@ -319,41 +319,55 @@ def _report_engine(report: Callable[[str], None], name: str, stage: str) -> None
 
 async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
     """Start it again when it dies, on the same port. One that does not start is tried again: its learner may have the memory."""
-    deaths: list[float] = []
-    failed = 0
-    """Starts in a row."""
-    while True:
+
+    async def ended() -> str:
         status = await engine.wait()
-        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
-        if len(deaths) >= MAX_DEATHS:
-            raise DaemonFailedError(
-                f"engine {name} died {MAX_DEATHS} times; the end of its log:\n{tail(engine.log_path)}"
-            )
-        warn(f"engine {name} {engine.given_up or f'died with status {status}'}; starting it again")
-        try:
-            await engine.restart()
-        except EngineError as error:
-            failed += 1
-            if failed == MAX_DEATHS:
-                raise
-            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
-            warn(f"engine {name} does not start ({why}); trying again in {delay_s:g} s")
-            await asyncio.sleep(delay_s)
-        else:
-            failed = 0
+        return engine.given_up or f"died with status {status}"
+
+    await _keep(f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{tail(engine.log_path)}", warn)
 
 
 async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
     """Start the private RabbitMQ again when it dies: same url, same queues; everybody else waits and connects again."""
-    deaths: list[float] = []
-    while True:
-        status = await node.wait()
-        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
-        if len(deaths) >= MAX_DEATHS:
-            raise DaemonFailedError(f"the broker died {MAX_DEATHS} times; its logs are in {node.folder / 'log'}")
-        warn(f"the broker died with status {status}; starting it again")
+
+    async def ended() -> str:
+        return f"died with status {await node.wait()}"
+
+    async def restart() -> None:
         await node.stop()
         await node.start()
+
+    await _keep("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+
+
+async def _keep(
+    name: str,
+    ended: Callable[[], Awaitable[str]],
+    restart: Callable[[], Awaitable[None]],
+    last_words: Callable[[], str],
+    warn: Callable[[str], None],
+) -> None:
+    """Raises when it keeps dying, or does not start however often it is tried. `ended` says why."""
+    deaths: list[float] = []
+    failed = 0
+    """Starts in a row."""
+    while True:
+        why = await ended()
+        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
+        if len(deaths) >= MAX_DEATHS:
+            raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {last_words()}")
+        warn(f"{name} {why}; starting it again")
+        try:
+            await restart()
+        except (SwarmqError, OSError) as error:
+            failed += 1
+            if failed == MAX_DEATHS:
+                raise
+            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
+            warn(f"{name} does not start ({why}); trying again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+        else:
+            failed = 0
 
 
 async def _daemons(

@@ -1,14 +1,15 @@
-"""An engine that dies is started again, and people are told why; one that cannot be kept running ends the run."""
+"""An engine or a broker that dies is started again, and people are told why; one that cannot be kept running ends the run."""
 
 from __future__ import annotations
 
 import asyncio
+import errno
 from pathlib import Path
 
 import pytest
 
 from swarmq import up
-from swarmq.errors import EngineError
+from swarmq.errors import BrokerError, EngineError
 
 
 class Mortal:
@@ -33,11 +34,25 @@ class Mortal:
         self.given_up = ""
 
 
-async def kept(engine: Mortal) -> list[str]:
+class MortalBroker(Mortal):
+    folder = Path("/tmp/broker")
+
+    async def stop(self) -> None:
+        pass
+
+    async def start(self) -> None:
+        if not self.starts.pop(0):
+            raise BrokerError("RabbitMQ is not up after 60 s")
+
+
+async def kept(mortal: Mortal) -> list[str]:
     """What is told until it stays alive."""
     warnings: list[str] = []
-    keeper = asyncio.create_task(up.keep_engine("main.0", engine, warnings.append))
-    await asyncio.wait([keeper, lives := asyncio.create_task(engine.lives.wait())], return_when="FIRST_COMPLETED")
+    if isinstance(mortal, MortalBroker):
+        keeper = asyncio.create_task(up.keep_broker(mortal, warnings.append))
+    else:
+        keeper = asyncio.create_task(up.keep_engine("main.0", mortal, warnings.append))
+    await asyncio.wait([keeper, lives := asyncio.create_task(mortal.lives.wait())], return_when="FIRST_COMPLETED")
     if keeper.done():
         lives.cancel()
         await keeper
@@ -72,3 +87,28 @@ async def test_so_does_one_that_never_starts_however_long_it_tries(monkeypatch: 
     monkeypatch.setattr(up, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(EngineError, match="no free memory"):
         await kept(Mortal(*[False] * 9))
+
+
+async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_words() -> None:
+    assert await kept(MortalBroker(False, True)) == [
+        "the broker died with status -9; starting it again",
+        "the broker does not start (RabbitMQ is not up after 60 s); trying again in 0 s",
+        "the broker died with status -9; starting it again",
+    ]
+
+
+async def test_a_broker_that_never_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(up.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
+        await kept(MortalBroker(*[False] * 9))
+    monkeypatch.setattr(up, "DEATH_WINDOW_S", 0.0)
+    with pytest.raises(BrokerError, match="not up after 60 s"):
+        await kept(MortalBroker(*[False] * 9))
+
+
+async def test_a_moment_without_room_on_the_disk_is_no_end_either() -> None:
+    class Full(Mortal):
+        async def restart(self) -> None:
+            if not self.starts.pop(0):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert "No space left" in (await kept(Full(False, True)))[1]
