@@ -338,7 +338,7 @@ def _alone(policy: Policy, groups: int, memory: Memory) -> float:
     asked = policy.engine.gpu_memory_utilization
     if not asked:
         return round(min(ALONE * memory.share, _down(memory.part(memory.usable))), DIGITS)
-    share, free = _crowd(policy, groups) * asked, 1 - memory.held / memory.total
+    share, free = _crowd(policy, groups) * asked, memory.part(memory.total - memory.held)
     if share > free:
         raise ConfigError(
             f"engine.gpu_memory_utilization: {asked:g} of a GPU with {_crowd(policy, groups)} engine(s) on it is more than the "

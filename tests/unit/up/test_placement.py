@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.engine.gpus import Gpu, chosen
@@ -15,7 +17,7 @@ from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner import fits
 from swarmq.learner.memory import GIB, HEADROOM, state_bytes
-from swarmq.placement import ASLEEP, Needs, Placement, place, place_all, shape_of
+from swarmq.placement import ASLEEP, DIGITS, Needs, Placement, place, place_all, shape_of
 from swarmq.up import _resolve
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
@@ -259,6 +261,51 @@ def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
 def test_what_the_user_chose_and_does_not_fit_is_refused_by_name(engine: Engine, trained: bool, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         place(policy(engine=engine, trained=trained), model(4), [H200])
+
+
+def test_a_policy_that_has_half_of_a_gpu_is_refused_more_of_it() -> None:
+    served = policy(engine=Engine(gpu_memory_utilization=0.9), trained=False)
+    with pytest.raises(
+        ConfigError, match=r"0\.9 of a GPU with 1 engine.s. on it is more than the 0\.50 that others leave"
+    ):
+        place_all({"a": served, "b": served}, {"a": model(1), "b": model(1)}, [H200])
+
+
+ANY_POLICY = st.builds(
+    policy,
+    trained=st.booleans(),
+    placement=st.sampled_from(["auto", "shared", "split"]),
+    engine=st.builds(
+        Engine,
+        count=st.integers(1, 3),
+        gpu_memory_utilization=st.sampled_from([None, 0.3, 0.6, 0.9]),
+        sleep=st.sampled_from([None, True, False]),
+    ),
+)
+ANY_GPU = st.sampled_from([H200, H200, BUSY])
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(st.tuples(ANY_POLICY, st.sampled_from([0.5, 1.7, 8])), min_size=1, max_size=4),
+    st.lists(ANY_GPU, min_size=1, max_size=4),
+)
+def test_no_plan_gives_more_of_a_gpu_than_is_free(wanted: list[tuple[Policy, float]], gpus: list[Gpu]) -> None:
+    policies = {str(number): one for number, (one, _) in enumerate(wanted)}
+    try:
+        placements = place_all(policies, {str(n): model(size) for n, (_, size) in enumerate(wanted)}, gpus)
+    except ConfigError:
+        return
+    given_away = [0.0] * len(gpus)
+    for name, placement in placements.items():
+        own, engines = placement.applied(policies[name])
+        assert own.engine.gpu_memory_utilization
+        for number in range(len(gpus)):
+            engine = sum(number in group for group in engines) * own.engine.gpu_memory_utilization
+            learner = placement.learner_share if number in placement.learner else 0.0
+            given_away[number] += max(engine, learner) if placement.sleep else engine + learner
+    for gpu, share in zip(gpus, given_away, strict=True):
+        assert share <= gpu.free / gpu.total + len(wanted) * 10.0**-DIGITS
 
 
 SAID = "0, GPU-a, 143771, 143000\n1, GPU-b, 143771, 99\n"
