@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import msgspec
@@ -10,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
-from swarmq.engine.gpus import Gpu, chosen
+from swarmq.engine.gpus import Gpu, chosen, visible_gpus
 from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner import fits
@@ -315,4 +318,25 @@ SAID = "0, GPU-a, 143771, 143000\n1, GPU-b, 143771, 99\n"
     ("visible", "free"), [(None, [143000, 99]), ("1", [99]), ("GPU-b,0", [99, 143000]), ("", []), ("7", [])]
 )
 def test_only_visible_gpus_count_in_their_order(visible: str | None, free: list[int]) -> None:
-    assert [gpu.free >> 20 for gpu in chosen(SAID, visible)] == free
+    assert [gpu.free >> 20 for gpu in chosen(SAID, visible).values() if gpu] == free
+
+
+@pytest.mark.parametrize(
+    ("visible", "left", "named"),
+    [(None, [99, 70], "0,2"), ("2,GPU-b,0", [70, 99], "2,0"), ("0", [99], "0"), ("1", [], "1")],
+)
+def test_a_gpu_that_does_not_tell_its_memory_is_left_out_aloud_and_the_others_keep_their_numbers(
+    visible: str | None, left: list[int], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(
+        "#!/bin/sh\necho '0, GPU-a, 143771, 99'\necho '1, GPU-b, [N/A], [N/A]'\necho '2, GPU-c, 143771, 70'\n"
+    )
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    with capture_logs() as told:
+        assert [gpu.free >> 20 for gpu in visible_gpus()] == left
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == named
+    assert [line["gpu"] for line in told] == ([] if visible == "0" else ["1" if visible in {None, "1"} else "GPU-b"])
