@@ -17,6 +17,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,7 +41,7 @@ from swarmq.engine.launch import EngineProcess, check_arguments, check_model, is
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
-from swarmq.learner.memory import GPU_SHARE, judges
+from swarmq.learner.memory import GPU_SHARE, MOMENTS_BYTES, WHOLE_BYTES, judges
 from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
@@ -52,6 +53,9 @@ MAX_DEATHS = 5
 DEATH_WINDOW_S = 120.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
+"""Beside a learner's checkpoints."""
+SLOW_DISK_BYTES_PER_S = 100e6
+MOST_DRAIN_S = 1800.0
 SERVE_S = 240.0
 PROBE_S = 0.1
 
@@ -119,9 +123,12 @@ class Daemon:
             await asyncio.sleep(delay_s)
             await self.start()
 
-    async def stop(self, grace_s: float) -> None:
-        if self.process is not None:
-            await stop_group(self.process, grace_s=grace_s)
+    async def stop(self, grace_s: float) -> int | None:
+        """The exit status."""
+        if self.process is None:
+            return None
+        await stop_group(self.process, grace_s=grace_s)
+        return self.process.returncode
 
 
 class Deployment:
@@ -392,13 +399,34 @@ async def _daemons(
         argv, log_path = [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log"
         placement = deployment.placements.get(name.removeprefix("learner.")) if name.startswith("learner.") else None
         gpus = visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)} if placement else {}
-        daemon = Daemon(name, argv, log_path, {ANSWERED: "1", **gpus})
+        daemon, grace_s = Daemon(name, argv, log_path, {ANSWERED: "1", **gpus}), _drain_s(job, name)
         await daemon.start()
-        stack.push_async_callback(daemon.stop, DRAIN_S[name.partition(".")[0]])
+        stack.push_async_callback(_stop, daemon, grace_s, report)
         deployment.daemons[name] = daemon
     for name, port in proxies.items():
         await _until_serving(deployment.daemons[name], job.proxy.host, port)
         report(f"{name}: serving")
+
+
+async def _stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
+    if daemon.process is None or daemon.process.returncode is not None or not daemon.name.startswith("learner."):
+        await daemon.stop(grace_s)
+        return
+    report(f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint, Ctrl-C again ends it without")
+    if await daemon.stop(grace_s) == -signal.SIGKILL:
+        report(f"{daemon.name}: not done in time; steps since its newest checkpoint are made again from the batch log")
+
+
+def _drain_s(job: SwarmJob, name: str) -> float:
+    """Of a learner: enough for two checkpoints on a slow disk, the one that is being written and the last."""
+    role, _, policy = name.partition(".")
+    if role != "learner":
+        return DRAIN_S[role]
+    parameters = 0
+    with contextlib.suppress(SwarmqError):  # the learner says so as well
+        parameters = size_of(job.policies[policy].model)
+    two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
+    return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MOST_DRAIN_S)
 
 
 def _ranks(deployment: Deployment, policy: str) -> list[str]:
