@@ -104,5 +104,9 @@ class LearnerError(SwarmqError):
     """The learner cannot go on: model, batch log, checkpoint or run folder is unusable."""
 
 
+class SetUpError(LearnerError):
+    """What is set, or what is there to train, cannot be used, now or later: somebody has to change it first."""
+
+
 class MissingExtraError(SwarmqError):
     """A command needs an optional part of swarmq; the message says which `pip install` brings it."""

@@ -11,8 +11,13 @@ import signal
 import socket
 import sys
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 
+from swarmq.errors import SetUpError
+
+WORDS = "swarmq: "
+"""Begins the line in which a process of ours says why it ends."""
 _PR_SET_PDEATHSIG = 1
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 20_000
@@ -78,6 +83,22 @@ def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
         except OSError:
             return False
         return True
+
+
+def exit_status(errors: Iterable[BaseException]) -> int:
+    """Of a process that ends with these: one that says that to start it again is of no use, or 1."""
+    return os.EX_CONFIG if any(isinstance(error, SetUpError) for error in errors) else 1
+
+
+def last_words(path: Path, start: int) -> str:
+    """What a process of ours said of why it ended, in a log that it has written to from byte `start` on; empty: nothing."""
+    try:
+        with path.open("rb") as log:
+            log.seek(start)
+            said = (line.decode(errors="replace") for line in log if line.startswith(WORDS.encode()))
+            return next(said, "").removeprefix(WORDS).strip()
+    except OSError:
+        return ""
 
 
 def tail(path: Path, lines: int = 15) -> str:

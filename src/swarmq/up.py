@@ -14,10 +14,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
@@ -40,13 +42,13 @@ from swarmq.engine.gpus import Gpu, visible_gpus
 from swarmq.engine.launch import EngineProcess, check_arguments, check_model, is_cuda_build, visible
 from swarmq.engine.model import Model, size_of
 from swarmq.engine.roster import Roster
-from swarmq.errors import SwarmqError
+from swarmq.errors import ConfigError, SwarmqError
 from swarmq.learner.memory import GPU_SHARE, MOMENTS_BYTES, WHOLE_BYTES, judges
 from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement, place_all
-from swarmq.process import die_with_parent, held_port, port_is_free, stop_group, tail
+from swarmq.process import die_with_parent, held_port, last_words, port_is_free, stop_group, tail
 from swarmq.proxies import Proxies
 
 MAX_DEATHS = 5
@@ -58,6 +60,8 @@ SLOW_DISK_BYTES_PER_S = 100e6
 MOST_DRAIN_S = 1800.0
 SERVE_S = 240.0
 PROBE_S = 0.1
+PORT_S = 5.0
+"""A proxy whose run was killed has given its port back by then."""
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,10 +94,13 @@ class Daemon:
     process: asyncio.subprocess.Process | None = None
     deaths: list[float] = dataclasses.field(default_factory=list)
     finished: bool = False
+    begins_at: int = 0
+    """Bytes of the log that earlier starts wrote."""
 
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as sink:
+            self.begins_at = sink.tell()
             self.process = await asyncio.create_subprocess_exec(
                 *self.argv,
                 env=os.environ | self.environment,
@@ -104,13 +111,17 @@ class Daemon:
             )
 
     async def keep_running(self, warn: Callable[[str], None]) -> None:
-        """Return when the process ends with status 0; start it again when it dies; raise when it keeps dying."""
+        """Return when the process ends with status 0; start it again when it dies. Raises DaemonFailedError when it keeps dying, or
+        says that to start it again is of no use."""
         while True:
             assert self.process is not None
             status = await self.process.wait()
             if status == 0:
                 self.finished = True
                 return
+            why = last_words(self.log_path, self.begins_at)
+            if status == os.EX_CONFIG:
+                raise DaemonFailedError(f"{self.name}: {why or tail(self.log_path)}")
             now = time.monotonic()
             self.deaths = [at for at in self.deaths if at > now - DEATH_WINDOW_S] + [now]
             if len(self.deaths) >= MAX_DEATHS:
@@ -119,7 +130,8 @@ class Daemon:
                     f"the end of {self.log_path}:\n{tail(self.log_path)}"
                 )
             delay_s = BACKOFF_S[len(self.deaths) - 1]
-            warn(f"{self.name} died with status {status}; starting it again in {delay_s:g} s")
+            said = f" ({why})" if why else ""
+            warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             await self.start()
 
@@ -182,6 +194,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     folder.path.chmod(0o700)  # prompts and completions are in it
     with _exclusive(folder.path / "up.lock", job.run):
         async with contextlib.AsyncExitStack() as stack:
+            await _free_ports(job)
             node, url = await _broker(job, stack, report)
             broker = await stack.enter_async_context(
                 AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else first_wait_s())
@@ -468,6 +481,23 @@ def _proxies(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
         return {name: job.proxy.port + number for number, name in enumerate(names)}
     ports = _ports(job.run_folder.path / "ports.json", [*engines, *names])
     return {name: ports[name] for name in names}
+
+
+async def _free_ports(job: SwarmJob) -> None:
+    """Those that the job names for its proxies; one of a run that was killed a moment ago is waited for. Raises ConfigError."""
+    for port in range(job.proxy.port, job.proxy.port + job.proxy.count) if job.proxy.port else ():
+        until = time.monotonic() + PORT_S
+        while True:
+            try:
+                socket.create_server((job.proxy.host, port)).close()
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise ConfigError(
+                        f"proxy.port: nobody can listen on {job.proxy.host}:{port} ({os.strerror(error.errno or 0)}); name another port or host, "
+                        f"leave the port out for a free one, or see who has it: ss -ltnp 'sport = :{port}'"
+                    ) from error
+            await asyncio.sleep(PROBE_S)
 
 
 def _resolve(

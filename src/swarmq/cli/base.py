@@ -17,6 +17,7 @@ import click
 from swarmq import __version__
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
+from swarmq.process import WORDS, exit_status
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
@@ -44,7 +45,7 @@ def private_files() -> Iterator[None]:
 
 @contextlib.contextmanager
 def friendly() -> Iterator[None]:
-    """Errors we raise on purpose become one clear line and status 1; anything else is a bug and keeps its traceback."""
+    """Errors we raise on purpose become one clear line and their status; anything else is a bug and keeps its traceback."""
     try:
         yield
     except (SwarmqError, BaseExceptionGroup) as error:
@@ -52,8 +53,8 @@ def friendly() -> Iterator[None]:
         if others:
             raise
         for line in dict.fromkeys(str(one) for one in ours):
-            click.secho(f"swarmq: {line}", fg="red", err=True)
-        sys.exit(1)
+            click.secho(f"{WORDS}{line}", fg="red", err=True)
+        sys.exit(exit_status(ours))
 
 
 def _sort(error: BaseException) -> tuple[list[BaseException], list[BaseException]]:

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 import zstandard
 
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.files import fsync_folder, mapped
 from swarmq.learner.records import SCHEMA, BatchRecord, Identity, Index, decode_record, encode_record
 
@@ -103,12 +103,12 @@ class BatchLog:
         """The batches to train after the weights of `version`, in order; records of drops alone are left out."""
         versions = [place.index.version for place in self.places if place.index.trained]
         if versions and versions[0] > version + 1:
-            raise LearnerError(
+            raise SetUpError(
                 f"{self.folder}: the log begins with version {versions[0]}, but the newest usable checkpoint is "
                 f"{version}: bring back a checkpoint of {versions[0] - 1} or later, or the removed segments"
             )
         if version > (versions[-1] if versions else 0):
-            raise LearnerError(
+            raise SetUpError(
                 f"{self.folder}: the checkpoint is of version {version}, the log ends with {versions[-1] if versions else 0}:"
                 " the log was removed or belongs elsewhere; bring it back, or start a run of another name"
             )
@@ -250,11 +250,11 @@ def _check_head(data: bytes, segment: Path, identity: Identity | None) -> int:
     except (struct.error, msgspec.MsgspecError) as error:
         raise _damaged(segment, 0, f"its head cannot be read: {error}") from error
     if head.schema > SCHEMA:
-        raise LearnerError(
+        raise SetUpError(
             f"{segment}: written by a newer swarmq (schema {head.schema}, ours is {SCHEMA}): upgrade swarmq"
         )
     if identity is not None and (difference := identity.difference(head.identity)):
-        raise LearnerError(
+        raise SetUpError(
             f"{segment}: the batch log belongs to something else: {difference}; nothing was changed. "
             "Use another run name or folder"
         )

@@ -28,7 +28,7 @@ import torch
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
 from safetensors import SafetensorError
 
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.memory import GIB, WHOLE_BYTES
@@ -185,7 +185,7 @@ def newest(folder: Path, identity: Identity) -> Checkpoint | None:
             log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
             continue
         if difference := identity.difference(manifest.identity):
-            raise LearnerError(
+            raise SetUpError(
                 f"{path}: the checkpoint belongs to something else: {difference}; nothing was changed. "
                 "Use another run name or folder"
             )
@@ -197,7 +197,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Optimizer and random numbers; the weights are the trainer's already, loaded from `checkpoint.path`."""
     state = checkpoint.path / STATE
     if not (state / OPTIMIZER).is_file():
-        raise LearnerError(
+        raise SetUpError(
             f"{state}: the optimizer was saved in parts, one for each rank, by an earlier swarmq; resume with that version, "
             "or begin another run from the weights: policies.<name>.model = this checkpoint's folder"
         )
@@ -214,7 +214,7 @@ def check(path: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         if manifest.schema > SCHEMA:
-            raise LearnerError(f"{path}: written by a newer swarmq (schema {manifest.schema}): upgrade swarmq")
+            raise SetUpError(f"{path}: written by a newer swarmq (schema {manifest.schema}): upgrade swarmq")
         for name, file in manifest.files.items():
             if (path / name).stat().st_size != file.size or sha256(path / name) != file.sha256:
                 raise DamagedError(f"{name} is not as it was written")

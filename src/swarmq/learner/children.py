@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 
 from swarmq.config import SwarmJob
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.files import mapped
 from swarmq.process import die_with_parent, free_port
 
@@ -83,6 +83,8 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
             number, status = ended.get()
             if status:
                 number, status = _first_of(number, status, ended)
+                if status == os.EX_CONFIG:
+                    raise SetUpError(f"rank {number} of {num_ranks} refuses what is set: see its last line above")
                 raise LearnerError(
                     f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start goes "
                     "on from the newest checkpoint and the batch log"

@@ -13,7 +13,7 @@ import structlog
 import torch
 
 from swarmq.config import Train
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import host
 from swarmq.learner.host import Room
 from swarmq.learner.memory import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
@@ -71,7 +71,7 @@ def looked_at(train: Train) -> Train:
 def check_groups(train: Train) -> None:
     """Raises LearnerError when the ranks of this process's world do not make whole groups of those that share passes."""
     if num_ranks() % train.context_parallel:
-        raise LearnerError(
+        raise SetUpError(
             f"train.context_parallel: {train.context_parallel} ranks share each pass, and there are {num_ranks()}: start a multiple "
             "of that many (--num-gpus, accelerate launch --num_processes), or set it to a number that divides them"
         )
@@ -81,12 +81,12 @@ def shard(source: str, train: Train) -> Sharding:
     """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
     ranks = num_ranks()
     if ranks == 1 and train.cpu_offload:
-        raise LearnerError(
+        raise SetUpError(
             "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; start two "
             "ranks or more (--num-gpus, accelerate launch --num_processes), or leave train.cpu_offload out"
         )
     if train.cpu_offload and not torch.cuda.is_available():
-        raise LearnerError(
+        raise SetUpError(
             "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "
             "train.cpu_offload out, or see why the GPU is not found (nvidia-smi, CUDA_VISIBLE_DEVICES)"
         )

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from swarmq.config import Lora, Train
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 from swarmq.learner.lora import without_adapters
 from swarmq.learner.memory import judges
 from swarmq.learner.model import load_lm, named_by, vocab_size
@@ -37,7 +37,7 @@ class Frozen:
         with named_by(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
-            raise LearnerError(
+            raise SetUpError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
             )
         lm = lm.requires_grad_(requires_grad=False)

@@ -33,7 +33,7 @@ from swarmq import logs
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import amqp_url
-from swarmq.errors import BrokerLostError, LearnerError, SwarmqError, UnroutableError
+from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
 from swarmq.learner import records, wire
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.doctor.signs import Lookout
@@ -101,9 +101,10 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -
     except* EOFError:
         log.info("trainer_gone")
     except* SwarmqError as group:
-        text = "; ".join(str(error) for error in _leaves(group))
+        errors = list(_leaves(group))
+        for_good = any(isinstance(error, SetUpError) for error in errors)
         with contextlib.suppress(ConnectionError):
-            await wire.write(writer, records.Failed(text=text))
+            await wire.write(writer, records.Failed(text="; ".join(map(str, errors)), for_good=for_good))
     finally:
         writer.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 
 CUTS = {"CP": "context", "SP": "sequence", "TP": "tensor"}
 SHARED_OUT = "ranks share a model out with train.sharding = 'full', and its passes with train.context_parallel"
@@ -27,19 +27,19 @@ def refuse_modes(environment: Mapping[str, str], *, cuda: bool) -> None:
     """`cuda`: whether there is a GPU. Raises LearnerError for what is not done by accelerate here."""
     for axis, name in CUTS.items():
         if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
-            raise LearnerError(
+            raise SetUpError(
                 f"accelerate's {name} parallelism is not available, for it needs plain causal attention over one row, and passes "
                 f"hold packed rows and trees: leave --parallelism-config-{axis.lower()}-size out. Ranks share passes of these with "
                 f"train.context_parallel = {ranks}, and the model with train.sharding = 'full'"
             )
     for variable, (option, instead) in MODES.items():
         if _is_on(environment.get(variable, "")):
-            raise LearnerError(
+            raise SetUpError(
                 f"accelerate launch {option} ({variable}={environment[variable]}) is not available, for it would change what is "
                 f"computed: leave it out of the command and of accelerate's configuration file; {instead}"
             )
     if cuda and _is_on(environment.get("ACCELERATE_USE_CPU", "")):
-        raise LearnerError(
+        raise SetUpError(
             "accelerate launch --cpu (ACCELERATE_USE_CPU): there are GPUs here, and precision and memory are planned for them: "
             "leave it out, or hide them (CUDA_VISIBLE_DEVICES='')"
         )

@@ -19,7 +19,7 @@ from typing import Protocol, Self
 import msgspec
 import structlog
 
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import records, wire
 from swarmq.process import die_with_parent
 
@@ -129,7 +129,7 @@ class Link:
             self._restart()
             return None
         if isinstance(message, records.Failed):
-            raise LearnerError(message.text)
+            raise _told(message)
         return message
 
     def _send(self, message: records.ToIO) -> None:
@@ -145,7 +145,7 @@ class Link:
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if isinstance(message := wire.receive(self._socket), records.Failed):
-                    raise LearnerError(message.text)
+                    raise _told(message)
 
     def _start(self, *, again: bool) -> None:
         self._socket, theirs = socket.socketpair()
@@ -170,3 +170,7 @@ class Link:
             )
         log.warning("io_process_died", status=status, consequence="started again; nothing is lost")
         self._start(again=True)
+
+
+def _told(message: records.Failed) -> LearnerError:
+    return (SetUpError if message.for_good else LearnerError)(message.text)

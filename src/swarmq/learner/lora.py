@@ -24,7 +24,7 @@ from torch import Tensor
 
 from swarmq.config import Lora
 from swarmq.engine.packing import Adapter, Deferred, FromFolder, Weight
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 from swarmq.learner.folders import as_in_folder
 
 ADAPTER = Path("adapter", "adapter.safetensors")
@@ -53,7 +53,7 @@ def add_lora(lm: Any, lora: Lora) -> None:
             warnings.filterwarnings("ignore", "The following (rank|alpha)_pattern keys")
             lm.add_adapter(config, adapter_name=NAME)
     except ValueError as error:
-        raise LearnerError(f"train.lora: {error}") from error
+        raise SetUpError(f"train.lora: {error}") from error
     for name, parameter in lm.named_parameters():
         if MARK in name:
             parameter.data = parameter.data.float()  # PEFT makes them of the model's type
@@ -70,7 +70,7 @@ def _check_modules(lm: Any, modules: Collection[str]) -> None:
     for wanted in modules:
         if not any(f".{name}".endswith(f".{wanted}") for name in layers):
             choices = ", ".join(sorted({name.rpartition(".")[2] for name in layers}))
-            raise LearnerError(
+            raise SetUpError(
                 f"train.lora.modules: this model has no layer {wanted!r} that takes adapters; it has {choices}"
             )
 
@@ -83,7 +83,7 @@ def check_goes_on(folder: Path, lora: Lora | None) -> None:
             told = (opened.metadata() or {}).get(SETTINGS)
         was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
     if was != lora:
-        raise LearnerError(
+        raise SetUpError(
             f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "
             "from these weights: policies.<name>.model = this folder"
         )

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.kept import Checkpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
@@ -52,7 +52,7 @@ def named_by(setting: str) -> Iterator[None]:
     try:
         yield
     except LearnerError as error:
-        raise LearnerError(f"{setting}: {error}") from error
+        raise type(error)(f"{setting}: {error}") from error
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
         "of layers that it does not have": _of_further_layers(lm, found["unexpected_keys"]),
     }
     if said := "; ".join(f"{what}: {_some(names)}" for what, names in wrong.items() if names):
-        raise LearnerError(
+        raise SetUpError(
             f"model {source}: its weights are not those that its config.json describes ({said}); fetch its files again, "
             "all of them, or correct config.json"
         )
@@ -130,18 +130,18 @@ def _drop_nothing(config: Any) -> None:
 def load_config(source: str) -> Any:
     folder = Path(source)
     if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
-        raise LearnerError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
+        raise SetUpError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
     if folder.is_dir() and not (folder / "config.json").is_file():
-        raise LearnerError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
+        raise SetUpError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
     with _refused(source, "cannot be read", "correct its config.json, or fetch its files again"):
         config = AutoConfig.from_pretrained(source)
     if hasattr(config, "vision_config"):
-        raise LearnerError(
+        raise SetUpError(
             f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "
             "(policies.*.trained = false), or train a text model"
         )
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise LearnerError(
+        raise SetUpError(
             f"model {source}: {config.model_type!r} is not a causal language model: train one whose architecture ends in ForCausalLM"
         )
     return config

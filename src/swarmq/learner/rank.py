@@ -9,6 +9,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import SwarmqError
 from swarmq.learner.children import own_rank
 from swarmq.learner.main import train
+from swarmq.process import WORDS, exit_status
 
 
 def main(job_file: str, policy: str, no_push: str) -> None:
@@ -17,7 +18,8 @@ def main(job_file: str, policy: str, no_push: str) -> None:
     try:
         train(job, policy, is_main=rank == 0, no_push=bool(int(no_push)))
     except SwarmqError as error:
-        sys.exit(f"swarmq: rank {rank}: {error}")
+        sys.stderr.write(f"{WORDS}rank {rank}: {error}\n")
+        sys.exit(exit_status([error]))
 
 
 if __name__ == "__main__":

@@ -169,6 +169,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The I/O process cannot go on, for a reason a person must see."""
 
     text: str
+    for_good: bool = False
+    """Nor could another one in its place."""
 
 
 ToIO = Hello | Next | Stepped | Phase | Warn | Kept | Stop

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 
 from swarmq.engine.same_tokens import PROBE, difference, ids_of_all, room_of_all
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 
 log = structlog.get_logger()
 
@@ -35,7 +35,7 @@ class EngineTokenizers:
             return
         for url, told in asyncio.run(ids_of_all(urls, text)).items():
             if (how := difference(told, ids)) is not None:
-                raise LearnerError(
+                raise SetUpError(
                     f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
                     "or name the model that is served in policies.*.model. What agents have sampled there means something "
                     "else to the model: if any have, begin a new run"
@@ -54,7 +54,7 @@ class EngineTokenizers:
             return
         for room in asyncio.run(room_of_all([url])).values():
             if turns_long(config, room) != ours:
-                raise LearnerError(
+                raise SetUpError(
                     f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len says "
                     f"{self._max_model_len}: {self._model} turns positions (longrope) by other factors there; set it to {room}"
                 )
@@ -67,14 +67,14 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
         return
     for told in asyncio.run(ids_of_all([url], text)).values():
         if (how := difference(told, ids)) is not None:
-            raise LearnerError(_other_family(model, url, role, how))
+            raise SetUpError(_other_family(model, url, role, how))
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
     """Raises LearnerError when the model `source` has another tokenizer than the policy `model`; one without any passes."""
     ids, told = (own_ids(each, probe_of(model)) for each in (model, source))
     if ids is not None and told is not None and (how := difference(told, ids)) is not None:
-        raise LearnerError(_other_family(model, source, role, how))
+        raise SetUpError(_other_family(model, source, role, how))
 
 
 def probe_of(model: str) -> str:

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.tracking import filter_trackers, get_available_trackers
 
 from swarmq.config import Train
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.files import mapped
 
 log = structlog.get_logger()
@@ -102,7 +102,7 @@ def check(names: Sequence[str]) -> None:
     installed = {str(each) for each in get_available_trackers()}  # called as their packages are
     missing = [name for name in names if name not in installed]
     if missing:
-        raise LearnerError(
+        raise SetUpError(
             f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"
         )
 

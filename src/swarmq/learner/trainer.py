@@ -28,7 +28,7 @@ from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.engine.packing import NamedTensors, Weight, made
-from swarmq.errors import LearnerError
+from swarmq.errors import SetUpError
 from swarmq.learner import fits, lora
 from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
@@ -116,7 +116,7 @@ class Trainer:
             max_model_len=max_model_len,
         )
         if train.layout == "tree" and policy.rows_only:
-            raise LearnerError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
+            raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
         adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
         self.model, self.optimizer = prepared(policy, self.accelerator, adamw)
@@ -460,7 +460,7 @@ def _check_cut(reasons: Mapping[str, str | None]) -> None:
     """Raises LearnerError where there is a reason why ranks cannot share the passes of a model."""
     for model, reason in reasons.items():
         if reason:
-            raise LearnerError(
+            raise SetUpError(
                 f"train.context_parallel: ranks cannot share the passes of {model} ({reason}); set it to 1, and for long calls "
                 "train.sharding = 'full'"
             )

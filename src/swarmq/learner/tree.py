@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 from transformers import AttentionInterface, PreTrainedModel
 
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import rotations, tree_attention
 from swarmq.learner.context import ALONE, Context, cut
 from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
@@ -291,7 +291,7 @@ def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> T
 def _check_noise(model: PreTrainedModel, noise: float) -> None:
     """Raises LearnerError where a model is another one while it is trained."""
     if noise > TOLERATED:
-        raise LearnerError(
+        raise SetUpError(
             f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
             "example: take the noise out of its config.json, or train another model"
         )
@@ -304,7 +304,7 @@ def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
     except GPU_FAILS:
         raise
     except Exception as error:
-        raise LearnerError(
+        raise SetUpError(
             f"{type(model).__name__} cannot compute a small example: {_words(error)}; train another model"
         ) from error
     return score_logits(logits, placed.targets, torch.ones(len(logits), device=logits.device)).logprobs

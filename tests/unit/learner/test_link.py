@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import link as link_module
 from swarmq.learner.link import MAX_DEATHS, Link, StopSignal
 from swarmq.learner.records import Batch, Hello, Kept, Stepped
@@ -123,6 +123,14 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
         one._process.wait()
         with pytest.raises(LearnerError, match="the disk is full"):
             one.next(idle=Idle(), idle_s=60)
+
+
+def test_one_that_no_other_could_replace_says_so() -> None:
+    for for_good, kind in ((True, SetUpError), (False, LearnerError)):
+        with link(f"hear(); say(records.Failed(text='another run', for_good={for_good})); hear()") as one:
+            with pytest.raises(LearnerError, match="another run") as failure:
+                one.next(idle=Idle(), idle_s=60)
+            assert failure.type is kind
 
 
 def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
