@@ -100,7 +100,7 @@ class Daemon:
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as sink:
-            self.begins_at = sink.tell()
+            self.begins_at = os.fstat(sink.fileno()).st_size
             self.process = await asyncio.create_subprocess_exec(
                 *self.argv,
                 env=os.environ | self.environment,
