@@ -225,8 +225,8 @@ async def until_step(follower: Follower, step: int) -> None:
             told = time.monotonic()
             last = {phase: round(steps[-1].get(phase, 0.0), 3) for phase in PHASES} if steps else {}
             _say(f"step {version}, {board.tokens_per_s():.0f} tokens/s sampled, {last}")
-            for _, source, text in board.warnings:
-                _say(f"warning of {source}: {text[:300]}")
+            for warned in board.warnings:
+                _say(f"warning of {warned.source}: {warned.text[:300]}")
         return version >= step
 
     await follower.until(reached)

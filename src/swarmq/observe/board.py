@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter, deque
+import re
+from collections import Counter, defaultdict, deque
 from typing import Any
 
 from swarmq.messages import Event
@@ -24,6 +25,16 @@ class Part:
 
 
 @dataclasses.dataclass
+class Warned:
+    """Something that was warned of; when only its figures change it is the same warning again."""
+
+    source: str
+    text: str
+    at: float
+    times: int = 1
+
+
+@dataclasses.dataclass
 class Board:
     """Folded state of a run; `fold` is the only way it changes."""
 
@@ -31,13 +42,13 @@ class Board:
     parts: dict[str, Part] = dataclasses.field(default_factory=dict)
     steps: dict[str, deque[dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Policy -> the newest step events' fields."""
-    evals: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
-    """(Unix time, fields) of finished evaluation episodes."""
+    evals: deque[tuple[int, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
+    """(newest weight version by then, reward) of finished evaluation episodes."""
     episodes: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
     stages: dict[str, str] = dataclasses.field(default_factory=dict)
     rounds: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
     """(Unix time, figures) of evaluation rounds."""
-    warnings: deque[tuple[float, str, str]] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
+    warnings: deque[Warned] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
     depths: dict[str, int] = dataclasses.field(default_factory=dict)
     """Queue -> messages that wait in it."""
     _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)
@@ -56,19 +67,41 @@ class Board:
                 policy = event.source.removeprefix("learner.")
                 self.steps.setdefault(policy, deque(maxlen=HISTORY)).append(event.fields)
             case "eval":
-                self.evals.append((event.at, event.fields))
+                if (reward := event.fields.get("reward")) is not None:
+                    self.evals.append((self.version, float(reward)))
             case "episode":
                 self.episodes.append((event.at, event.fields))
             case "stage":
                 self.stages[event.source] = str(event.fields.get("text", ""))
             case "warning":
-                self.warnings.append((event.at, event.source, str(event.fields.get("text", event.fields))))
+                self._warn(Warned(event.source, str(event.fields.get("text", event.fields)), event.at))
             case "evaluated":
                 self.rounds.append((event.at, event.fields))
             case "control":
-                self.warnings.append((event.at, event.source, control_line(event.fields)))
+                self.warnings.append(Warned(event.source, control_line(event.fields), event.at))
             case "weights":
                 pass  # the engine's next state says the same
+
+    def _warn(self, new: Warned) -> None:
+        for old in self.warnings:
+            if old.source == new.source and _wording(old.text) == _wording(new.text):
+                self.warnings.remove(old)
+                new.times += old.times
+                break
+        self.warnings.append(new)
+
+    @property
+    def version(self) -> int:
+        """The newest weight version of any policy that a step was heard of; 0 before the first."""
+        return max((int(steps[-1].get("version", 0)) for steps in self.steps.values()), default=0)
+
+    def held_out(self) -> tuple[int, list[float]] | None:
+        """Weight version and rewards of the newest evaluation episodes that are as many as those of the version before."""
+        by_version: defaultdict[int, list[float]] = defaultdict(list)
+        for version, reward in self.evals:
+            by_version[version].append(reward)
+        newest_two = [*by_version.items()][-2:]
+        return max(newest_two, key=lambda one: (len(one[1]), one[0]), default=None)
 
     def tokens_per_s(self) -> float:
         """Sampled tokens per second over the last RATE_WINDOW_S, all proxies together."""
@@ -90,6 +123,11 @@ class Board:
         drifted = sum(fields.get("drift_rate", 0.0) * fields.get("continued", 0) for fields in every)
         branches = sum((Counter(fields.get("branches", {})) for fields in every), Counter[str]())
         return {**sums, "drift_rate": drifted / max(sums["continued"], 1), "branches": dict(branches)}
+
+
+def _wording(text: str) -> str:
+    """Without figures, ids and times."""
+    return re.sub(r"\S*\d\S*", "#", text)
 
 
 def control_line(fields: dict[str, Any]) -> str:

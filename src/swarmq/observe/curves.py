@@ -20,9 +20,11 @@ class Mark(msgspec.Struct, frozen=True, kw_only=True):
     text: str
 
 
-def read_events(path: Path) -> Iterator[Event]:
-    """The events in a run's event file; lines that a crash or a full disk has cut are left out."""
+def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[Event]:
+    """The events in a run's event file, or at its end; lines that a crash or a full disk has cut are left out."""
     with path.open("rb") as lines:
+        if last_bytes is not None:
+            lines.seek(max(0, path.stat().st_size - last_bytes))
         for line in lines:
             with contextlib.suppress(msgspec.DecodeError):
                 yield msgspec.json.decode(line, type=Event)

@@ -1,6 +1,7 @@
 """Following a run: its events into a board and a file, its queue depths beside them.
 
-broker events ──> listen ──> board.fold ──> screen.draw (every half second)
+events.jsonl ───> recall ──┐   what lasts of earlier, so that a board that is opened late has it
+broker events ──> listen ──┴> board.fold ──> screen.draw (every half second)
                       └────> events.jsonl         (`recorded`: those that last, without a board)
 broker depths ──> poll ────> board.depths
 """
@@ -23,6 +24,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
 from swarmq.messages import Event, EventName
 from swarmq.observe.board import Board
+from swarmq.observe.curves import read_events
 from swarmq.observe.screen import draw
 
 log = structlog.get_logger()
@@ -31,6 +33,8 @@ POLL_S = 2.0
 FRAMES_PER_S = 2
 LASTING = frozenset[EventName]({"step", "evaluated", "control", "warning"})
 """Events that are kept when nobody watches; the others say twice a second how things are, or tell of each episode."""
+RECALLED_BYTES = 8 * 1024 * 1024
+"""So much of the end of the event file is read when a board is opened: more steps than a curve shows."""
 GLANCE_S = 3.0
 """Parts describe themselves every two seconds."""
 
@@ -135,11 +139,28 @@ async def _listen(
     with contextlib.ExitStack() as files:
         sink = files.enter_context(record.open("ab", buffering=0)) if record else None
         async with broker.events(job.run) as events:
+            recalled = await asyncio.to_thread(_recall, job)
+            for event in recalled:
+                follower.fold(event)
+            known = {(event.source, event.name, event.at) for event in recalled}  # heard, too, while the file was read
             listening.set()
             async for event in events:
-                follower.fold(event)
+                if (event.source, event.name, event.at) not in known:
+                    follower.fold(event)
                 if sink:
                     sink.write(msgspec.json.encode(event) + b"\n")
+
+
+def _recall(job: SwarmJob) -> list[Event]:
+    """The newest of the run's events that last, from its event file; none where it cannot be read."""
+    try:
+        events = read_events(job.run_folder.events, last_bytes=RECALLED_BYTES)
+        return [event for event in events if event.name in LASTING]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        log.warning("events_not_recalled", path=str(job.run_folder.events), error=str(error))
+        return []
 
 
 async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:

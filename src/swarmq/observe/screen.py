@@ -15,17 +15,22 @@ from swarmq.observe.board import Board, sparkline
 
 STALE_S = 15.0
 """A part that has not spoken for this long is shown as silent."""
+WIDE = 110
+"""Columns of a terminal that has room for DETAILS in the learners' table."""
+DETAILS = ("k3", "wait/train/push s", "pause ms")
+DAY_S = 86_400.0
+NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
 
 def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
     """The whole screen: learners, episodes, queues, warnings."""
-    parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board)]
+    parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board, width)]
     if any(len(_kinds_of(steps)) > 1 for steps in board.steps.values()):
         parts.append(_kinds(board, width))
     if board.rounds:
         parts.append(_rounds(board, width))
     if board.warnings:
-        parts.append(_warnings(board))
+        parts.append(_warnings(board, now))
     return Panel(Group(*parts), title=f"swarmq · {board.run}", border_style="cyan", width=min(width, 120))
 
 
@@ -44,27 +49,53 @@ def _headline(board: Board, now: float) -> Text:
 
 
 def _learners(board: Board, width: int) -> RenderableType:
-    table = Table(box=None, padding=(0, 2), expand=True)
-    for column in ("policy", "phase", "step", "reward", "loss", "k3", "wait/train/push s", "pause ms"):
-        table.add_column(column, justify="left" if column in {"policy", "phase"} else "right")
-    table.add_column("reward by step", ratio=1)
+    """A row per policy; where there is no room for DETAILS, they make a table of their own."""
+    wide = width >= WIDE
     policies = sorted({*board.steps, *(s.removeprefix("learner.") for s in board.parts if s.startswith("learner."))})
+    table, below = _table(policy=policies), _table(policy=policies)
+    below.expand = False
+    table.add_column("phase", no_wrap=True, width=PHASE_WIDTH)
+    for column in ("step", "reward", "loss"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in DETAILS:
+        (table if wide else below).add_column(column, justify="right", no_wrap=True)
+    _add_curve(table, "reward by step")
     for policy in policies:
         state = board.part(f"learner.{policy}")
         steps = list(board.steps.get(policy, ()))
         last = steps[-1] if steps else {}
         rewards = [float(reward) for step in steps if (reward := step.get("reward")) is not None]
+        details = _details(last)
         table.add_row(
             policy,
             str(state.get("phase", "-")),
             str(last.get("version", state.get("version", 0))),
             f"{rewards[-1]:.3f}" if rewards else "-",
             _figure(last, "loss", ".4f"),
-            _figure(last, "kl_k3", ".1e"),
-            "/".join(f"{last.get(k, 0.0):.1f}" for k in ("wait_s", "train_s", "push_s")) if last else "-",
-            f"{1e3 * float(last.get('pause_s', 0.0)):.0f}" if last else "-",
-            Text(sparkline(rewards, max(10, width // 4), low=0.0), style="green"),
+            *(details if wide else ()),
+            _curve(rewards, width),
         )
+        below.add_row(policy, *details)
+    return table if wide or not board.steps else Group(table, below)
+
+
+def _details(step: Mapping[str, Any]) -> list[str]:
+    """The values of DETAILS."""
+    if not step:
+        return ["-"] * len(DETAILS)
+    return [
+        _figure(step, "kl_k3", ".1e"),
+        "/".join(f"{step.get(name, 0.0):.1f}" for name in ("wait_s", "train_s", "push_s")),
+        f"{1e3 * float(step.get('pause_s', 0.0)):.0f}",
+    ]
+
+
+def _table(**names: Iterable[str]) -> Table:
+    """With a column for each heading, wide enough for its names and not for the longest there can be."""
+    table = Table(box=None, padding=(0, 1), expand=True)
+    for heading, those in names.items():
+        widest = max(map(len, [heading, *those]))
+        table.add_column(heading, no_wrap=True, width=min(widest, NAME_WIDTH))
     return table
 
 
@@ -74,39 +105,56 @@ def _figure(fields: Mapping[str, Any], name: str, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _flow(board: Board) -> RenderableType:
+def _add_curve(table: Table, heading: str) -> None:
+    table.add_column(heading, ratio=1, min_width=CURVE_WIDTH, no_wrap=True)
+
+
+def _curve(values: list[float], width: int) -> Text:
+    return Text(sparkline(values, max(CURVE_WIDTH, width // 4), low=0.0), style="green")
+
+
+def _flow(board: Board, width: int) -> RenderableType:
     collector, proxy = board.part("collector"), board.proxies()
-    left = Table(box=None, show_header=False, padding=(0, 2))
+    left = Table(box=None, show_header=False, padding=(0, 1))
     for label in ("begun", "open", "finished", "forwarded", "trained", "eval_finished", "duplicates"):
         left.add_row(label.replace("_", " "), str(collector.get(label, 0)))
     for reason, count in sorted((collector.get("dropped") or {}).items()):
         left.add_row(f"dropped: {reason}", str(count))
-    middle = Table(box=None, show_header=False, padding=(0, 2))
+    middle = Table(box=None, show_header=False, padding=(0, 1))
     middle.add_row("sampled tokens/s", f"{board.tokens_per_s():,.0f}")
     for label in ("calls", "open_calls", "sampled_tokens", "errors", "repaired"):
         middle.add_row(label.replace("_", " "), f"{proxy[label]:,}")
     middle.add_row("drift", f"{proxy['drift_rate']:.1%}")
     for reason, count in sorted(proxy["branches"].items()):
         middle.add_row(f"branch: {reason.replace('_', ' ')}", f"{count:,}")
-    if board.evals:
-        rewards = [float(fields.get("reward") or 0.0) for _, fields in board.evals]
-        middle.add_row("held-out reward", f"{sum(rewards) / len(rewards):.3f} (last {len(rewards)})")
-    right = Table(box=None, show_header=False, padding=(0, 2))
-    for queue, ready in sorted(board.depths.items()):
-        right.add_row(queue.removeprefix(f"swarmq.{board.run}."), f"{ready:,}")
+    if held_out := board.held_out():
+        version, rewards = held_out
+        middle.add_row(f"held-out, version {version}", f"{sum(rewards) / len(rewards):.3f} (n={len(rewards)})")
+    queues = {queue.removeprefix(f"swarmq.{board.run}."): ready for queue, ready in sorted(board.depths.items())}
+    if width >= WIDE:
+        right = Table(box=None, show_header=False, padding=(0, 1))
+        for queue, ready in queues.items():
+            right.add_row(queue, f"{ready:,}")
+        return _side_by_side({"episodes": left, "proxies": middle, "waiting in queues": right})
+    waiting = ", ".join(f"{queue} {ready:,}" for queue, ready in queues.items())
+    below = Text.assemble(("waiting in queues: ", "bold"), waiting)
+    return Group(_side_by_side({"episodes": left, "proxies": middle}), below)
+
+
+def _side_by_side(parts: Mapping[str, RenderableType]) -> Table:
     columns = Table(box=None, expand=True)
-    for title in ("episodes", "proxies", "waiting in queues"):
+    for title in parts:
         columns.add_column(title, ratio=1)
-    columns.add_row(left, middle, right)
+    columns.add_row(*parts.values())
     return columns
 
 
 def _kinds(board: Board, width: int) -> RenderableType:
     """What each kind of task had of the newest batch, and how its reward came to be."""
-    table = Table(box=None, padding=(0, 2), expand=True)
-    for column in ("policy", "kind", "groups in the batch", "reward", "solved"):
-        table.add_column(column, justify="left" if column in {"policy", "kind"} else "right")
-    table.add_column("reward by step", ratio=1)
+    table = _table(policy=board.steps, kind=[kind for steps in board.steps.values() for kind in _kinds_of(steps)])
+    for column in ("groups", "reward", "solved"):
+        table.add_column(column, justify="right", no_wrap=True)
+    _add_curve(table, "reward by step")
     for policy, steps in sorted(board.steps.items()):
         last = steps[-1]
         for kind in _kinds_of(steps):
@@ -119,7 +167,7 @@ def _kinds(board: Board, width: int) -> RenderableType:
                 str(last.get("groups_by_kind", {}).get(kind, 0)),
                 f"{history[-1]:.3f}" if history else "-",
                 "-" if solved is None else f"{solved:.1%}",
-                Text(sparkline(history, max(10, width // 4), low=0.0), style="green"),
+                _curve(history, width),
             )
     return table
 
@@ -129,16 +177,17 @@ def _kinds_of(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _rounds(board: Board, width: int) -> RenderableType:
-    """The newest evaluation by kind, with 95 % intervals, and how pass@1 came to be."""
+    """The newest evaluation by kind, with 95 % intervals, and how the reward came to be."""
     newest = board.rounds[-1][1]
     lost = newest.get("missing", 0) + newest.get("given_up", 0)
-    title = f"evaluation at step {newest['version']}" + (f" ({lost} attempts without a result)" if lost else "")
-    table = Table(box=None, padding=(0, 2), expand=True)
-    for column in (title, "tasks", "reward", "pass@k"):
-        table.add_column(column)
-    table.add_column("by round", ratio=1)
+    title = f" evaluation at step {newest['version']}" + (f" ({lost} attempts without a result)" if lost else "")
+    table = _table(kind=newest["kinds"])
+    for column in ("tasks", "reward"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("pass@k", no_wrap=True)
+    _add_curve(table, "reward by round")
     for kind, figures in newest["kinds"].items():
-        passed = "  ".join(
+        passed = "\n".join(
             f"@{k} {one['value']:.1%} [{one['low']:.1%}, {one['high']:.1%}]" for k, one in figures["pass"].items()
         )
         history = [
@@ -147,15 +196,16 @@ def _rounds(board: Board, width: int) -> RenderableType:
             if earlier["kinds"].get(kind, {}).get("reward") is not None
         ]
         reward = "-" if figures["reward"] is None else f"{figures['reward']:.3f}"
-        curve = Text(sparkline(history, max(10, width // 4), low=0.0), style="green")
-        table.add_row(kind, str(figures["tasks"]), reward, passed or "-", curve)
-    return table
+        table.add_row(kind, str(figures["tasks"]), reward, passed or "-", _curve(history, width))
+    return Group(Text(title, "bold"), table)
 
 
-def _warnings(board: Board) -> Text:
+def _warnings(board: Board, now: float) -> Text:
     text = Text()
-    for at, source, warning in board.warnings:
-        text.append(time.strftime("%H:%M:%S ", time.localtime(at)), style="dim")
-        text.append(f"{source}: {warning}\n", style="yellow")
+    for warned in board.warnings:
+        pattern = "%H:%M:%S " if now - warned.at < DAY_S else "%Y-%m-%d %H:%M "
+        text.append(time.strftime(pattern, time.localtime(warned.at)), style="dim")
+        text.append(f"{warned.source}: {warned.text}", style="yellow")
+        text.append(f" ({warned.times} times)\n" if warned.times > 1 else "\n", style="dim")
     text.rstrip()
     return text

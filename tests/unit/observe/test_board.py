@@ -16,9 +16,9 @@ def event(name, source="learner.main", at=0.0, **fields):
     return Event(run="r", source=source, name=name, at=at, fields=fields)
 
 
-def text_of(board, now=0.0):
-    console = Console(file=io.StringIO(), width=120)
-    console.print(draw(board, now=now, width=120))
+def text_of(board, now=0.0, width=120):
+    console = Console(file=io.StringIO(), width=width)
+    console.print(draw(board, now=now, width=width))
     return console.file.getvalue()
 
 
@@ -129,3 +129,57 @@ def test_a_sparkline_rises_where_the_values_rise():
     assert len(sparkline([float(i) for i in range(1000)], 40)) <= 40
     assert sparkline([], 10) == ""
     assert set(sparkline([2.0, 2.0], 10)) == {BLOCKS[0]}
+
+
+@pytest.mark.parametrize("width", [80, 100, 109, 110, 120])
+def test_no_figure_or_heading_is_cut_at_any_usual_width(width):
+    board = Board(run="r")
+    timings = {"wait_s": 123.4, "train_s": 56.7, "push_s": 8.9, "pause_s": 0.25}
+    kinds = {"product": 0.25, "sum": 0.75}
+    for version in range(100, 164):
+        figures = {"reward": version / 200, "loss": -0.1234, "kl_k3": 1.5e-3, "reward_by_kind": kinds}
+        board.fold(event("step", version=version, **figures, **timings))
+    board.fold(event("state", phase="training", version=163))
+    board.fold(event("state", source="collector", dropped={"equal_rewards": 104}))
+    passed = {k: {"value": 0.5, "low": 0.25, "high": 0.75} for k in ("1", "4")}
+    drawn = {"sum": {"tasks": 8, "reward": 0.5, "pass": passed}}
+    board.fold(event("evaluated", "collector", version=160, missing=3, kinds=drawn))
+    shown = text_of(board, width=width)
+    expected = ("policy", "training", "163", "0.815", "-0.1234", "1.5e-03", "123.4/56.7/8.9", "250", "reward by step")
+    expected += ("wait/train/push s", "pause ms", "k3", "dropped: equal_rewards", "@4 50.0% [25.0%, 75.0%]", "by round")
+    assert "…" not in shown
+    assert [words for words in expected if words not in shown] == []
+    assert [len(line) for line in shown.splitlines()] == [width] * len(shown.splitlines())
+    assert max(len(curve) for curve in re.findall(f"[{BLOCKS}]+", shown)) >= 10
+
+
+def test_a_warning_that_comes_again_with_other_figures_is_one_line():
+    board = Board(run="r")
+    board.fold(event("warning", source="up", text="learner.main died"))
+    for seconds in (60, 121, 181):
+        board.fold(event("warning", text=f"learner main has waited {seconds} s for whole groups"))
+    board.fold(event("warning", source="up", text="collector died"))
+    shown = text_of(board)
+    assert "has waited 181 s for whole groups (3 times)" in shown
+    assert "60 s" not in shown
+    assert shown.index("learner.main died") < shown.index("181 s") < shown.index("collector died")
+
+
+def test_a_warning_of_another_day_has_its_date():
+    board = Board(run="r")
+    board.fold(event("warning", at=1e9, text="old"))
+    assert "2001-09-" not in text_of(board, now=1e9 + 60)
+    assert "2001-09-" in text_of(board, now=1e9 + 1e6)
+
+
+def test_held_out_rewards_are_of_one_weight_version_and_never_of_attempts_without_a_reward():
+    board = Board(run="r")
+    for reward in (0.0, 0.0, 0.5, None):
+        board.fold(event("eval", "collector", reward=reward))
+    board.fold(event("step", version=8))
+    board.fold(event("eval", "collector", reward=1.0))
+    assert board.held_out() == (0, [0.0, 0.0, 0.5]), "the newer one is not complete yet"
+    for reward in (1.0, 0.5):
+        board.fold(event("eval", "collector", reward=reward))
+    assert board.held_out() == (8, [1.0, 1.0, 0.5])
+    assert re.search(r"held-out, version 8 +0\.833 \(n=3\)", text_of(board))

@@ -1,4 +1,4 @@
-"""What is kept of a run's events when nobody watches."""
+"""What is kept of a run's events when nobody watches, and what a board that is opened late has of it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.learner.doctor.signs import signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
-from swarmq.observe.monitor import recorded
+from swarmq.observe.monitor import follow, recorded
 from swarmq.testing import MemoryBroker
 
 
@@ -23,7 +24,7 @@ def job(folder: Path) -> SwarmJob:
 
 
 def event(name: EventName, version: int) -> Event:
-    return Event(run="r", source="learner.main", name=name, at=0.0, fields={"version": version})
+    return Event(run="r", source="learner.main", name=name, at=float(version), fields={"version": version})
 
 
 async def written(path: Path, *, steps: int) -> None:
@@ -72,3 +73,31 @@ async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> N
     settings.run_folder.events.mkdir()
     async with asyncio.timeout(30), recorded(settings, broker):
         await broker.emit(event("step", 1))
+
+
+async def test_a_board_that_is_opened_late_has_the_steps_before_and_no_step_twice(tmp_path: Path) -> None:
+    settings, broker = job(tmp_path), MemoryBroker()
+    async with recorded(settings, broker):
+        for one in (event("step", 1), event("state", 1), event("warning", 1), event("step", 2)):
+            await broker.emit(one)
+        await written(settings.run_folder.events, steps=2)
+    async with asyncio.timeout(30), follow(settings, broker) as follower:
+        assert not follower.board.parts, "what a part said of itself long ago is no sign of life"
+        assert [warned.source for warned in follower.board.warnings] == ["learner.main"]
+        await broker.emit(event("step", 2))  # on its way when the file was read
+        await broker.emit(event("step", 3))
+        await follower.until(lambda board: board.version == 3)
+        assert [step["version"] for step in follower.board.steps["main"]] == [1, 2, 3]
+
+
+async def test_only_the_end_of_a_long_event_file_is_read(tmp_path: Path) -> None:
+    path = job(tmp_path).run_folder.events
+    path.write_bytes(b"".join(msgspec.json.encode(event("step", version)) + b"\n" for version in range(10, 99)))
+    line = path.stat().st_size // 89
+    newest = [one.fields["version"] for one in read_events(path, last_bytes=3 * line + 5)]
+    assert newest == [96, 97, 98]
+
+
+async def test_a_run_without_an_event_file_has_a_board(tmp_path: Path) -> None:
+    async with asyncio.timeout(30), follow(job(tmp_path), MemoryBroker()) as follower:
+        assert not follower.board.steps
