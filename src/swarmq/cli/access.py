@@ -159,7 +159,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     multiple=True,
     help="rollout: begin and end episodes; read: status, episodes, metrics; admin: all, and engines.",
 )
-@click.option("--name", default="operator", show_default=True, help="Who it is for; episodes begun with it say so.")
+@click.option("--name", show_default="operator", help="Who it is for; episodes begun with it say so.")
 @click.option(
     "--days",
     default=30.0,
@@ -168,7 +168,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     help="How long it is valid.",
 )
 @click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
-def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke: bool) -> None:
+def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
     """Print an operator token for the proxy's control routes (docs/control.md), or revoke those of a name.
 
     \b
@@ -179,9 +179,12 @@ def token(run: Path, roles: tuple[Role, ...], name: str, days: float, *, revoke:
     from swarmq.members import Members, read_members
 
     job, folder = resolved(run), RunFolder(run)
-    member = keys.operator_member(name)
     if revoke == bool(roles):
         raise ConfigError("--role: say what the token is for; or --revoke, without roles")
+    if revoke and name is None:
+        raise ConfigError("--revoke: say whose tokens with --name; they are refused for good, and the name with them")
+    name = "operator" if name is None else name
+    member = keys.operator_member(name)
     if revoke:
         with Members.open(folder.clients) as members:
             members.remove(member, now=time.time())

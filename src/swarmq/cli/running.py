@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled
+from swarmq.cli.settings import all_settings
 from swarmq.config import SwarmJob
 
 
@@ -53,7 +54,7 @@ def demo(
 @main.command()
 @JOB
 @SETS
-@click.option("--show", is_flag=True, help="Print every resolved setting as TOML and stop.")
+@click.option("--show", is_flag=True, help="Print every setting as TOML, those that are off as comments, and stop.")
 def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     """Start every part of a job on this host and keep it running until Ctrl-C.
 
@@ -66,7 +67,7 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     """
     settings = SwarmJob.load(job, sets=sets)
     if show:
-        click.echo(settings.to_toml(), nl=False)
+        click.echo(all_settings(settings), nl=False)
         return
     need("proxy")
     need("learner")

@@ -145,6 +145,12 @@ def test_a_token_is_made_for_roles_or_revoked(run, arguments):
     assert (done.exit_code, "--role: say what the token is for" in done.output) == (1, True)
 
 
+def test_no_name_is_revoked_that_was_not_said(run):
+    done = swarmq("token", run, "--revoke")
+    assert (done.exit_code, "--revoke: say whose tokens with --name" in done.output) == (1, True)
+    assert swarmq("token", run, "--role", "read").exit_code == 0, "the default name is as good as before"
+
+
 @pytest.mark.parametrize("name", ["", "Ada", "a b", "../a"])
 def test_a_token_and_a_viewer_have_a_name_that_can_be_said_again(run, name):
     for command in ("token", "viewer"):

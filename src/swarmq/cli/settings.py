@@ -1,0 +1,100 @@
+"""A job as TOML with every setting there is; those that are off stand in it as comments, so that it loads to the same job."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import msgspec.inspect
+import tomli_w
+
+from swarmq.config import Settings, SwarmJob
+
+Path = tuple[str, ...]
+
+
+def all_settings(job: SwarmJob) -> str:
+    """What `swarmq up --show` prints."""
+    return "".join(f"{line}\n" for line in _section(job, ())).lstrip("\n")
+
+
+def _section(settings: Settings, path: Path, *, one_of_many: bool = False) -> Iterator[str]:
+    """Its own values first: in TOML, what stands below the heading of a subsection belongs to that."""
+    if path:
+        heading = f"[{'.'.join(path)}]"
+        yield from ("", f"[{heading}]" if one_of_many else heading)
+    below: list[str] = []
+    for field in _fields(type(settings)):
+        value, name, there = getattr(settings, field.name), field.encode_name, (*path, field.encode_name)
+        if isinstance(value, Settings):
+            below += _section(value, there)
+        elif not value and (inside := _settings_in(field.type)):
+            below += _off(inside, _example(field.type, there), "off")
+        elif value is None:
+            yield f"# {name} = ...  # not set"
+        elif _settings_in(field.type):
+            for key, one in value.items() if isinstance(value, dict) else ():
+                below += _section(one, (*there, key))
+            for one in value if isinstance(value, tuple) else ():
+                below += _section(one, there, one_of_many=True)
+        elif isinstance(value, dict):
+            below += ["", *_toml(there, value)]
+        else:
+            yield from _toml((name,), msgspec.to_builtins(value))
+    yield from below
+
+
+def _off(kind: type, heading: str, why: str) -> Iterator[str]:
+    """A section that there is not, with what it would be."""
+    yield from ("", f"# {heading}  # {why}")
+    below: list[str] = []
+    for field in _fields(kind):
+        if inside := _settings_in(field.type):
+            below += _off(inside, _example(field.type, (*heading.strip("[]").split("."), field.encode_name)), "needed")
+        elif field.required:
+            yield f"# {field.encode_name} = ...  # needed"
+        elif field.default is None:
+            yield f"# {field.encode_name} = ...  # not set"
+        else:
+            yield from (f"# {line}" for line in _toml((field.encode_name,), msgspec.to_builtins(field.default)))
+    yield from below
+
+
+def _example(kind: msgspec.inspect.Type, path: Path) -> str:
+    """The heading that a section of this type would have."""
+    match _without_none(kind):
+        case msgspec.inspect.DictType():
+            return f"[{'.'.join(path)}.NAME]"
+        case msgspec.inspect.VarTupleType():
+            return f"[[{'.'.join(path)}]]"
+    return f"[{'.'.join(path)}]"
+
+
+def _fields(kind: type) -> tuple[msgspec.inspect.Field, ...]:
+    found = msgspec.inspect.type_info(kind)
+    assert isinstance(found, msgspec.inspect.StructType)
+    return found.fields
+
+
+def _settings_in(kind: msgspec.inspect.Type) -> type | None:
+    """The class of the settings that a value of this type is or holds."""
+    match _without_none(kind):
+        case msgspec.inspect.StructType(cls=found):
+            return found
+        case msgspec.inspect.DictType(value_type=inner) | msgspec.inspect.VarTupleType(item_type=inner):
+            return _settings_in(inner)
+    return None
+
+
+def _without_none(kind: msgspec.inspect.Type) -> msgspec.inspect.Type:
+    if isinstance(kind, msgspec.inspect.UnionType):  # all of ours are of one type and None
+        return next(one for one in kind.types if not isinstance(one, msgspec.inspect.NoneType))
+    return kind
+
+
+def _toml(path: Path, value: Any) -> list[str]:
+    tree: Any = value
+    for name in reversed(path):
+        tree = {name: tree}
+    return tomli_w.dumps(tree).splitlines()
