@@ -168,6 +168,31 @@ async def test_a_request_that_cannot_be_meant_is_400_and_sends_nothing(stage, pa
 
 
 @pytest.mark.parametrize(
+    ("path", "body", "param", "says"),
+    [
+        ("/episodes", None, "task_id", "task_id: needed"),
+        ("/episodes", {}, "task_id", "task_id: needed"),
+        ("/engines/add", None, "policy", "policy: needed"),
+        ("/engines/add", {"policy": "main"}, "url", "url: needed"),
+        ("/episodes", {"task_id": "t", "colour": 1}, "colour", "colour: unknown; there are task_id, repeat, epoch, "),
+        ("/episodes", {"task_id": "t", "wait_s": 1e9}, "wait_s", "wait_s: Expected `float` <= 120.0"),
+        ("/episodes/e/end", None, "policies", "another proxy began this episode"),
+        ("/episodes/e/abort", [], "body", "body: Expected `object`, got `array`"),
+    ],
+)
+async def test_a_refusal_names_the_field(stage, path, body, param, says):
+    status, answer = await call(stage, "POST", path, body, roles=("admin",))
+    assert (status, answer["error"]["param"], answer["error"]["message"][: len(says)]) == (400, param, says)
+
+
+async def test_an_empty_body_says_nothing_where_all_is_optional(stage):
+    await call(stage, "POST", "/episodes", BEGIN)
+    status, ended = await call(stage, "POST", "/episodes/e-1/abort")
+    assert (status, ended["status"]) == (200, "aborted")
+    assert await call(stage, "POST", "/episodes/e-1/abort", {}) == (200, {**ended, "repeated": True})
+
+
+@pytest.mark.parametrize(
     ("made", "status"),
     [
         (token("read"), 403),

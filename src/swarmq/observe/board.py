@@ -126,8 +126,8 @@ class Board:
 
 
 def _wording(text: str) -> str:
-    """Without figures, ids and times."""
-    return re.sub(r"\S*\d\S*", "#", text)
+    """Without figures and ids of episodes; numbers in names stay."""
+    return re.sub(r"[0-9a-f-]{32,}|(?<![\w./-])-?\d+(\.\d+)?", "#", text)
 
 
 def control_line(fields: dict[str, Any]) -> str:

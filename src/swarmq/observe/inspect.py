@@ -90,7 +90,8 @@ class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
     episodes: int
     groups: int
     dropped: dict[str, int]
-    reward: float | None
+    reward_trained: float | None
+    """Mean over its episodes, which those with equal rewards are not among; `reward` of `step` events counts them."""
     drift: Drift
     at: float
     first_episode: str
@@ -120,7 +121,7 @@ def read_batches(log: Path) -> Iterator[BatchRow]:
             episodes=len(index.trained),
             groups=len({episode.group_id for episode in episodes}),
             dropped=dict(Counter(index.dropped.values())),
-            reward=sum(episode.reward for episode in episodes) / len(episodes) if episodes else None,
+            reward_trained=sum(episode.reward for episode in episodes) / len(episodes) if episodes else None,
             drift=Drift.of(turn for episode in episodes for turn in episode.turns),
             at=index.at,
             first_episode=episodes[0].episode_id if episodes else "",

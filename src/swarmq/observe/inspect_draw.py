@@ -39,14 +39,14 @@ Styled = tuple[str, str]
 def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
     """A row per record; below, why episodes were dropped and how much drifted in all of them together."""
     rows = list(batches)
-    headings = ("step", "episodes", "groups", "dropped", "reward", "drift", "logged", "episode")
+    headings = ("step", "episodes", "groups", "dropped", "reward trained", "drift", "logged", "episode")
     cells = [
         (
             "-" if row.step is None else str(row.step),
             str(row.episodes),
             str(row.groups),
             str(sum(row.dropped.values())),
-            "" if row.reward is None else f"{row.reward:.3f}",
+            "" if row.reward_trained is None else f"{row.reward_trained:.3f}",
             f"{row.drift.rate:.1%}" if row.drift.continued else "",
             datetime.fromtimestamp(row.at).astimezone().strftime("%H:%M:%S"),
             row.first_episode[-SHORT:],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Container
 from typing import Annotated, Any, cast
@@ -36,6 +37,9 @@ PATH = "/v1/control"
 SECURITY = "operatorToken"
 OPERATOR = "swarmq_operator"
 BY_CLIENT = "swarmq_by_client"
+
+NO_END, NO_WORDS = EndRequest(), AbortRequest()
+"""What an empty body says."""
 
 Connection = ASGIConnection[Any, Any, Any, Any]
 Guard = Callable[[Connection, BaseRouteHandler], None]
@@ -181,7 +185,7 @@ def control_routes(
         **common,
     )
     async def end(
-        episode_id: EpisodeId, data: Annotated[EndRequest, Body()], request: Request[Any, Any, Any]
+        episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[EndRequest, Body()] = NO_END
     ) -> EndedEpisode:
         """End an episode with its reward; answered when the broker has confirmed it. Repeatable."""
         return await control.end(episode_id, data, client_id=_client_id(request))
@@ -195,7 +199,7 @@ def control_routes(
         **common,
     )
     async def abort(
-        episode_id: EpisodeId, data: Annotated[AbortRequest, Body()], request: Request[Any, Any, Any]
+        episode_id: EpisodeId, request: Request[Any, Any, Any], data: Annotated[AbortRequest, Body()] = NO_WORDS
     ) -> EndedEpisode:
         """Give an episode up: never trained, never a reward of 0. Repeatable."""
         return await control.abort(episode_id, data, client_id=_client_id(request))
@@ -247,10 +251,32 @@ def _check_name(request: Request[Any, Any, Any], client_id: str | None) -> None:
         )
 
 
-def _refuse_invalid(_: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
+def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException) -> Response[Any]:
     """Which field is wrong, and how."""
     flaws = error.extra if isinstance(error.extra, list) else []
-    words = "; ".join(f"{flaw.get('key', 'body')}: {flaw.get('message')}" for flaw in flaws) or error.detail
-    param = str(flaws[0].get("key")) if flaws and flaws[0].get("key") else None
-    refusal = refusal_of(RefusedError(words, param=param))
+    told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
+    words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
+    refusal = refusal_of(RefusedError(words, param=told[0][0] if told else None))
     return Response(refusal.body, status_code=refusal.status)
+
+
+def _field_and_flaw(key: str, flaw: str, request: Request[Any, Any, Any]) -> tuple[str, str]:
+    """Litestar calls the body `data`, and says of one that is missing nothing but that."""
+    if key != "data":
+        return key, flaw
+    body = request.route_handler.parsed_fn_signature.parameters["data"].annotation
+    if flaw == "'data'":
+        flaw = _flaw_of_nothing(body)
+    if named := re.fullmatch(r"Object (missing required|contains unknown) field `(.+)`", flaw):
+        there = ", ".join(one.encode_name for one in msgspec.structs.fields(body))
+        return named[2], "needed" if named[1].startswith("missing") else f"unknown; there are {there}"
+    return "body", flaw
+
+
+def _flaw_of_nothing(body: type) -> str:
+    """What is wrong with an empty body, which counts as `{}`."""
+    try:
+        msgspec.convert({}, body)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return "missing"

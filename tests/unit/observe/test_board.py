@@ -155,14 +155,17 @@ def test_no_figure_or_heading_is_cut_at_any_usual_width(width):
 
 def test_a_warning_that_comes_again_with_other_figures_is_one_line():
     board = Board(run="r")
-    board.fold(event("warning", source="up", text="learner.main died"))
+    for number in (0, 1):
+        board.fold(event("warning", source="up", text=f"engine.main.{number} died with status -9"))
     for seconds in (60, 121, 181):
         board.fold(event("warning", text=f"learner main has waited {seconds} s for whole groups"))
     board.fold(event("warning", source="up", text="collector died"))
     shown = text_of(board)
     assert "has waited 181 s for whole groups (3 times)" in shown
     assert "60 s" not in shown
-    assert shown.index("learner.main died") < shown.index("181 s") < shown.index("collector died")
+    assert (
+        shown.index("main.0 died") < shown.index("main.1 died") < shown.index("181 s") < shown.index("collector died")
+    )
 
 
 def test_a_warning_of_another_day_has_its_date():

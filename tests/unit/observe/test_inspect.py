@@ -304,6 +304,7 @@ def inspect(*arguments):
 
 def test_the_list_of_batches_says_what_was_dropped_and_how_much_drifted(run):
     listing = inspect(run)
+    assert "reward trained" in listing.splitlines()[0]
     assert "dropped: stale 2, over_budget 1\n" in listing
     assert "8 of 12 turns had one to continue: 25.0% drifted, 2 repaired, branches: none" in listing
     assert "…" not in listing
@@ -315,7 +316,7 @@ def test_the_list_of_batches_says_what_was_dropped_and_how_much_drifted(run):
 def test_the_list_of_batches_fits_80_columns_with_large_figures():
     reasons = {"over_budget": 12_345, "truncated_sampling": 20, "overlong": 3}
     row = BatchRow(
-        step=123_456, episodes=99_999, groups=12_345, dropped=reasons, reward=-12.3456,
+        step=123_456, episodes=99_999, groups=12_345, dropped=reasons, reward_trained=-12.3456,
         drift=Drift(turns=10, continued=10, drifted=10), at=0.0, first_episode=new_id(),
     )  # fmt: skip
     lines = text_of(draw_batches([row])).splitlines()
