@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, SupportsFloat, SupportsIndex
 
 import msgspec
@@ -13,6 +13,10 @@ from swarmq.messages import RESPONSE, EpisodeBegin, EpisodeEnd
 
 MAX_REASON = 4000
 """Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
+
+
+MAX_REWARD = 3.4028234e38
+"""What the learner computes in, float32, has nothing beyond."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -40,9 +44,9 @@ class Ends(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[str, ...]
 
 
-def as_outcome(returned: Any) -> Outcome:
-    """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else."""
-    return returned if isinstance(returned, Outcome) else Outcome(reward=number("reward", returned))
+def as_outcome(returned: Any, name: str = "reward") -> Outcome:
+    """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else, calling it `name`."""
+    return returned if isinstance(returned, Outcome) else Outcome(reward=reward_of(name, returned))
 
 
 def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection[str] = ()) -> EpisodeEnd:
@@ -59,11 +63,13 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
         status="finished",
         rewards=_rewards(begin, outcome, frozen),
         agent_rewards={
-            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent)
+            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent, reward_of)
             for policy, by_agent in outcome.agent_rewards.items()
         },
         call_rewards=_numbers(
-            "call_rewards", {name.removeprefix(RESPONSE): reward for name, reward in outcome.call_rewards.items()}
+            "call_rewards",
+            {name.removeprefix(RESPONSE): reward for name, reward in outcome.call_rewards.items()},
+            reward_of,
         ),
         success=None if outcome.success is None else bool(outcome.success),
         metrics=_numbers("metrics", outcome.metrics),
@@ -115,10 +121,18 @@ def number(name: str, value: Any) -> float:
     return result
 
 
+def reward_of(name: str, value: Any) -> float:
+    """A number that the learner can compute with. Raises OutcomeError."""
+    result = number(name, value)
+    if abs(result) > MAX_REWARD:
+        raise OutcomeError(f"{name} is {result:g}: a reward must be a float32, at most {MAX_REWARD:.2g}")
+    return result
+
+
 def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome, frozen: Collection[str]) -> dict[str, float]:
     trained = [policy for policy in begin.policies if policy not in frozen]
     if outcome.rewards is None:
-        reward = number("reward", outcome.reward)
+        reward = reward_of("reward", outcome.reward)
         return dict.fromkeys(trained or begin.policies, reward)
     if outcome.reward is not None:
         raise OutcomeError("both reward and rewards are given: use reward for all policies, or rewards for each")
@@ -128,7 +142,7 @@ def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome, frozen: Collection[st
         )
     for policy in outcome.rewards:
         _known(begin, "rewards", policy)
-    return _numbers("rewards", outcome.rewards)
+    return _numbers("rewards", outcome.rewards, reward_of)
 
 
 def _known(begin: EpisodeBegin | Ends, field: str, policy: str) -> str:
@@ -137,7 +151,7 @@ def _known(begin: EpisodeBegin | Ends, field: str, policy: str) -> str:
     return policy
 
 
-def _numbers(name: str, values: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(name: str, values: Mapping[str, Any], read: Callable[[str, Any], float] = number) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise OutcomeError(f"{name} is {values!r}: give a dict of name -> number")
-    return {str(key): number(f"{name}.{key}", value) for key, value in values.items()}
+    return {str(key): read(f"{name}.{key}", value) for key, value in values.items()}

@@ -11,6 +11,7 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from swarmq.client.episode import AsyncEpisode, Episode
 from swarmq.client.loops import LoopThread, in_thread
 from swarmq.config import Proxy
-from swarmq.errors import AttemptTimeoutError, TaskError
+from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
 from swarmq.notice import noticed
 from swarmq.outcome import Outcome, as_outcome
 
@@ -61,6 +62,8 @@ class Agent:
     def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
         check_signature(function)
         self._function: Callable[[Any], Any] = function
+        self.name = _name_and_place(function)
+        """For messages: `module.function (file.py:12)`."""
         self.is_async = inspect.iscoroutinefunction(_innermost(function))
         self._loop = loop
 
@@ -83,7 +86,7 @@ async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, t
     try:
         returned = await _in_time(agent, ep, timeout_s)
         if not ep.ended:
-            await client.end_with(ep, as_outcome(returned))
+            await _end(client, ep, agent, returned)
     except asyncio.CancelledError as cancelled:
         if _we_are_cancelled():
             await _tidy(client, ep, cancelled)
@@ -95,6 +98,15 @@ async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, t
         await client.give_up(ep, error)
     await client.confirmed(ep)
     return _attempted(ep, error, time.monotonic() - began)
+
+
+async def _end(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
+    """Raises OutcomeError that names the function which returned what is no outcome."""
+    outcome = as_outcome(returned, f"what {agent.name} returned")
+    try:
+        await client.end_with(ep, outcome)
+    except OutcomeError as flaw:
+        raise OutcomeError(f"{agent.name} returned an Outcome: {flaw}") from None
 
 
 def check_timeout(timeout_s: float) -> None:
@@ -147,6 +159,13 @@ def _innermost(function: Any) -> Any:
     while isinstance(function, partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
+
+
+def _name_and_place(function: Any) -> str:
+    inner = inspect.unwrap(_innermost(function))
+    code = getattr(inner, "__code__", None)
+    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return f"{inner.__module__}.{inner.__qualname__}{place}"
 
 
 def _we_are_cancelled() -> bool:

@@ -146,7 +146,8 @@ def _confirmed(path: Path, data: str) -> int:
         ) from error
     if fed.data != data:
         raise TaskError(
-            f"{path}: belongs to a feed of other data, kind, repeats or seed; name another progress file, or do not resume"
+            f"{path}: belongs to a feed of other data, kind, repeats or seed: begin again with `swarmq feed --restart` "
+            "(`resume=False`)"
         )
     return fed.confirmed
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import sysconfig
 import time
 import traceback
 from collections import Counter
@@ -10,8 +12,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+import swarmq
 from swarmq.client.attempts import Attempted
-from swarmq.client.report import Tally, headline
+from swarmq.client.report import Tally, figure, headline
 from swarmq.errors import SwarmqError
 from swarmq.logs import log
 
@@ -21,6 +24,10 @@ if TYPE_CHECKING:
 LINE_EVERY_S = 30.0
 MAX_DISTINCT = 100
 """Tracebacks shown at most, in case every one is different."""
+OURS = f"{Path(swarmq.__file__).parent}{os.sep}"
+DEMO = f"{OURS}demo{os.sep}"
+"""An agent like anybody's."""
+INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Display:
@@ -56,24 +63,16 @@ class Display:
             self._bar.update(self._row, completed=tally.slots, figures=_figures(tally))
         elif self._lines and time.monotonic() >= self._next_line:
             self._next_line = time.monotonic() + LINE_EVERY_S
-            log.info(
-                "progress",
-                of=self._label,
-                slots=tally.slots,
-                total=self._total,
-                reward_mean=tally.reward_mean,
-                failed=tally.failed,
-            )
+            total = {} if self._total is None else {"total": self._total}
+            reward = {} if tally.reward_mean is None else {"reward_mean": figure(tally.reward_mean)}
+            log.info("progress", of=self._label, slots=tally.slots, **total, **reward, failed=tally.failed)
 
     def _show(self, attempted: Attempted, error: BaseException) -> None:
-        text = agent_traceback(error)
         where = _place(error)
         if where in self._seen or len(self._seen) < MAX_DISTINCT:
             self._seen[where] += 1
         if self._seen[where] == 1:
-            self._print(
-                f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: the agent raised\n{text.rstrip()}"
-            )
+            self._print(f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {_story(error)}")
 
     def _print(self, text: str) -> None:
         if self._bar:
@@ -87,28 +86,43 @@ def agent_traceback(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, _agent_frames(error)))
 
 
+def _story(error: BaseException) -> str:
+    """What went wrong: the traceback, or the words alone where what we say of the agent is all there is."""
+    if _agent_frames(error) is None and error.__cause__ is None:
+        return str(error)
+    return f"the agent raised\n{agent_traceback(error).rstrip()}"
+
+
 def _place(error: BaseException) -> str:
-    """Type and line: equal for tracebacks that tell the same story."""
+    """Type and line, of the person's own code if it came by: equal for tracebacks that tell the same story."""
     frames = traceback.extract_tb(_agent_frames(error))
     if not frames:
         return headline(error)
-    where = f" at {frames[-1].filename}:{frames[-1].lineno}"
-    entry = f" (called from line {frames[0].lineno})" if len(frames) > 1 else ""
-    return f"{type(error).__name__}{where}{entry}"
+    deepest = next((frame for frame in reversed(frames) if _is_own(frame.filename)), frames[-1])
+    entry = f" (called from line {frames[0].lineno})" if deepest is not frames[0] else ""
+    return f"{type(error).__name__} at {deepest.filename}:{deepest.lineno}{entry}"
 
 
 def _agent_frames(error: BaseException) -> TracebackType | None:
-    ours = str(Path(__file__).parent)
     trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(ours):
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
         trace = trace.tb_next
     if trace is None and not isinstance(error, SwarmqError):
         return error.__traceback__  # ours alone: a defect of swarmq
     return trace
 
 
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS) and not file.startswith(DEMO)
+
+
+def _is_own(file: str) -> bool:
+    """Neither swarmq's, nor Python's, nor that of an installed package."""
+    return not (_is_ours(file) or file.startswith((*INSTALLED, "<frozen ")))
+
+
 def _figures(tally: Tally) -> str:
-    mean = "" if tally.reward_mean is None else f"reward {tally.reward_mean:.3f}"
+    mean = "" if tally.reward_mean is None else f"reward {figure(tally.reward_mean)}"
     failed = f"  failed {tally.failed}" if tally.failed else ""
     return mean + failed
 

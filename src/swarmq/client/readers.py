@@ -11,9 +11,10 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -157,12 +158,31 @@ def _gym(text: str) -> Iterator[Row]:
     try:
         entries = reasoning_gym.create_dataset(name, **settings)
     except (ValueError, TypeError, AssertionError) as error:
-        raise TaskError(f"reasoning-gym:{text}: {error}") from error
+        raise TaskError(f"reasoning-gym:{text}: {_gym_flaw(name, settings) or error}") from error
     for number, entry in enumerate(entries):
         yield (
             f"reasoning-gym:{text} number {number}",
             {"id": f"{name}-{settings['seed']}-{number}", "dataset": name, **entry},
         )
+
+
+def _gym_flaw(name: str, settings: dict[str, Any]) -> str:
+    """Which setting is wrong, by the fields of the data set's configuration; empty where they do not tell."""
+    factory: Any = importlib.import_module("reasoning_gym.factory")
+    if name not in factory.DATASETS:
+        close = get_close_matches(name, factory.DATASETS, 3)
+        return f"there is no data set {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+    types = get_type_hints(factory.DATASETS[name][1])
+    if unknown := [key for key in settings if key not in types]:
+        return f"{name} has no parameter {unknown[0]!r}; there are {', '.join(types)}"
+    for key, value in settings.items():
+        try:
+            msgspec.convert(value, types[key])
+        except msgspec.ValidationError as error:
+            return f"{key} is {value!r}: {error}"
+        except TypeError:  # a type that is no data
+            continue
+    return ""
 
 
 def _verifiers(text: str) -> Iterator[Row]:

@@ -15,6 +15,7 @@ Z95 = 1.959964
 """Two-sided 95 % of the normal distribution."""
 
 
+MANY_DIGITS = 1e6
 MAX_DISTINCT = 1000
 """Different failures that are counted apart."""
 
@@ -40,7 +41,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         parts = [f"{self.finished} episodes finished", f"{self.failed} failed", f"{self.given_up} slots given up"]
         if self.reward_mean is not None:
-            parts.append(f"mean reward {self.reward_mean:.3f}")
+            parts.append(f"mean reward {figure(self.reward_mean)}")
         if self.success_rate is not None:
             parts.append(f"success {self.success_rate:.1%}")
         return ", ".join(parts) + f", {self.seconds:.1f} s"
@@ -69,9 +70,10 @@ class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         if self.mean_reward is None:
             return f"no episode finished, {self.failed} failed"
-        error = "" if self.standard_error is None else f" ± {Z95 * self.standard_error:.3f}"
+        error = "" if self.standard_error is None else f" ± {figure(Z95 * self.standard_error)}"
         success = "" if self.success_rate is None else f", success {self.success_rate:.1%}"
-        return f"reward {self.mean_reward:.3f}{error}{success} on {self.tasks} tasks ({self.n} episodes, {self.failed} failed)"
+        reward = figure(self.mean_reward)
+        return f"reward {reward}{error}{success} on {self.tasks} tasks ({self.n} episodes, {self.failed} failed)"
 
 
 class Tally:
@@ -158,6 +160,11 @@ def headline(error: BaseException | None) -> str:
         return "ended by the agent without a reward"
     text = str(error).strip().splitlines()
     return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
+
+
+def figure(value: float) -> str:
+    """A reward for people: three decimals, or where that would be a row of digits three places."""
+    return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.3g}"
 
 
 def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 
@@ -106,8 +107,21 @@ def test_reasoning_gym_is_read_by_name_and_always_the_same():
     assert first[0].payload["question"]
     with pytest.raises(TaskError, match="reasoning-gym:no_such"):
         read("reasoning-gym:no_such?size=3")
-    with pytest.raises(TaskError, match="reasoning-gym:chain_sum"):
-        read("reasoning-gym:chain_sum?sise=3")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("chain_sum?sise=3", r"chain_sum has no parameter 'sise'; there are min_terms, max_terms, .*size"),
+        ("chain_sum?size=abc", "size is 'abc': Expected `int`, got `str`"),
+        ("chain_sum?min_terms=5&max_terms=2", "max_terms must be >= min_terms"),
+        ("chain_sun?size=3", "there is no data set 'chain_sun'; did you mean chain_sum"),
+    ],
+)
+def test_a_wrong_setting_of_reasoning_gym_is_named_with_those_there_are(source, says):
+    pytest.importorskip("reasoning_gym")
+    with pytest.raises(TaskError, match=rf"^reasoning-gym:{re.escape(source)}: {says}"):
+        read(f"reasoning-gym:{source}")
 
 
 ROWS = [{"id": "x", "question": "6 * 7", "answer": 42}, {"id": "y", "question": "2 + 2", "answer": 4}]

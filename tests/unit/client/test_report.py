@@ -1,7 +1,7 @@
 import pytest
 
 from swarmq.client.attempts import Attempted
-from swarmq.client.report import Tally, eval_report, headline, wilson
+from swarmq.client.report import Tally, eval_report, figure, headline, wilson
 
 
 def done(reward, *, task="t", success=None, kind="math", error=None):
@@ -67,3 +67,7 @@ def test_the_count_of_different_failures_is_bounded():
         tally.add(done(None, error=ValueError(f"number {number}")))
     assert len(tally.failures) <= 1001
     assert sum(tally.failures.values()) == 5000
+
+
+def test_a_large_reward_is_no_row_of_digits():
+    assert [figure(value) for value in (0.49642274560421273, -12.5, 1e30)] == ["0.496", "-12.500", "1e+30"]

@@ -2,6 +2,8 @@
 
 import asyncio
 import functools
+import json
+import re
 import threading
 
 import pytest
@@ -245,6 +247,24 @@ async def test_a_traceback_is_shown_once_however_often_it_comes(swarm, client, c
     assert "swarmq/client" not in shown
 
 
+async def test_what_repeats_is_named_by_the_line_of_the_agent_and_not_of_a_library(swarm, client, capsys):
+    def agent(ep):
+        return json.loads("no json")
+
+    await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, auto_retry=False, **FAST)
+    line = agent.__code__.co_firstlineno + 1
+    assert f"4 more times: JSONDecodeError at {__file__}:{line}\n" in capsys.readouterr().err
+
+
+async def test_an_outcome_that_is_wrong_is_told_with_who_returned_it(swarm, client, capsys):
+    def agent(ep):
+        return Outcome(0.5, metrics={"length": float("nan")})
+
+    await client.run_episodes_until_all_complete(TASKS[:1], agent, repeats=1, auto_retry=False, **FAST)
+    shown = capsys.readouterr().err
+    assert re.search(r"agent \(test_runner.py:\d+\) returned an Outcome: metrics.length is nan", shown)
+
+
 @pytest.mark.parametrize("returned", [None, float("nan"), "1.0"])
 async def test_a_reward_that_is_no_number_fails_the_episode_and_is_never_a_zero(swarm, client, returned, capsys):
     summary = await client.run_episodes_until_all_complete(
@@ -253,7 +273,8 @@ async def test_a_reward_that_is_no_number_fails_the_episode_and_is_never_a_zero(
     assert (summary.finished, summary.failed) == (0, 1)
     assert [(end.status, end.rewards) for end in swarm.ends] == [("failed", {})]
     shown = capsys.readouterr().err
-    assert "OutcomeError: reward is" in shown
+    assert re.search(r"attempt 1: what .*<lambda> \(test_runner.py:\d+\) returned is (None|nan|'1.0')", shown)
+    assert "Traceback" not in shown, "there is nothing of the agent's in it"
     assert "swarmq/client" not in shown
 
 
