@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 import errno
+import fnmatch
 import os
 import re
 import sys
@@ -448,13 +449,16 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     @classmethod
     def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:
         """A job from plain data and `a.b=v` overrides. Raises ConfigError naming the key."""
-        tree = copy.deepcopy(tree)
+        whole = copy.deepcopy(tree)
         for assignment in sets:
-            _assign(tree, assignment)
+            _assign(whole, assignment)
+        _check_policies(whole, tree, sets)
         try:
-            return msgspec.convert(tree, cls)
+            return msgspec.convert(whole, cls)
         except msgspec.ValidationError as error:
-            raise ConfigError(f"{origin}: {_with_names(str(error), tree)}") from error
+            blamed = _blamed(str(error), tree, sets)
+            where = ", ".join(f"--set {text!r}" for text in blamed) or origin
+            raise ConfigError(f"{where}: {_with_names(str(error), whole, blamed)}") from error
 
     def to_toml(self) -> str:
         """Every resolved value, readable by `load`."""
@@ -599,20 +603,56 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     node[key] = value
 
 
+def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[str]) -> None:
+    """Raises ConfigError for a setting of a policy that is neither in the file nor given a model."""
+    known = tree.get("policies")
+    for text in sets:
+        sections = _path(text)
+        name = sections[1] if sections[0] == "policies" and len(sections) > 2 else None
+        if name and isinstance(known, dict) and name not in known and "model" not in whole["policies"][name]:
+            raise ConfigError(f"--set {text!r}: there is no policy {name!r}; the job has {', '.join(known)}")
+
+
+def _blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
+    """Of `sets` those that a complaint is about; none where the settings without them are as wrong."""
+    try:
+        msgspec.convert(tree, SwarmJob)
+    except msgspec.ValidationError as error:
+        if str(error) == complaint:
+            return []
+    place = _place(complaint).replace("[...]", ".*")
+    steps = re.sub(r"\[\d+\]", "", place).split(".")
+    near = [
+        text
+        for text in sets
+        if place and all(fnmatch.fnmatchcase(own, step) for step, own in zip(steps, _path(text), strict=False))
+    ]
+    return near or list(sets)
+
+
+def _path(assignment: str) -> list[str]:
+    return assignment.partition("=")[0].strip().split(".")
+
+
+def _place(complaint: str) -> str:
+    """Where msgspec says that something is wrong: `policies[...].train`."""
+    return complaint.partition(" - at `$")[2].rstrip("`").lstrip(".")
+
+
 def _without_none(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_none(value) for key, value in tree.items() if value is not None}
     return tree
 
 
-def _with_names(complaint: str, tree: dict[str, Any]) -> str:
+def _with_names(complaint: str, tree: dict[str, Any], blamed: Sequence[str]) -> str:
     """msgspec writes `$.policies[...].train` for any policy, and of a wrong name not which there are; say both."""
-    what, _, place = complaint.partition(" - at `$")
-    place = place.rstrip("`").lstrip(".")
-    if "[...]" in place and isinstance(names := tree.get(place.partition("[")[0]), dict):
-        path = place.replace("[...]", "." + ("|".join(names) if len(names) > 1 else next(iter(names))), 1)
-    else:
-        path = place
+    what, place = complaint.partition(" - at `$")[0], _place(complaint)
+    path = place
+    if "[...]" in place and isinstance(there := tree.get(place.partition("[")[0]), dict):
+        named = [steps[1] for text in blamed if len(steps := _path(text)) > 1]
+        path = place.replace("[...]", "." + "|".join(dict.fromkeys(named or there)), 1)
+    what = what.replace("`object | null`", "a table").replace("`object`", "a table")
     return f"{path}: {_with_choices(what, place)}" if path else _with_choices(what, place)
 
 

@@ -26,6 +26,7 @@ from swarmq.demo.closing import Account, account_of_demo, table_of
 from swarmq.demo.make_model import made_model
 from swarmq.demo.play import Play
 from swarmq.demo.settings import DemoSize, demo_job
+from swarmq.engine.model import check_model
 from swarmq.errors import SwarmqError
 from swarmq.observe.board import Board
 from swarmq.observe.curves import draw_reward, read_events
@@ -71,6 +72,9 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     make_folder(Path(_named(options, options.run, "").folder))  # what is wrong is said before a model is made
     model = options.model or await made_model(options.cache, report)
     model_s = time.monotonic() - began
+    for policy in _named(options, options.run, model).policies.values():
+        if not policy.engine.urls:
+            check_model(policy.model, trained=policy.trained)  # nor is a folder made for one that cannot be served
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:

@@ -70,7 +70,7 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
             ["policies.main: sampling.temperature: a teacher that a server has", "alone, not at 0.7"],
         ),
         (["policies.main.train.teacher=m"], ["policies.main.train: teacher", "not with 'tis_mask'"]),
-        (["zzz=4"], ["settings: contains unknown field `zzz`; there are run, folder, "]),
+        (["zzz=4"], ["--set 'zzz=4': contains unknown field `zzz`; there are run, folder, "]),
         (["groups.when_dry=never"], ["groups.when_dry: 'never' is none of lend, wait"]),
         (
             ["kinds.math.advantage=gae"],
@@ -86,6 +86,44 @@ def test_a_wrong_setting_is_refused_and_its_path_named(sets, names):
         build(*sets)
     for name in names:
         assert name in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (
+            ["policies.man.train.learning_rate=1"],
+            "--set 'policies.man.train.learning_rate=1': there is no policy 'man'; the job has main, other",
+        ),
+        (
+            ["run=x", "policies.other.train.lora=true"],
+            "--set 'policies.other.train.lora=true': policies.other.train.lora: Expected a table, got `bool`",
+        ),
+        (["eval=3", "run=x"], "--set 'eval=3': eval: Expected a table, got `int`"),
+        (
+            ["mix.a=0.5", "mix.b=0.25"],
+            "--set 'mix.a=0.5', --set 'mix.b=0.25': mix: the shares sum to 1.75, not 1",
+        ),
+        (
+            ["groups.min_group=9", "run=x"],
+            "--set 'groups.min_group=9', --set 'run=x': groups.min_group: 9 is more than groups.group_size 8",
+        ),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_not_laid_to_the_file(sets, says):
+    policies = {name: {"model": "m"} for name in ("main", "other")}
+    with pytest.raises(ConfigError) as told:
+        build(*sets, policies=policies, mix={"default": 1.0})
+    assert str(told.value) == says
+
+
+def test_what_is_wrong_in_the_file_is_not_laid_to_the_command_line():
+    with pytest.raises(ConfigError, match=r"^settings: policies.main: Object missing required field `model`"):
+        build("policies.main.train.seed=3", policies={"main": {}})
+
+
+def test_a_policy_may_be_added_on_the_command_line():
+    assert build("policies.judge.model=j", "policies.judge.trained=false").frozen == ("judge",)
 
 
 def test_a_number_in_a_file_that_cannot_travel_is_refused():
