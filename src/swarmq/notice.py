@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from swarmq.logs import log
@@ -13,15 +13,18 @@ FIRST_S = 10.0
 
 
 @contextlib.contextmanager
-def noticed(event: str, *, first_s: float | None = None, **fields: Any) -> Iterator[None]:
+def noticed(
+    event: str, *, first_s: float | None = None, now: Callable[[], Mapping[str, Any] | None] = dict, **fields: Any
+) -> Iterator[None]:
     """Log `event` with the seconds waited when the block is still not left after 1, 3, 7, ... times `first_s`, FIRST_S
-    by default."""
+    by default. `now` gives further fields when it is said; where it gives None, nothing is said this time."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     timers: list[asyncio.TimerHandle] = []
 
     def say(interval_s: float) -> None:
-        log.warning(event, waited_s=round(loop.time() - began), **fields)
+        if (more := now()) is not None:
+            log.warning(event, waited_s=round(loop.time() - began), **more, **fields)
         wait(2 * interval_s)
 
     def wait(interval_s: float) -> None:
@@ -32,3 +35,8 @@ def noticed(event: str, *, first_s: float | None = None, **fields: Any) -> Itera
         yield
     finally:
         timers[0].cancel()
+
+
+def only_first(waiter: object, waiting: Sequence[object]) -> Callable[[], Mapping[str, Any] | None]:
+    """For `now`: of all who wait for the same thing, the first one speaks, and says how many they are."""
+    return lambda: {"waiting": len(waiting)} if waiting and waiting[0] is waiter else None

@@ -20,7 +20,7 @@ from swarmq.broker.protocol import Broker
 from swarmq.errors import BrokerError, BrokerLostError, SwarmqError, UnroutableError
 from swarmq.logs import log
 from swarmq.messages import Ticket
-from swarmq.notice import noticed
+from swarmq.notice import noticed, only_first
 
 LINGER_S = 2.0
 """How long the consumer stays open with nobody waiting."""
@@ -107,7 +107,7 @@ class TicketDesk:
             with noticed(
                 "waiting_for_ticket",
                 kind=self._kind,
-                waiting=len(self._waiting),
+                now=only_first(waiter, self._waiting),
                 why="the collector issues tickets as the learner trains; `swarmq status` shows which of them is late",
             ):
                 return await waiter

@@ -162,7 +162,7 @@ def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
     if os.getppid() != parent:
         return
     for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
-        sys.stdout.write(f"{kind}: {summary}\n")
+        sys.stdout.write(f"{multiprocessing.current_process().name}, {kind}: {summary}\n")
 
 
 @contextlib.contextmanager

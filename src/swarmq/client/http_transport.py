@@ -16,6 +16,7 @@ import contextlib
 import hashlib
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqErro
 from swarmq.keys import Invite, Operator, mint_operator
 from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, encode
-from swarmq.notice import noticed
+from swarmq.notice import noticed, only_first
 
 TOKEN_LIFETIME_S = 3600.0
 TICKET_WAIT_S = 20.0
@@ -43,6 +44,8 @@ class HttpTransport:
         self._now = now
         self._closed: asyncio.Future[SwarmqError] = asyncio.get_running_loop().create_future()
         self._giving_up: set[asyncio.Task[None]] = set()
+        self._waiting: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
+        """Kind -> begins that wait for a ticket, the first one first."""
         self._proxies: tuple[str, ...] = ()
         self._group_sizes: dict[str, int] = {}
         self._homes: dict[str, str] = {}
@@ -65,9 +68,14 @@ class HttpTransport:
             "wait_s": TICKET_WAIT_S,
         }
         asking = asyncio.ensure_future(self._until_confirmed("", begin.episode_id, body))
+        waiting = self._waiting[begin.kind]
+        waiting.append(asking)
         try:
             with noticed(
-                "waiting_for_ticket", kind=begin.kind, why="asked of the proxy; it answers with the broker's confirm"
+                "waiting_for_ticket",
+                kind=begin.kind,
+                why="asked of the proxy; it answers with the broker's confirm",
+                now=only_first(asking, waiting),
             ):
                 ends: set[asyncio.Future[Any]] = {asking, self._closed}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -79,6 +87,7 @@ class HttpTransport:
             self._leave(begin)
             raise
         finally:
+            waiting.remove(asking)
             asking.cancel()
 
     async def end(self, end: EpisodeEnd) -> None:

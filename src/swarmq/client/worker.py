@@ -78,6 +78,7 @@ class Worker:
         self._agent = Agent(function, loop=client.agent_loop)
         self._code_version = client.code_version_of(function)
         self._kind = client.known_kind(kind)
+        self._mode = mode
         queue_of = topology.evals if mode == "eval" else topology.tasks
         self._queue = queue_of(client.invite.run, self._kind)
         self._concurrency = concurrency
@@ -94,7 +95,13 @@ class Worker:
     async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
         began, self._stop = time.monotonic(), stop
-        log.info("worker_ready", kind=self._kind, concurrency=self._concurrency, client=self._client.client_id)
+        log.info(
+            "worker_ready",
+            kind=self._kind,
+            mode=self._mode,
+            concurrency=self._concurrency,
+            client=self._client.client_id,
+        )
         with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
             async with (
                 self._client.broker.consume(self._queue, prefetch=self._concurrency) as deliveries,
@@ -105,7 +112,9 @@ class Worker:
                 taking.cancel()
                 for waiting in self._not_begun:
                     waiting.cancel()
-                log.info("worker_draining", attempts=len(self._held) - len(self._not_begun))
+                log.info(
+                    "worker_draining", kind=self._kind, mode=self._mode, attempts=len(self._held) - len(self._not_begun)
+                )
         return self._tally.summary(time.monotonic() - began)
 
     async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:

@@ -89,6 +89,23 @@ async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys
         await waiting
 
 
+async def test_many_who_wait_for_a_ticket_say_so_once_with_how_many_they_are(swarm_of, monkeypatch):
+    monkeypatch.setattr(notice, "FIRST_S", 0.01)
+    swarm = await swarm_of()
+    async with swarm.client() as client:
+        with capture_logs() as told:
+            waiting = [asyncio.ensure_future(client.begin_episode(f"t{number}")) for number in range(6)]
+            async with asyncio.timeout(30):
+                while len(told) < 3:  # noqa: ASYNC110 - the loop's timers speak
+                    await asyncio.sleep(0.001)
+            await swarm.issue(6)
+            await asyncio.gather(*waiting)
+    words = [(one["event"], one["waiting"]) for one in told]
+    assert set(words) == {("waiting_for_ticket", 6)}
+    assert [one["waited_s"] for one in told] == sorted(one["waited_s"] for one in told)
+    assert len(told) < 6, "the first one's three, not one of each"
+
+
 async def test_a_cancelled_wait_gives_its_ticket_to_the_next(swarm_of):
     swarm = await swarm_of()
     async with swarm.client() as client:

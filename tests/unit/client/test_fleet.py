@@ -4,6 +4,7 @@ import asyncio
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from swarmq.broker import topology
 from swarmq.client.fleet import Plan, parse_targets, run_processes, work
@@ -97,9 +98,12 @@ async def test_a_worker_without_tickets_still_evaluates(swarm_of):
     swarm, stop = await swarm_of(), asyncio.Event()
     await fill(swarm.broker, 3)
     async with swarm.client() as client, asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, Plan(progress=False), stop))
-        await ended(swarm, 3)
-        stop.set()
-        await working
+        with capture_logs() as told:
+            working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, Plan(progress=False), stop))
+            await ended(swarm, 3)
+            stop.set()
+            await working
+    ready = [(one["mode"], one["concurrency"]) for one in told if one["event"] == "worker_ready"]
+    assert ready == [("train", 16), ("eval", 4)], "which of the two is for evaluation"
     assert {begin.mode for begin in swarm.begins} == {"eval"}
     assert len(swarm.arrived(topology.tasks("r1", "math"))) == 3, "back on the queue"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from swarmq.client import attempts
+from swarmq.client import attempts, progress
 from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
 from swarmq.client.runner import plan
 from swarmq.client.session import KEY_LIFETIME_S
@@ -254,6 +254,16 @@ async def test_what_repeats_is_named_by_the_line_of_the_agent_and_not_of_a_libra
     await client.run_episodes_until_all_complete(TASKS, agent, repeats=1, auto_retry=False, **FAST)
     line = agent.__code__.co_firstlineno + 1
     assert f"4 more times: JSONDecodeError at {__file__}:{line}\n" in capsys.readouterr().err
+
+
+async def test_a_line_of_progress_has_figures_for_people_and_none_that_is_unknown(swarm, client, monkeypatch):
+    monkeypatch.setattr(progress, "LINE_EVERY_S", 0.0)
+    with capture_logs() as told:
+        await client.run_episodes_until_all_complete(iter(TASKS[:1]), lambda _ep: 1 / 3, repeats=1, retry_pause_s=0.0)
+    [line] = [one for one in told if one["event"] == "progress"]
+    assert line == {"event": "progress", "log_level": "info"} | {
+        "of": "episodes", "slots": 1, "reward_mean": "0.333", "failed": 0
+    }  # fmt: skip
 
 
 async def test_an_outcome_that_is_wrong_is_told_with_who_returned_it(swarm, client, capsys):
