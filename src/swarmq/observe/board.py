@@ -26,11 +26,13 @@ class Part:
 
 @dataclasses.dataclass
 class Warned:
-    """Something that was warned of; when only its figures change it is the same warning again."""
+    """Something that was warned of, or asked of the run."""
 
     source: str
     text: str
     at: float
+    wording: str
+    """Equal where it is the same again."""
     times: int = 1
 
 
@@ -74,17 +76,19 @@ class Board:
             case "stage":
                 self.stages[event.source] = str(event.fields.get("text", ""))
             case "warning":
-                self._warn(Warned(event.source, str(event.fields.get("text", event.fields)), event.at))
+                text = str(event.fields.get("text", event.fields))
+                self._warn(Warned(event.source, text, event.at, _without_figures(text)))
             case "evaluated":
                 self.rounds.append((event.at, event.fields))
             case "control":
-                self.warnings.append(Warned(event.source, control_line(event.fields), event.at))
+                line = control_line(event.fields)
+                self._warn(Warned(event.source, line, event.at, line))
             case "weights":
                 pass  # the engine's next state says the same
 
     def _warn(self, new: Warned) -> None:
         for old in self.warnings:
-            if old.source == new.source and _wording(old.text) == _wording(new.text):
+            if (old.source, old.wording) == (new.source, new.wording):
                 self.warnings.remove(old)
                 new.times += old.times
                 break
@@ -125,8 +129,8 @@ class Board:
         return {**sums, "drift_rate": drifted / max(sums["continued"], 1), "branches": dict(branches)}
 
 
-def _wording(text: str) -> str:
-    """Without figures and ids of episodes; numbers in names stay."""
+def _without_figures(text: str) -> str:
+    """Nor ids of episodes; numbers in names stay."""
     return re.sub(r"[0-9a-f-]{32,}|(?<![\w./-])-?\d+(\.\d+)?", "#", text)
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, count, cycle
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from swarmq.messages import Event
+
+TRAINING, HELD_OUT, CHANGED = "#333333", "#d95f02", "#b03030"
+KINDS = ("#1f78b4", "#33a02c", "#7b3294", "#b8860b", "#008b8b", "#c51b7d")
+"""Colours that are told apart, also on paper."""
+LINE_INCHES = 0.22
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +40,7 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[Event]
 def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
     """What people changed: other client code that is trained for the first time, and settings."""
     known: set[str] = set()
+    answered: set[str] = set()
     for event in events:
         if event.name == "step":
             fresh = event.fields.get("code_versions", {}).keys() - known
@@ -40,6 +48,10 @@ def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
                 yield Mark(at=event.at, text=f"client code {', '.join(sorted(fresh))}")
             known |= fresh
         elif event.name == "control" and event.fields.get("state") == "accepted":
+            command = event.fields.get("command_id", "")
+            if command and command in answered:
+                continue  # it was asked again, and the answer given again
+            answered.add(command)
             changes = ", ".join(f"{c['path']} = {c['value']}" for c in event.fields.get("changes", []))
             if text := changes or event.fields.get("pace"):
                 yield Mark(at=event.at, text=str(text))
@@ -55,7 +67,7 @@ def draw_reward(
 ) -> None:
     """Training reward by step and held-out reward at the versions it was measured, written to `path`.
 
-    What people changed while the run was up is marked, and `marks` besides.
+    What people changed while the run was up is marked by a number, and `marks` besides; what it was stands below.
     """
     import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to import
 
@@ -75,26 +87,39 @@ def draw_reward(
                     by_kind[kind][version] = float(reward)
             if (reward := event.fields["reward"]) is not None:  # as figures that are not finite are written
                 steps[version] = float(reward)
-    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    axes.plot(list(steps), list(steps.values()), color="#9bb8d3", linewidth=1, label="training reward, each step")
+    at_step: dict[int, list[Mark]] = defaultdict(list)
+    for mark in sorted([*changes_in(events), *marks], key=lambda one: one.at):
+        at_step[max((version for at, version in times if at <= mark.at), default=0)].append(mark)
+    words = [f"{number}: {mark.text}" for number, mark in enumerate(chain(*at_step.values()), 1)]
+    figure, axes = plt.subplots(figsize=(10, 4.5 + LINE_INCHES * len(words)), layout="constrained")
+    axes.plot(list(steps), list(steps.values()), color=TRAINING, linewidth=1.6, label="training, each step")
+    colours = cycle(KINDS)
     for kind, rewards in sorted(by_kind.items()) if len(by_kind) > 1 else ():
-        axes.plot(list(rewards), list(rewards.values()), linewidth=0.7, alpha=0.6, label=f"training, {kind}")
+        axes.plot(list(rewards), list(rewards.values()), color=next(colours), linewidth=0.9, label=f"training, {kind}")
     if held_out:
-        axes.plot(list(held_out), list(held_out.values()), "o-", color="#1f4e79", linewidth=2, label="held-out reward")
-    for mark in [*changes_in(events), *marks]:
-        at_step = max((version for at, version in times if at <= mark.at), default=0)
-        axes.axvline(at_step, color="#b03030", linestyle="--", linewidth=1)
-        axes.annotate(
-            mark.text,
-            (at_step, 0.02),
-            rotation=90,
-            fontsize=8,
-            color="#b03030",
-            xytext=(3, 0),
-            textcoords="offset points",
-        )
-    axes.set(xlabel="optimizer step", ylabel="reward", title=title, ylim=(-0.02, max([1.05, *steps.values()])))
+        axes.plot(list(held_out), list(held_out.values()), "o--", color=HELD_OUT, linewidth=1.2, label="held-out")
+    _draw_marks(axes, at_step)
+    axes.set(ylabel="reward", ylim=(-0.02, max([1.05, *steps.values()])))
+    axes.set_title(title, pad=18)
+    axes.set_xlabel("\n".join(["optimizer step", *words]), linespacing=1.4)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def _draw_marks(axes: Any, at_step: Mapping[int, Sequence[Mark]]) -> None:
+    """A line for each step with marks, and their numbers above it; what they say stands below the picture."""
+    numbers = count(1)
+    for step, those in at_step.items():
+        axes.axvline(step, color=CHANGED, linestyle=":", linewidth=1.2)
+        axes.annotate(
+            ", ".join(str(next(numbers)) for _ in those),
+            (step, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            fontsize=9,
+            color=CHANGED,
+        )

@@ -168,6 +168,16 @@ def test_a_warning_that_comes_again_with_other_figures_is_one_line():
     )
 
 
+def test_settings_that_differ_are_never_one_line():
+    board = Board(run="r")
+    for value in (8, 8, 9):
+        changes = [{"path": "groups.group_size", "value": value}]
+        board.fold(event("control", "collector", action="set", state="accepted", changes=changes))
+    shown = text_of(board)
+    assert "groups.group_size = 8 (2 times)" in shown
+    assert "groups.group_size = 9" in shown
+
+
 def test_a_warning_of_another_day_has_its_date():
     board = Board(run="r")
     board.fold(event("warning", at=1e9, text="old"))

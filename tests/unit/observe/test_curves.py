@@ -44,11 +44,12 @@ def test_an_edited_client_and_a_changed_setting_are_marked_where_they_took_effec
         return Event(run="r", source="learner.main", name="step", at=float(version), fields=fields)
 
     changes = [{"path": "groups.group_size", "before": 8, "value": 4}]
-    control = {"state": "accepted", "changes": changes}
+    control = {"state": "accepted", "changes": changes, "command_id": "c"}
     events = [
         step(1, old=4),
         step(2, old=4),
         Event(run="r", source="collector", name="control", at=2.5, fields=control),
+        Event(run="r", source="collector", name="control", at=2.75, fields=control),  # asked again
         step(3, old=2, new=2),
         step(4, new=4),
     ]
