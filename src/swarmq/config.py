@@ -509,6 +509,11 @@ class RunFolder:
         return self.path / "proxies.json"
 
     @property
+    def lock(self) -> Path:
+        """Held by whoever keeps the run up."""
+        return self.path / "up.lock"
+
+    @property
     def broker(self) -> Path:
         return self.path / "broker"
 

@@ -192,7 +192,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     folder = job.run_folder
     make_folder(folder.path)
     folder.path.chmod(0o700)  # prompts and completions are in it
-    with _exclusive(folder.path / "up.lock", job.run):
+    with _exclusive(folder.lock, job.run):
         async with contextlib.AsyncExitStack() as stack:
             await _free_ports(job)
             node, url = await _broker(job, stack, report)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import click
 
 from swarmq import __version__
+from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
 from swarmq.process import WORDS, exit_status
@@ -123,6 +126,31 @@ def resolved(run: Path) -> SwarmJob:
         if own.resolved.is_file() and not own.path.samefile(run):
             raise ConfigError(f"{run}: a copy; the parts of this run read and write {own.path}: name that folder")
     return job
+
+
+@contextlib.asynccontextmanager
+async def broker_of(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
+    """A session with the broker of a run. Raises ConfigError for a run whose own RabbitMQ ended with it."""
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.broker.node_files import read_identity
+
+    url, folder = job.broker.url or "", job.run_folder
+    node = read_identity(folder.broker)
+    if node and urlsplit(url).port == node.amqp_port and not _is_held(folder.lock):
+        raise ConfigError(f"run {job.run!r} is not up, nor is its RabbitMQ: `swarmq up {folder.job}` goes on with it")
+    async with AmqpBroker.open(url, name=name) as broker:
+        yield broker
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        with path.open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def stored(run: Path) -> SwarmJob:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled
+from swarmq.cli.base import RUN, broker_of, main, one_policy, resolved, run_until_signalled
 from swarmq.messages import Action
 
 
@@ -94,11 +94,10 @@ def stop(run: Path, after: int, policy: str | None) -> None:
 async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
     import getpass
 
-    from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.operate import ask, lines
 
     job, say = resolved(run), functools.partial(click.echo, err=True)
-    async with AmqpBroker.open(job.broker.url or "", name=f"swarmq {action}") as broker:
+    async with broker_of(job, f"swarmq {action}") as broker:
         await broker.declare(job.run, policies=[], kinds=[])
         for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser(), say=say)):
             click.echo(line)

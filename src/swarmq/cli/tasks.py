@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from swarmq import live
-from swarmq.cli.base import RUN, main, resolved, run_until_signalled
+from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 
@@ -78,13 +78,12 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
 async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
-    from swarmq.broker.amqp import AmqpBroker
     from swarmq.client.tasks import source_mark
     from swarmq.observe.operate import bring_eval_tasks
 
     job = resolved(run)
     chosen = _one_kind(job, kind)
-    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed --eval") as broker:
+    async with broker_of(job, "swarmq feed --eval") as broker:
         count = await bring_eval_tasks(
             broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
         )
@@ -114,7 +113,6 @@ async def _feed(
 ) -> None:
     from rich.progress import Progress
 
-    from swarmq.broker.amqp import AmqpBroker
     from swarmq.client.feed import default_progress_file, feed
     from swarmq.client.tasks import source_mark
     from swarmq.collector.ledger import changes
@@ -122,7 +120,7 @@ async def _feed(
     folder = RunFolder(run)
     job = live.applied(resolved(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
-    async with AmqpBroker.open(job.broker.url or "", name="swarmq feed") as broker:
+    async with broker_of(job, "swarmq feed") as broker:
         with Progress() as progress:
             bar = progress.add_task(f"feeding {chosen}", total=None)
             fed = await feed(

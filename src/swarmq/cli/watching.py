@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import RUN, main, resolved, run_until_signalled
+from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
 
 
 @main.command()
@@ -33,9 +33,8 @@ def status(run: Path) -> None:
 
 
 async def _watch(run: Path, *, once: bool) -> None:
-    from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.monitor import glance, watch
 
     job = resolved(run)
-    async with AmqpBroker.open(job.broker.url or "", name="swarmq watch") as broker:
+    async with broker_of(job, "swarmq watch") as broker:
         await (glance(job, broker) if once else watch(job, broker))

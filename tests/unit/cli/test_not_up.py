@@ -1,0 +1,61 @@
+"""A run that has ended is told from a RabbitMQ that cannot be reached."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+
+from swarmq import cli
+from swarmq.broker import amqp
+from swarmq.broker.node_files import Identity
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import BrokerError
+
+PORT = 1
+"""Where nobody listens."""
+
+
+def swarmq(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(one) for one in arguments])
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """One that was up with a RabbitMQ of its own."""
+    monkeypatch.setattr(amqp.AmqpBroker, "open", refuse)
+    broker = {"url": f"amqp://u:p@127.0.0.1:{PORT}/"}
+    job = SwarmJob.build(
+        {"run": "math", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}, "broker": broker}
+    )
+    folder = job.run_folder
+    folder.broker.mkdir(parents=True)
+    folder.resolved.write_text(job.to_toml())
+    node = Identity(node="n", user="u", password="p", amqp_port=PORT, management_port=2, dist_port=3, epmd_port=4)
+    (folder.broker / "node.json").write_bytes(msgspec.json.encode(node))
+    folder.lock.write_text("17")
+    return folder
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise BrokerError("cannot be reached")
+
+
+@pytest.mark.parametrize("command", [("status",), ("watch",), ("pause",), ("stop", "--after", 3)])
+def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run: RunFolder) -> None:
+    name, *rest = command
+    told = swarmq(name, run.path, *rest)
+    assert told.output == (
+        f"swarmq: run 'math' is not up, nor is its RabbitMQ: `swarmq up {run.job}` goes on with it\n"
+    )
+
+
+def test_one_that_is_up_is_asked_and_so_is_a_broker_of_somebody_elses(run: RunFolder) -> None:
+    with run.lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert swarmq("status", run.path).output == "swarmq: cannot be reached\n"
+    (run.broker / "node.json").unlink()
+    assert swarmq("status", run.path).output == "swarmq: cannot be reached\n"
