@@ -14,8 +14,9 @@ So it carries the label `updating-<version>` while its weights change, and whoev
     label is `updating-...`                   unknown weights: a whole new update repairs them, else a restart
 
 An update that was left open is closed with `finish` and no version; our backend changes the weights in a single call,
-so there is nothing half done for it to make permanent. An engine that stays in doubt is condemned: its label then ends
-in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out meanwhile.
+so there is nothing half done for it to make permanent. An engine that stays in doubt, or cannot be paused or resumed, is
+condemned: its label then ends in `-restart`, and whoever started it starts it again (watch.py); pushers leave it out
+meanwhile.
 
 An engine that shares its GPU with a learner may sleep while that one computes: its memory is given back, its requests
 are kept, and its label is `asleep-` and what it was. An update would crash it then, so it is woken first. vLLM does not
@@ -31,12 +32,11 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import aiohttp
 import msgspec
@@ -48,6 +48,8 @@ from swarmq.errors import EngineError, EngineRefusedError
 
 log = structlog.get_logger()
 
+T = TypeVar("T")
+
 UPDATING = "updating-"
 ASLEEP = "asleep-"
 CONDEMNED = "-restart"
@@ -56,6 +58,10 @@ SLOWEST_BYTES_PER_S = 100e6
 """An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
 NO_ROUTE = (404, 405)
 OPEN_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
+
+
+class EngineSilentError(EngineError):
+    """It took longer than it is given for an answer, or for a connection."""
 
 
 class Phase(enum.Enum):
@@ -95,6 +101,14 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.in_doubt and self.label.endswith(CONDEMNED)
 
 
+class _Label(msgspec.Struct, frozen=True, kw_only=True):
+    weight_version: str | int
+
+
+class _Pause(msgspec.Struct, frozen=True, kw_only=True):
+    is_paused: bool
+
+
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """What one worker of an engine says of itself."""
 
@@ -107,6 +121,10 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the library that it would broadcast with; empty where it has none."""
     loads: int = 0
     """Updates that have changed its weights."""
+
+
+class _Workers(msgspec.Struct, frozen=True, kw_only=True):
+    results: list[Facts]
 
 
 class Parcel(msgspec.Struct, frozen=True, kw_only=True):
@@ -147,6 +165,8 @@ class EngineControl:
         self.url = url.rstrip("/")
         self.timeouts = timeouts or Timeouts()
         self.phase = Phase.SERVING
+        self.at_fault = False
+        """Whether the newest update failed in an engine that had said how it is, and not because of the weights that came."""
         self._session: aiohttp.ClientSession | None = None
         self._version_known = False
 
@@ -174,8 +194,8 @@ class EngineControl:
         without its control endpoints."""
         await self._check_version()
         try:
-            info = await self._call("GET", "/weight_info", self.timeouts.ask_s)
-            pause = await self._call("GET", "/is_paused", self.timeouts.ask_s)
+            info = await self._read(_Label, "GET", "/weight_info")
+            pause = await self._read(_Pause, "GET", "/is_paused")
         except EngineRefusedError as error:
             if error.status not in NO_ROUTE:
                 raise _unwell(error) from error
@@ -183,20 +203,19 @@ class EngineControl:
                 f"engine {self.url} has no weight control ({error}): "
                 "use vLLM 0.30 to 0.33, started on a loopback address with VLLM_SERVER_DEV_MODE=1"
             ) from error
-        return Status(label=str(info["weight_version"]), paused=bool(pause["is_paused"]))
+        return Status(label=str(info.weight_version), paused=pause.is_paused)
 
     async def open_requests(self) -> int:
         """Requests that run or wait there. Raises EngineError."""
-        _, text = await self._exchange("GET", "/metrics", self.timeouts.ask_s)
+        text = await self._call("GET", "/metrics", self.timeouts.ask_s)
         return sum(int(float(count)) for count in OPEN_REQUESTS.findall(text.decode()))
 
     async def facts(self) -> list[Facts]:
         """Of every worker; none from an engine that was started without our extension."""
         try:
-            answer = await self._call("POST", "/collective_rpc", self.timeouts.ask_s, method="swarmq_facts")
+            return (await self._read(_Workers, "POST", "/collective_rpc", method="swarmq_facts")).results
         except EngineRefusedError:
             return []
-        return msgspec.convert(answer["results"], list[Facts])
 
     async def rendezvous(self, **where: Any) -> None:
         """Have all workers meet the learner there; returns when they have."""
@@ -225,7 +244,9 @@ class EngineControl:
     async def wake(self) -> Status:
         """Go on where `sleep` came, or where another learner was killed. Nothing for an engine that serves, or whose weights are
         in doubt: those are for `update`. Returns what it is then."""
-        status = await self.status()
+        return await self._woken(await self.status())
+
+    async def _woken(self, status: Status) -> Status:
         if status.in_doubt or not status.paused:
             return status
         if status.asleep:
@@ -234,7 +255,7 @@ class EngineControl:
         return await self.status()
 
     async def condemn(self, version: int) -> None:
-        """Mark an engine in doubt as one that only a restart helps."""
+        """Mark an engine as one that only a restart helps."""
         await self._label(f"{UPDATING}{version}{CONDEMNED}")
 
     async def update(self, parcel: Parcel, version: int) -> float:
@@ -243,7 +264,16 @@ class EngineControl:
         Also repairs an engine that another pusher left paused, asleep or half done. Raises EngineError; the engine then
         serves what it served before or, where that is in doubt, stays paused until the next update or a restart.
         """
-        before = await self.wake()
+        self.at_fault = False
+        status = await self.status()
+        try:
+            return await self._updated(parcel, version, status)
+        except EngineError as error:
+            self.at_fault = self.phase is not Phase.SERVING or UNTOUCHED not in str(error)
+            raise
+
+    async def _updated(self, parcel: Parcel, version: int, found: Status) -> float:
+        before = await self._woken(found)
         began = time.perf_counter()
         self.phase = Phase.UPDATING if before.in_doubt else Phase.SERVING
         try:
@@ -273,7 +303,7 @@ class EngineControl:
         if self._version_known:
             return
         try:
-            check_server(self.url, await self._call("GET", "/version", self.timeouts.ask_s))
+            check_server(self.url, await self._read(dict, "GET", "/version"))
         except EngineRefusedError as error:
             if error.status not in NO_ROUTE:
                 raise _unwell(error) from error
@@ -300,12 +330,12 @@ class EngineControl:
 
     async def _deliver(self, parcel: Parcel) -> None:
         timeout_s = self.timeouts.for_size(parcel.size_bytes).update_s
-        sending = asyncio.create_task(asyncio.to_thread(parcel.send, self.url, timeout_s)) if parcel.send else None
-        try:
-            await self._call("POST", "/update_weights", timeout_s, update_info=parcel.update_info)
-        finally:
-            if sending is not None:
-                await sending
+        both: list[Awaitable[Any]] = [self._call("POST", "/update_weights", timeout_s, update_info=parcel.update_info)]
+        if parcel.send:
+            both.append(asyncio.to_thread(parcel.send, self.url, timeout_s))
+        for result in await asyncio.gather(*both, return_exceptions=True):
+            if isinstance(result, BaseException):
+                raise result  # the engine's before the sender's, whom it may have left waiting
 
     async def _is_of_one_kind(self) -> bool:
         """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
@@ -337,12 +367,18 @@ class EngineControl:
         if not tag:
             self.phase = Phase.SERVING
 
-    async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> dict[str, Any]:
-        content_type, raw = await self._exchange(method, path, timeout_s, **body)
-        return json.loads(raw) if content_type == "application/json" else {}
+    async def _read(self, kind: type[T], method: str, path: str, /, **body: Any) -> T:
+        raw = await self._call(method, path, self.timeouts.ask_s, **body)
+        try:
+            return msgspec.json.decode(raw, type=kind)
+        except ValueError as error:
+            answer = raw[:80].decode(errors="replace")
+            raise EngineError(
+                f"{self.url} answers {path} with {answer!r}, as no vLLM does: look what listens there"
+            ) from error
 
-    async def _exchange(self, method: str, path: str, timeout_s: float, /, **body: Any) -> tuple[str, bytes]:
-        """Content type and body of the answer."""
+    async def _call(self, method: str, path: str, timeout_s: float, /, **body: Any) -> bytes:
+        """The body of the answer."""
         assert self._session is not None
         limit = aiohttp.ClientTimeout(total=timeout_s)
         try:
@@ -350,9 +386,10 @@ class EngineControl:
                 if response.status >= 400:
                     reason = f"{path} failed: {(await response.text())[:500]}"
                     raise EngineRefusedError(f"engine {self.url}: {reason}", status=response.status)
-                return response.content_type, await response.read()
+                return await response.read()
         except TimeoutError as error:
-            raise EngineError(f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it") from error
+            message = f"engine {self.url} did not answer {path} within {timeout_s:g} s: restart it"
+            raise EngineSilentError(message) from error
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise EngineError(
                 f"engine {self.url!r}: no address of a vLLM, which is like http://127.0.0.1:8000"

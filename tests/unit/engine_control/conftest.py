@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from swarmq.engine.weights_plugin import UNTOUCHED
 
 @dataclass
 class ScriptedVllm:
-    """`fail[path]` makes that endpoint refuse with this text; `hang` holds it until the client gives up."""
+    """`fail[path]` makes that endpoint refuse with this text."""
 
     url: str = ""
     version: str = "0.32.0"
@@ -40,6 +41,11 @@ class ScriptedVllm:
     missing: set[str] = field(default_factory=set)
     """Routes that it does not have."""
     drop: set[str] = field(default_factory=set)
+    foreign: str = ""
+    """What it answers to everything, as something that is no vLLM."""
+    silent: bool = False
+    going: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when calls that were not answered may end."""
     calls: list[str] = field(default_factory=list)
     updates: list[dict[str, object]] = field(default_factory=list)
     met: list[dict[str, object]] = field(default_factory=list)
@@ -62,6 +68,10 @@ class ScriptedVllm:
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
         self.calls.append(path)
+        if self.silent:
+            await self.going.wait()
+        if self.foreign:
+            return web.Response(text=self.foreign)
         body = await request.json() if request.can_read_body else {}
         if path in self.drop or self.is_of_the_dead(request):
             assert request.transport
@@ -155,4 +165,7 @@ async def serving(scripted: ScriptedVllm) -> AsyncIterator[ScriptedVllm]:
     app.router.add_route("*", "/{path:.*}", scripted.handle)
     async with TestServer(app) as server:
         scripted.url = str(server.make_url("")).rstrip("/")
-        yield scripted
+        try:
+            yield scripted
+        finally:
+            scripted.going.set()

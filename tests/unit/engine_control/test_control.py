@@ -193,3 +193,37 @@ async def test_an_engine_without_sleep_mode_goes_on_as_it_was(vllm):
         with pytest.raises(EngineRefusedError):
             await engine.sleep()
     assert (vllm.label, vllm.paused) == ("default", False)
+
+
+@pytest.mark.parametrize("answer", ["<html>", '{"hello": 1}', "[1]", '{"weight_ver', '{"weight_version": null}'])
+@pytest.mark.parametrize("ask", [EngineControl.status, EngineControl.facts])
+async def test_what_answers_as_no_vllm_does_is_named_with_its_answer(vllm, ask, answer):
+    vllm.foreign = answer
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="as no vLLM does") as caught:
+            await ask(engine)
+    assert vllm.url in str(caught.value)
+    assert answer in str(caught.value)
+
+
+async def test_a_refusal_counts_though_the_learner_sent_in_vain_meanwhile(vllm):
+    vllm.label = "1"
+    vllm.fail["/update_weights"] = vllm.untouched()
+
+    def send(url, timeout_s):
+        raise EngineError("a broadcast did not end")
+
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineRefusedError, match="no such file"):
+            await engine.update(Parcel(update_info={"tensors": []}, send=send), 2)
+    assert (vllm.label, vllm.paused) == ("1", False)
+
+
+async def test_weights_that_were_sent_in_vain_leave_the_engine_in_doubt(vllm):
+    def send(url, timeout_s):
+        raise EngineError("a broadcast did not end")
+
+    async with EngineControl(vllm.url) as engine:
+        with pytest.raises(EngineError, match="did not end"):
+            await engine.update(Parcel(update_info={"tensors": []}, send=send), 2)
+    assert (vllm.label, vllm.paused) == ("updating-2", True)
