@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from swarmq.engine.control import EngineControl, Parcel, Phase, Timeouts
+from swarmq.engine.control import EngineControl, EngineSilentError, Parcel, Timeouts
 from swarmq.engine.packing import FromFolder, NamedTensors, Tensors
 from swarmq.engine.transfers import (
     AdaptersTransfer,
@@ -40,7 +40,9 @@ T = TypeVar("T")
 
 RETRY_S = 1.0
 DOUBTS = 2
-"""So many pushes in a row that leave an engine's weights in doubt condemn it."""
+"""So many pushes in a row that fail in an engine which answers condemn it."""
+REST_S, LONGEST_REST_S = 30.0, 120.0
+"""How long the others are not held up by an engine that was waited for in vain: the first time, and in the end."""
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,6 +53,14 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Outcome = dict[str, Taken | EngineError]
+
+
+class Silence(msgspec.Struct, frozen=True, kw_only=True):
+    """Of an engine that does not answer: it is left alone for a while."""
+
+    error: EngineError
+    rest_s: float
+    until: float
 
 
 class PushReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,12 +91,16 @@ class WeightPusher:
         timeouts: Timeouts | None = None,
         patience_s: float = 180.0,
         current: Callable[[], Sequence[str]] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
         started again, and there is nothing to learn from without any). `current` gives the engines of each moment,
-        where they come and go; `engine_urls` are those of the beginning."""
+        where they come and go; `engine_urls` are those of the beginning. `check` raises when these engines are another pusher's
+        by now; it is asked before each update."""
         staging = Staging()
-        self._current = current or (lambda: engine_urls)
+        self._current, self._check = current or (lambda: engine_urls), check
+        self.failing: dict[str, str] = {}
+        """Engine url -> why it does not serve the newest version that it was offered."""
         self._transfers = transfers or {
             "ipc": IpcTransfer(staging),
             "nccl": NcclTransfer(staging),
@@ -99,17 +113,19 @@ class WeightPusher:
         self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
         self._doubts: Counter[str] = Counter()
+        self._silent: dict[str, Silence] = {}
         self._given_up: set[str] = set()
         """Engines that did not come back while we waited for them to go to sleep."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
-        return asyncio.run(self._push(distinct(named_tensors), version, self._current(), self._patience_s))
+        return asyncio.run(self._push(distinct(named_tensors), version, self._engines(), self._patience_s))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Push to the engines that do not serve `version` (started again, left paused, or in doubt); often to none."""
-        urls = self._current()
+        urls = self._engines()
         behind = asyncio.run(self._behind(urls, version))
+        self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
         if not behind:
             return PushReport(version=version)
         patience_s = self._patience_s if len(behind) == len(urls) else 0.0
@@ -118,7 +134,7 @@ class WeightPusher:
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
         """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
         these weights. Others are left alone, `ensure` is for them. Raises EngineError when none in doubt took them."""
-        urls = self._current()
+        urls = self._engines()
         doubtful = asyncio.run(_each(urls, self._get_going))
         if behind := tuple(url for url in urls if doubtful[url]):
             asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s=0.0))
@@ -126,11 +142,27 @@ class WeightPusher:
     def sleep(self) -> None:
         """Have all engines give their GPUs' memory back until `wake`. One that is being started again is waited for while
         patience lasts: it takes its memory as soon as it is back. Who refuses goes on as it is."""
-        asyncio.run(_each(self._current(), self._fall_asleep))
+        self._tell_each(self._fall_asleep)
 
     def wake(self) -> None:
         """The learner needs the memory no longer."""
-        asyncio.run(_each(self._current(), self._get_going))
+        self._tell_each(self._get_going)
+
+    def _engines(self) -> Sequence[str]:
+        """Of this moment. Raises EngineError when there are none, or when nobody can tell."""
+        urls = self._current()
+        self.failing = {url: reason for url, reason in self.failing.items() if url in urls}
+        if urls:
+            return urls
+        raise EngineError("no engine serves the policy: `swarmq engine start` or `swarmq engine add` brings one")
+
+    def _tell_each(self, order: Callable[[str], Awaitable[object]]) -> None:
+        try:
+            urls = self._engines()
+        except EngineError as error:
+            log.warning("no engine to tell", reason=str(error))
+        else:
+            asyncio.run(_each(urls, order))
 
     async def _get_going(self, url: str) -> bool:
         """Whether whole weights are what it takes."""
@@ -174,7 +206,7 @@ class WeightPusher:
             pauses={f"engine_{urls.index(url)}": one.pause_s for url, one in taken.items()},
             ways={url: one.way for url, one in taken.items()},
             total_s=time.perf_counter() - began,
-            failed={url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)},
+            failed=_failed(outcome),
         )
 
     async def _until_taken(self, urls: Sequence[str], shipment: Shipment, patience_s: float) -> Outcome:
@@ -185,19 +217,27 @@ class WeightPusher:
                 if isinstance(route, Route):
                     shipment.publish(route)  # of every way before the first pause begins
             outcome = await self._update_all(routes, shipment)
+            self._note(outcome)
             failures = [result for result in outcome.values() if isinstance(result, EngineError)]
             if len(failures) < len(outcome):
                 return outcome
             refused = any(isinstance(error, EngineRefusedError) for error in failures)
-            if refused or time.monotonic() > deadline:
+            if refused or time.monotonic() >= deadline:
                 raise EngineError(f"no engine took version {shipment.version}: {failures[0]}") from failures[0]
+            self._silent.clear()  # there is nobody whom they hold up
             await asyncio.sleep(RETRY_S)  # nothing tells when a server that is gone is back
+
+    def _note(self, outcome: Outcome) -> None:
+        others = {url: reason for url, reason in self.failing.items() if url not in outcome}
+        self.failing = others | _failed(outcome)
 
     async def _update_all(self, routes: Mapping[str, Route | EngineError], shipment: Shipment) -> Outcome:
         return await _each(list(routes), lambda url: self._update(url, routes[url], shipment))
 
     async def _route(self, url: str, *, adapted: bool) -> Route | EngineError:
         """How the engine is reached at this moment: it may have been started again since the last push."""
+        if error := self._resting(url):
+            return error
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 if (await engine.status()).condemned:
@@ -205,7 +245,9 @@ class WeightPusher:
                 route = route_to(url, await engine.facts(), gpu_uuid(), adapted=adapted)
                 route = msgspec.structs.replace(route, ways=await self._open_ways(engine, route))
         except EngineError as error:
+            self._heard(url, error)
             return error
+        self._heard(url)
         if self._routes.get(url) != route:
             self._routes[url] = route
             log.info("weights go", engine=url, way=route.ways[0], dtype=route.dtype, reason=route.reason)
@@ -234,6 +276,7 @@ class WeightPusher:
             for way in route.ways:
                 if (parcel := await shipment.fetch(way, route)) is None:
                     continue
+                self._check()
                 try:
                     pause_s = await engine.update(parcel, shipment.version)
                 except EngineError as error:
@@ -250,8 +293,9 @@ class WeightPusher:
         return failed
 
     async def _judge(self, engine: EngineControl, version: int) -> None:
-        """Condemn an engine that pushes leave in doubt again and again: started by us, it is started again."""
-        if engine.phase is not Phase.UPDATING:
+        """Condemn an engine that pushes leave in doubt, or that cannot be paused or resumed, again and again: started by us, it is
+        started again."""
+        if not engine.at_fault:
             return
         self._doubts[engine.url] += 1
         if self._doubts[engine.url] < DOUBTS:
@@ -268,12 +312,28 @@ class WeightPusher:
         return tuple(url for url, at in current.items() if not at)
 
     async def _is_at(self, url: str, version: int) -> bool:
+        if self._resting(url):
+            return False
         try:
             async with EngineControl(url, timeouts=self._timeouts) as engine:
                 status = await engine.status()
-        except EngineError:
+        except EngineError as error:
+            self._heard(url, error)
             return False
+        self._heard(url)
         return status.version == version and not status.paused
+
+    def _resting(self, url: str) -> EngineError | None:
+        """Why the engine is not asked now."""
+        silence = self._silent.get(url)
+        return silence.error if silence and time.monotonic() < silence.until else None
+
+    def _heard(self, url: str, error: EngineError | None = None) -> None:
+        """What came of asking it: an answer, or this. Only one that says nothing at all takes the time of others."""
+        before = self._silent.pop(url, None)
+        if isinstance(error, EngineSilentError):
+            rest_s = min(2 * before.rest_s, LONGEST_REST_S) if before else REST_S
+            self._silent[url] = Silence(error=error, rest_s=rest_s, until=time.monotonic() + rest_s)
 
 
 class Shipment:
@@ -317,6 +377,10 @@ class Shipment:
     def withdraw(self) -> None:
         for way in {way for way, _ in self._parcels}:
             self._transfers[way].withdraw()
+
+
+def _failed(outcome: Outcome) -> dict[str, str]:
+    return {url: str(error) for url, error in outcome.items() if isinstance(error, EngineError)}
 
 
 async def _each(urls: Sequence[str], ask: Callable[[str], Awaitable[T]]) -> dict[str, T]:

@@ -24,6 +24,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from swarmq.engine import adapters, weights_ipc, weights_nccl
@@ -132,11 +133,25 @@ class FileTransfer:
             shutil.rmtree(self._scratch.pop(), ignore_errors=True)
 
     def _written(self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None) -> Path:
-        folder = _scratch_folder(self._roomy(_size_bytes(placed)))
-        self._scratch.append(folder)
+        """Raises EngineError, leaving nothing behind."""
+        folder = self._new_folder(_size_bytes(placed))
         path = folder / f"{version}.safetensors"
-        save_file(placed, path, metadata)
+        try:
+            save_file(placed, path, metadata)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError(f"weights cannot be written to {path}: {error}; free some room there") from error
         return path
+
+    def _new_folder(self, size_bytes: int) -> Path:
+        try:
+            folder = _scratch_folder(self._roomy(size_bytes))
+        except OSError as error:
+            raise EngineError(
+                f"no folder for weights can be made in {self._parent} or {self._fallback}: {error}; let this user write there"
+            ) from error
+        self._scratch.append(folder)
+        return folder
 
     def _roomy(self, size_bytes: int) -> Path:
         for parent in (self._parent, self._fallback):

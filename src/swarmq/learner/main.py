@@ -17,7 +17,7 @@ from swarmq.config import SwarmJob, make_folder
 from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError
 from swarmq.learner.children import collector_beside, is_main, own_rank, run_ranks
-from swarmq.learner.lock import exclusive
+from swarmq.learner.lock import Fence, exclusive
 
 if TYPE_CHECKING:
     from swarmq.engine.push import WeightPusher
@@ -77,5 +77,6 @@ def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
     urls = job.policies[policy].engine.urls
     if not urls:
         return None
-    roster = Roster(job)
-    return WeightPusher(urls, job.run_folder.path / policy / "weights", current=lambda: roster.urls()[policy])
+    roster, folder = Roster(job), job.run_folder.path / policy
+    fence = Fence(folder / "lock")
+    return WeightPusher(urls, folder / "weights", current=lambda: roster.urls()[policy], check=fence.check)

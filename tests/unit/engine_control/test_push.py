@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from swarmq.engine.control import EngineControl, Facts, Parcel, Timeouts
@@ -23,7 +26,7 @@ from swarmq.engine.transfers import (
     distinct,
     route_to,
 )
-from swarmq.errors import EngineError
+from swarmq.errors import EngineError, LearnerError
 
 GONE = "http://127.0.0.1:9"
 
@@ -417,3 +420,174 @@ async def test_one_that_does_not_come_back_is_not_waited_for_again(tmp_path, mon
     await asyncio.to_thread(pusher.sleep)
     monkeypatch.setattr(pusher, "_patience_s", 600)
     await asyncio.to_thread(pusher.sleep)
+
+
+@pytest.mark.parametrize("error", [OSError("no space"), SafetensorError("no space")])
+async def test_a_file_that_cannot_be_written_is_an_error_of_the_push_and_is_not_left(
+    vllm, weights, tmp_path, monkeypatch, error
+):
+    def torn(_, path, *__):
+        path.write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr("swarmq.engine.transfers.save_file", torn)
+    transfer = FileTransfer(["http://far.example:8000"], tmp_path)
+    with pytest.raises(EngineError, match=rf"{tmp_path}/.*5\.safetensors: no space; free some room"):
+        transfer.publish(dict(weights), 5, None)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(EngineError, match="no space"):
+        await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).push, weights, 5)
+
+
+def test_a_folder_for_weights_that_cannot_be_made_is_named(weights, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(EngineError, match=f"no folder for weights can be made in {tmp_path}/file/weights"):
+        FileTransfer(["http://far.example:8000"], tmp_path / "file" / "weights").publish(dict(weights), 5, None)
+
+
+async def test_what_is_no_vllm_does_not_keep_the_engines_back(vllm, another, weights, tmp_path):
+    another.foreign = "<html>"
+    pusher = WeightPusher([vllm.url, another.url], tmp_path)
+    report = await asyncio.to_thread(pusher.push, weights, 5)
+    assert vllm.label == "5"
+    assert list(report.failed) == list(pusher.failing) == [another.url]
+    with pytest.raises(EngineError, match="as no vLLM does"):
+        await asyncio.to_thread(pusher.ensure, weights, 5)
+
+
+@pytest.mark.parametrize("step", ["/pause", "/resume", "/wake_up"])
+async def test_an_engine_that_cannot_be_paused_or_resumed_again_and_again_is_condemned(
+    vllm, another, weights, tmp_path, step
+):
+    vllm.fail[step] = "EngineDeadError"
+    pusher = WeightPusher([vllm.url, another.url], tmp_path)
+    for version in range(1, DOUBTS + 1):
+        assert not vllm.label.endswith("-restart")
+        vllm.paused = step == "/wake_up"
+        report = await asyncio.to_thread(pusher.push, weights, version)
+        assert list(report.failed) == [vllm.url]
+    assert vllm.label == f"updating-{DOUBTS}-restart"
+    assert another.label == f"{DOUBTS}"
+
+
+async def test_an_engine_that_refuses_the_weights_and_goes_on_is_not_condemned(vllm, another, weights, tmp_path):
+    """A restart would give it the same model again."""
+    vllm.label, vllm.fail["/update_weights"] = "1", vllm.untouched()
+    pusher = WeightPusher([vllm.url, another.url], tmp_path)
+    for version in range(2, DOUBTS + 4):
+        await asyncio.to_thread(pusher.push, weights, version)
+    assert (vllm.label, vllm.paused) == ("1", False)
+    assert "no such file" in pusher.failing[vllm.url]
+
+
+async def test_who_is_behind_is_known_until_it_is_not_or_has_left(vllm, another, weights, tmp_path):
+    urls = [vllm.url, another.url]
+    pusher = WeightPusher([vllm.url], tmp_path, current=lambda: urls)
+    another.fail["/update_weights"] = another.untouched()
+    await asyncio.to_thread(pusher.push, weights, 5)
+    with pytest.raises(EngineError):
+        await asyncio.to_thread(pusher.ensure, weights, 5)
+    assert list(pusher.failing) == [another.url]
+    another.fail.clear()
+    await asyncio.to_thread(pusher.ensure, weights, 5)
+    assert pusher.failing == {}
+    another.fail["/update_weights"] = another.untouched()
+    await asyncio.to_thread(pusher.push, weights, 6)
+    assert list(pusher.failing) == [another.url]
+    another.label = "6"
+    await asyncio.to_thread(pusher.ensure, weights, 6)
+    assert pusher.failing == {}, "it had taken them, and its answer was lost"
+    await asyncio.to_thread(pusher.push, weights, 7)
+    assert list(pusher.failing) == [another.url]
+    urls.pop()
+    await asyncio.to_thread(pusher.push, weights, 8)
+    assert pusher.failing == {}
+
+
+@pytest.mark.parametrize("offer", [WeightPusher.push, WeightPusher.ensure, WeightPusher.repair])
+async def test_a_policy_without_engines_is_told_how_to_get_one(weights, tmp_path, offer):
+    pusher = WeightPusher([GONE], tmp_path, patience_s=600, current=list)
+    with pytest.raises(EngineError, match="no engine serves the policy: .*swarmq engine add"):
+        await asyncio.to_thread(offer, pusher, weights, 5)
+
+
+@pytest.mark.parametrize("turn", [WeightPusher.sleep, WeightPusher.wake])
+async def test_a_learner_that_cannot_tell_its_engines_goes_on_and_says_so(tmp_path, capsys, turn):
+    def unreadable():
+        raise EngineError("roster.json cannot be read")
+
+    await asyncio.to_thread(turn, WeightPusher([GONE], tmp_path, current=unreadable))
+    assert "roster.json cannot be read" in capsys.readouterr().out
+
+
+BRIEF = Timeouts(ask_s=0.2)
+
+
+async def test_one_that_answers_nobody_is_waited_for_once_in_a_while_and_brought_up_to_date_when_it_is_back(
+    vllm, another, weights, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("swarmq.engine.push.REST_S", 600.0)
+    another.silent = True
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=BRIEF)
+    for version in (5, 6):
+        report = await asyncio.to_thread(pusher.push, weights, version)
+        assert list(report.failed) == list(pusher.failing) == [another.url]
+        with pytest.raises(EngineError, match=f"{another.url} did not answer"):
+            await asyncio.to_thread(pusher.ensure, weights, version)
+    assert len(another.calls) == 1
+    another.silent = False
+    monkeypatch.setattr(
+        "swarmq.engine.push.time",
+        SimpleNamespace(monotonic=lambda: time.monotonic() + 601, perf_counter=time.perf_counter),
+    )
+    await asyncio.to_thread(pusher.ensure, weights, 6)
+    assert another.label == "6"
+    assert pusher.failing == {}
+
+
+async def test_one_that_fails_at_once_holds_up_nobody_and_is_asked_every_time(vllm, another, weights, tmp_path):
+    another.drop.add("/version")
+    pusher = WeightPusher([vllm.url, another.url], tmp_path)
+    assert list((await asyncio.to_thread(pusher.push, weights, 5)).failed) == [another.url]
+    another.drop.clear()
+    assert (await asyncio.to_thread(pusher.push, weights, 6)).failed == {}
+    assert another.label == "6"
+
+
+async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, weights, tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("swarmq.engine.push.time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: 0.0))
+    vllm.label, another.silent = "5", True
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=BRIEF)
+    asked = []
+    for now in range(0, 500, 5):
+        before = len(another.calls)
+        with pytest.raises(EngineError):
+            await asyncio.to_thread(pusher.ensure, weights, 5)
+        if len(another.calls) > before:
+            asked.append(now)
+    assert asked == [0, 30, 90, 210, 330, 450]
+
+
+async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weights, tmp_path, monkeypatch):
+    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    vllm.silent = True
+    pushing = asyncio.to_thread(WeightPusher([vllm.url], tmp_path, timeouts=BRIEF).push, weights, 5)
+    async with asyncio.timeout(60):
+        learner = asyncio.create_task(pushing)
+        while len(vllm.calls) < 2:  # noqa: ASYNC110 - a server announces no caller
+            await asyncio.sleep(0.01)
+        vllm.silent = False
+        await learner
+    assert vllm.label == "5"
+
+
+async def test_a_learner_whose_place_was_taken_on_the_way_updates_nothing(vllm, weights, tmp_path, ways):
+    def taken():
+        raise LearnerError("taken over")
+
+    pusher = WeightPusher([vllm.url], tmp_path, transfers=ways, check=taken)
+    with pytest.raises(LearnerError, match="taken over"):
+        await asyncio.to_thread(pusher.push, weights, 5)
+    assert ways["file"].published == 1, "it stood still until now"
+    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/collective_rpc"}

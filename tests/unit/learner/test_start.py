@@ -10,8 +10,9 @@ import torch
 
 from swarmq.config import Engine, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import loop, trainer
+from swarmq.learner import loop, main, trainer
 from swarmq.learner.link import StopSignal
+from swarmq.learner.lock import exclusive
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
 
@@ -102,3 +103,15 @@ def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
     with pytest.raises(LearnerError, match="taken over"):
         turn(learner)
     assert gpu.seen == before
+
+
+def test_a_pusher_asks_before_each_update_whether_its_learner_was_replaced(tmp_path: Path) -> None:
+    policy = Policy(model="m", engine=Engine(urls=("http://127.0.0.1:9",)))
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
+    lock = job.run_folder.path / "main" / "lock"
+    with exclusive(lock):
+        pusher = main._pusher(job, "main")
+        pusher._check()
+        lock.write_text("another process")
+        with pytest.raises(LearnerError, match="taken over"):
+            pusher._check()
