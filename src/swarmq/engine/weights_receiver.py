@@ -35,6 +35,8 @@ from swarmq.engine.weights_plugin import UNTOUCHED
 
 HEAD = "lm_head.weight"
 EMBEDDING = "embed_tokens.weight"
+PASSED_OVER = (HEAD, ".inv_freq")
+"""Ends of names that may come though the folder does not have them: a tied head is loaded or left out, the other vLLM computes."""
 
 
 @dataclass
@@ -171,8 +173,10 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
                 self._expected.pop(HEAD, None)
         missing = sorted(self._expected.keys() - shapes.keys())
         changed = sorted(name for name, shape in self._expected.items() if shapes.get(name, shape) != shape)
-        if missing or changed:
-            what = f"lacks {missing[:3]}" if missing else f"has other shapes for {changed[:3]}"
+        unknown = sorted(name for name in shapes.keys() - self._expected.keys() if not name.endswith(PASSED_OVER))
+        if missing or changed or (self._expected and unknown):
+            others = f"has other shapes for {changed[:3]}" if changed else f"has {unknown[:3]} besides"
+            what = f"lacks {missing[:3]}" if missing else others
             raise ValueError(f"{source} is not of the served model, {UNTOUCHED}: it {what}")
 
     @property

@@ -198,7 +198,7 @@ async def test_the_model_on_disk_has_no_version_until_one_is_pushed(engine_url, 
         assert await engine.status() == Status(label="0", paused=False)
 
 
-@pytest.mark.parametrize("damage", ["missing file", "cut file", "missing tensor", "other shape"])
+@pytest.mark.parametrize("damage", ["missing file", "cut file", "missing tensor", "other shape", "one more layer"])
 async def test_bad_weights_are_refused_and_the_engine_goes_on_with_the_old(vllm, network, push, damage, tmp_path: Path):
     await push(network, 4)
     parcel = Parcel(update_info={"path": str(_damaged(damage, network, tmp_path))})
@@ -218,6 +218,13 @@ def _damaged(damage: str, network, folder: Path) -> Path:
             del tensors[norm]
         case "other shape":
             tensors[norm] = tensors[norm][:-1].clone()
+        case "one more layer":
+            further = f"model.layers.{network.config.num_hidden_layers}."
+            tensors |= {
+                name.replace("model.layers.0.", further): tensor.clone()
+                for name, tensor in tensors.items()
+                if name.startswith("model.layers.0.")
+            }
     save_file(tensors, path)
     if damage == "cut file":
         _cut(path)

@@ -101,6 +101,38 @@ def test_the_bytes_that_were_sent_are_the_weights(plan: Packed, sent: torch.Tens
         }
 
 
+@pytest.mark.parametrize(
+    ("come", "reason"),
+    [
+        ({"a": (2, 3)}, r"lacks \['b'\]"),
+        ({"a": (2, 3), "b": (4,)}, r"has other shapes for \['b'\]"),
+        ({"a": (2, 3), "b": (3,), "c": (3,)}, r"has \['c'\] besides"),
+    ],
+)
+def test_weights_of_another_model_are_refused_before_the_model_is_touched(
+    tmp_path: Path, come: dict[str, tuple[int, ...]], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=f"push is not of the served model, {UNTOUCHED}: it {reason}"):
+        in_folder(tmp_path)._check(come, "push")
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq"])
+def test_what_vllm_has_no_use_for_may_come_though_the_folder_does_not_have_it(tmp_path: Path, name: str) -> None:
+    in_folder(tmp_path)._check({"a": (2, 3), "b": (3,), name: (3,)}, "push")
+
+
+def test_where_the_folder_is_not_known_anything_may_come(tmp_path: Path) -> None:
+    in_folder(tmp_path, model="org/tiny")._check({"a": (2, 3)}, "push")
+
+
+def in_folder(folder: Path, model: str | None = None) -> weights_receiver.WeightReceiver:
+    """Of a worker that serves `WEIGHTS`."""
+    save_file(WEIGHTS, folder / "model.safetensors")
+    receiver = serving(model or str(folder), folder)
+    receiver.model_config.hf_text_config = SimpleNamespace(tie_word_embeddings=True)
+    return receiver
+
+
 @pytest.mark.parametrize("place", [0, 21, -1])
 def test_one_other_byte_is_refused_before_the_model_is_touched(plan: Packed, sent: torch.Tensor, place: int) -> None:
     update, other = weights_receiver.Update(tensors=plan.entries, checksum=checksum(sent)), sent.clone()
