@@ -113,7 +113,7 @@ class Recorder:
     """Pushes nowhere."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root, self.failing = root, dict[str, str]()
 
     def push(self, named_tensors: Iterable[tuple[str, Any]], version: int) -> Report:
         die_at(self.root, f"push-{version}")

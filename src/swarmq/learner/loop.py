@@ -19,6 +19,7 @@ touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -58,6 +59,10 @@ class PushReport(Protocol):
 
 class Pusher(Protocol):
     """Brings weights to the engines of a policy. All but `sleep` and `wake` raise EngineError when none took them."""
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """Engine url -> why it does not serve the newest version that it was offered."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
     def ensure(self, named_tensors: NamedTensors, version: int) -> Any: ...
@@ -115,6 +120,8 @@ class Learner:
         """What the newest step was trained with; settings can change while the run is up."""
         self._pushed = False
         """Whether engines took the current weights, as far as this process knows."""
+        self._failing: frozenset[str] = frozenset()
+        """Engines that people were told of."""
         self._trackers = Trackers(
             self.trainer.accelerator,
             self.settings.train,
@@ -257,8 +264,19 @@ class Learner:
             log.warning("push_failed", version=self.trainer.version, error=str(error))
             link.tell(records.Warn(text=f"weights {self.trainer.version} of {self.policy} not pushed: {error}"))
             return {"push_s": time.monotonic() - began, "pause_s": 0.0, "pauses": {}}
+        finally:
+            self._tell_failing(link, self.pusher.failing)
         self._pushed = True
         return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
+
+    def _tell_failing(self, link: Link, failing: Mapping[str, str]) -> None:
+        """Once when an engine falls behind, and once when it no longer is."""
+        for url in sorted(failing.keys() - self._failing):
+            text = f"{url} does not take the weights of {self.policy}, what is sampled there goes stale: {failing[url]}"
+            link.tell(records.Warn(text=text))
+        for url in sorted(self._failing - failing.keys()):
+            link.tell(records.Warn(text=f"{url} serves the newest weights of {self.policy} again, or has left"))
+        self._failing = frozenset(failing)
 
     def _repair(self) -> None:
         """Engines that a learner left in a push when it was killed serve the checkpoint's weights while this one replays."""
@@ -272,7 +290,7 @@ class Learner:
 
     def _idle(self, link: Link, *, again: bool) -> None:
         self._saved(link)
-        self._ensure(again=again)
+        self._ensure(link, again=again)
 
     def _compare(self) -> None:
         """Nothing is trained, and no weights go, while an engine that has answered has another tokenizer."""
@@ -283,7 +301,7 @@ class Learner:
         except EngineError as error:
             log.warning("tokenizers_not_compared", reason=str(error))
 
-    def _ensure(self, *, again: bool) -> None:
+    def _ensure(self, link: Link, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights."""
         self._compare()
         if self.pusher is None or (self._pushed and not again):
@@ -294,6 +312,8 @@ class Learner:
             self._pushed = True
         except EngineError as error:
             log.warning("engines_not_current", version=self.trainer.version, error=str(error))
+        finally:
+            self._tell_failing(link, self.pusher.failing)
 
     def _save_if_due(self, link: Link | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every

@@ -192,6 +192,7 @@ class Late:
         record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group()), settings=TRAIN)
         self._batches = [Batch(record=encode_record(record), replayed=False, figures={})]
         self.pushed: list[int] = []
+        self.failing: dict[str, str] = {}
 
     def next(self, *, idle: Idle, idle_s: float) -> Batch | None:
         idle(again=False)
