@@ -132,7 +132,7 @@ def test_what_a_tracker_left_in_a_folder_of_its_name_is_not_its_package(tmp_path
     if "trackio" in map(str, get_available_trackers()):
         pytest.skip("it is installed")
     ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "LearnerError: train.trackers: not installed: trackio" in ran.stderr
+    assert "SetUpError: train.trackers: not installed: trackio" in ran.stderr
 
 
 def test_a_tracker_that_fails_costs_a_warning_and_neither_a_step_nor_the_end_of_the_run() -> None:
