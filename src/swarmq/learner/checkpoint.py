@@ -7,17 +7,19 @@
     draw ──> draft ──> training goes on
                └──> finish: weights and optimizer, checksums, fsync, rename, older ones removed; beside training
 
-Written under another name, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
-hold is used; one that is damaged is passed over, aloud.
+Written under a name that no other draft has, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
+hold is used; one that is damaged is passed over, aloud. Nothing that is whole is replaced, and what is damaged goes when another
+stands in its place. What cannot be removed stays, and is said once.
 """
 
 from __future__ import annotations
 
 import contextlib
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -25,14 +27,16 @@ from typing import Any
 import msgspec
 import structlog
 import torch
+from accelerate import Accelerator
 from accelerate.checkpointing import load_accelerator_state, save_accelerator_state
+from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from swarmq.errors import SetUpError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
 from swarmq.learner.memory import GIB, WHOLE_BYTES
-from swarmq.learner.model_files import HostCopies, num_bytes, outlines
+from swarmq.learner.model_files import HostCopies, NotGrantedError, num_bytes, outlines
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
@@ -44,7 +48,9 @@ STATE = "state"
 OPTIMIZER = "optimizer.bin"
 """As accelerate calls it."""
 DRAFT = ".draft-"
-TORCH_CANNOT_WRITE = ("inline_container", "iostream")
+OLD = f"{DRAFT}old-"
+"""What was a checkpoint, and is on its way out."""
+TORCH_CANNOT_WRITE = ("inline_container", "iostream", "Parent directory")
 """What stands in a RuntimeError of `torch.save` that is one of the disk; it gives no other sign."""
 TOKENIZER_FILES = (
     "tokenizer*",
@@ -93,49 +99,80 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     path: Path
     identity: Identity
     version: int
-    writing: tuple[Callable[[], None], ...]
+    writing: tuple[Callable[[], None], ...] = ()
     """What puts the files there that are not there yet. On rank 0 alone."""
+    whole: bool = False
+    """There is a sound one of this version already, and nothing is to be written."""
 
     @property
     def target(self) -> Path:
-        return self.path.with_name(self.path.name.removeprefix(DRAFT))
+        return self.path.with_name(f"step-{self.version:08d}")
 
 
 def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copies: HostCopies | None = None) -> Draft:
     """A draft of the trainer's state. Drafts that are there already are removed.
 
-    Training may go on where there are `copies`: what they hold is written later, and the optimizer's state is written now where the
-    host has no room for it. Every rank calls it. Raises LearnerError when it cannot be written; then all checkpoints are as they
-    were.
+    Training may go on where there are `copies`: what they hold is written later, and what the host has no memory for is written
+    now. Every rank calls it. Raises LearnerError when it cannot be written, DiskFullError where it can be tried again: on every
+    rank, and then all checkpoints are as they were.
     """
     accelerator = trainer.accelerator
-    draft = folder / f"{DRAFT}step-{trainer.version:08d}"
+    draft = _begun(folder, trainer.version, identity, accelerator)
+    if draft.whole:
+        return draft
     writing: list[Callable[[], None]] = []
-    with mapped(folder), _drafting(draft):
+    with _agreed(accelerator, draft):
+        state = _optimizer(trainer).state_dict()
+        save_accelerator_state(str(draft.path / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
+        if accelerator.is_main_process:
+            writing += _optimizer_written(state, draft.path / STATE / OPTIMIZER, trainer, copies)
+        del state
+    with _agreed(accelerator, draft):
+        writing += _model_written(draft.path, trainer, copies)
+        if accelerator.is_main_process:
+            copy_tokenizer(model, draft.path)
+    return msgspec.structs.replace(draft, writing=tuple(writing))
+
+
+def _begun(folder: Path, version: int, identity: Identity, accelerator: Accelerator) -> Draft:
+    """The same on every rank: nothing yet, in a folder of its own, for another learner of the same run may be writing, too."""
+    path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
+    draft = Draft(path=path, identity=identity, version=version)
+    with _agreed(accelerator, draft):
         if accelerator.is_main_process:
             clean(folder)
-            draft.mkdir(parents=True)
-            (draft / STATE).mkdir()
-        accelerator.wait_for_everyone()
-        save_accelerator_state(str(draft / STATE), [], [], [], [], accelerator.process_index, accelerator.step)
-        state = _optimizer(trainer).state_dict()
-        if accelerator.is_main_process:
-            if copies is None or (short := _short_of_room(copies, state, trainer)):
-                if copies:
-                    log.info(
-                        "checkpoint_waited_for", what=short, consequence="the optimizer is written while training waits"
-                    )
-                torch.save(state, draft / STATE / OPTIMIZER)
-            else:
-                own = state if is_sharded(trainer.model) else copies.of_optimizer(state)
-                writing.append(partial(torch.save, own, draft / STATE / OPTIMIZER))
-        del state
+            draft = msgspec.structs.replace(draft, whole=_is_whole(draft))
+            if not draft.whole:
+                (path / STATE).mkdir(parents=True)
+    same: list[Draft] = broadcast_object_list([draft])
+    return same[0]
+
+
+def _optimizer_written(
+    state: Mapping[str, Any], file: Path, trainer: Trainer, copies: HostCopies | None
+) -> list[Callable[[], None]]:
+    """Now, or by what is given back."""
+    if copies is not None:
+        if not (short := _short_of_room(copies, state, trainer)):
+            try:
+                return [partial(torch.save, state if is_sharded(trainer.model) else copies.of_optimizer(state), file)]
+            except NotGrantedError as error:
+                short = str(error)
+        log.info("checkpoint_waited_for", what=short, consequence="the optimizer is written while training waits")
+    torch.save(state, file)
+    return []
+
+
+def _model_written(folder: Path, trainer: Trainer, copies: HostCopies | None) -> list[Callable[[], None]]:
+    """The same of the weights. Every rank calls it."""
+    try:
         files = trainer.files(copies)
-        if files is not None:
-            writing.append(partial(files.write, draft))
-            copy_tokenizer(model, draft)
-        accelerator.wait_for_everyone()
-    return Draft(path=draft, identity=identity, version=trainer.version, writing=tuple(writing))
+    except NotGrantedError as error:  # on the one rank that copies, with nobody to wait for it
+        log.info("checkpoint_waited_for", what=str(error), consequence="the weights are written while training waits")
+        if (files := trainer.files()) is not None:
+            files.write(folder)
+        return []
+    return [partial(files.write, folder)] if files is not None else []
 
 
 def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
@@ -145,7 +182,12 @@ def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
         return lambda: None
     state = trainer.optimizer.state_dict()
     wanted = [] if _short_of_room(copies, state, trainer) else outlines(trainer.weights_to_write(), state)
-    return partial(copies.reserve, wanted)
+
+    def get() -> None:
+        with contextlib.suppress(NotGrantedError):  # the checkpoint asks again, and says so
+            copies.reserve(wanted)
+
+    return get
 
 
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> str | None:
@@ -161,16 +203,25 @@ def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None)
     """Make a checkpoint of a draft, remove all but the `keep` newest; the version of the oldest one kept.
 
     Rank 0 alone calls it; it needs no trainer. `check` may refuse, before each file and before any checkpoint is touched.
-    Raises LearnerError when it cannot be written; then the ones before are as they were.
+    Raises LearnerError when it cannot be written, DiskFullError where it can be tried again; then the ones before are as they were.
     """
-    with mapped(draft.path.parent), _drafting(draft.path):
-        for write in draft.writing:
-            check()
-            write()
-        _seal(draft)
+    try:
+        with _told(draft):
+            if not draft.whole:
+                _write(draft, check)
+    except LearnerError:
+        shutil.rmtree(draft.path, ignore_errors=True)  # the disk may be full of it
+        raise
+    return _prune(draft.path.parent, draft.version, keep)
+
+
+def _write(draft: Draft, check: Callable[[], None]) -> None:
+    for write in draft.writing:
         check()
-        _publish(draft)
-        return _prune(draft.path.parent, keep)
+        write()
+    _seal(draft)
+    check()
+    _publish(draft)
 
 
 def newest(folder: Path, identity: Identity) -> Checkpoint | None:
@@ -228,7 +279,7 @@ def check(path: Path) -> Manifest:
 def clean(folder: Path) -> None:
     """Remove drafts that a crash left. Only for the holder of the policy's lock."""
     for draft in folder.glob(f"{DRAFT}*"):
-        shutil.rmtree(draft)
+        _remove(draft)
 
 
 def copy_tokenizer(model: str, folder: Path) -> None:
@@ -244,21 +295,53 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _drafting(draft: Path) -> Iterator[None]:
-    """A draft that cannot be finished is removed, since the disk may be full of it. Raises LearnerError where torch
-    and safetensors say so in errors of their own, neither of which tells a full disk from another."""
+def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
+    """What one rank cannot do, each raises, and the draft is removed: the others would go on, and wait for that one for ever."""
+    own: LearnerError | None = None
     try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
-            raise
-        shutil.rmtree(draft, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise
-        raise DiskFullError(
-            f"{draft.parent}: the checkpoint cannot be written ({error}): free space there and start again; "
-            "the checkpoints before it and the batch log are as they were, nothing is lost"
-        ) from error
+        with _told(draft):
+            yield
+    except LearnerError as error:
+        own = error
+    errors = [error for error in gather_object([own]) if error]
+    if not errors:
+        return
+    if accelerator.is_main_process:
+        shutil.rmtree(draft.path, ignore_errors=True)  # the disk may be full of it
+    raise next((error for error in errors if not isinstance(error, DiskFullError)), errors[0])
+
+
+@contextlib.contextmanager
+def _told(draft: Draft) -> Iterator[None]:
+    """Raises LearnerError for what keeps a draft from being written, also where torch and safetensors say so in errors of their
+    own, neither of which tells a full disk from another."""
+    with mapped(draft.path.parent):
+        try:
+            yield
+        except (OSError, SafetensorError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and not any(word in str(error) for word in TORCH_CANNOT_WRITE):
+                raise
+            if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+                raise
+            if not draft.path.is_dir():
+                raise LearnerError(
+                    f"{draft.path}: removed while the checkpoint was written ({error}): leave the folder to this learner and start "
+                    "it again; the checkpoints before it and the batch log are as they were, nothing is lost"
+                ) from error
+            if isinstance(error, OSError):
+                raise
+            raise DiskFullError(
+                f"{draft.path.parent}: the checkpoint cannot be written ({error}): free space there; the checkpoints before it "
+                "and the batch log are as they were, nothing is lost"
+            ) from error
+
+
+def _is_whole(draft: Draft) -> bool:
+    """Whether there is a sound checkpoint already of what is drawn."""
+    try:
+        return draft.target.is_dir() and not draft.identity.difference(check(draft.target).identity)
+    except DamagedError:
+        return False
 
 
 def _optimizer(trainer: Trainer) -> Any:
@@ -284,19 +367,55 @@ def _seal(draft: Draft) -> None:
 
 
 def _publish(draft: Draft) -> None:
-    target = draft.target
-    if target.exists():  # damaged, else we would not be making it again
-        shutil.rmtree(target.rename(target.with_name(f"{DRAFT}damaged-{target.name}")))
-    draft.path.rename(target)
-    fsync_folder(target.parent)
+    damaged = _aside(draft.target) if draft.target.exists() else None  # were it whole, nothing would be written
+    draft.path.rename(draft.target)
+    fsync_folder(draft.path.parent)
+    if damaged:
+        _remove(damaged)
 
 
-def _prune(folder: Path, keep: int) -> int:
-    paths = _all(folder)
+def _prune(folder: Path, version: int, keep: int) -> int:
+    """Remove all but the `keep` newest up to `version`; that of the oldest one kept. Newer ones were passed over as damaged."""
+    paths = [path for path in _all(folder) if _version(path) <= version]
     for path in paths[:-keep]:
-        shutil.rmtree(path.rename(path.with_name(f"{DRAFT}old-{path.name}")))
-    return int(paths[-keep:][0].name.removeprefix("step-"))
+        with _left(path):
+            _remove(_aside(path))
+    return _version(paths[-keep:][0])
+
+
+def _aside(path: Path) -> Path:
+    """The checkpoint under a name that is none's."""
+    return path.rename(path.with_name(f"{OLD}{path.name}-{secrets.token_hex(4)}"))
+
+
+def _remove(path: Path) -> None:
+    """As much of it as can be: somebody may have put files of his own there."""
+    with _left(path):
+        shutil.rmtree(path, ignore_errors=True)
+        if path.exists():
+            shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _left(path: Path) -> Iterator[None]:
+    """What cannot be removed is no reason to end."""
+    try:
+        yield
+    except OSError as error:
+        _say_left(path, f"{error.filename or path}: {error.strerror}")
+
+
+@cache
+def _say_left(path: Path, what: str) -> None:
+    """Once, not at each checkpoint."""
+    log.warning(
+        "checkpoint_not_removed", path=str(path), what=what, consequence="it takes room until somebody removes it"
+    )
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
+
+
+def _version(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

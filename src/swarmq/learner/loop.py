@@ -8,7 +8,7 @@
                                                                engines        Consumed, events
 
 A checkpoint is copied between two steps, and written, checked, made durable and named beside the steps after it. The batch log is cut
-when that is done.
+when that is done. One that the disk has no room for is told, and training goes on: the log keeps what goes on from the one before.
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
 the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
@@ -18,8 +18,10 @@ touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and 
 
 from __future__ import annotations
 
+import contextlib
+import select
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -32,6 +34,7 @@ from swarmq.config import Policy, SwarmJob
 from swarmq.engine.packing import NamedTensors
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
+from swarmq.learner.files import DiskFullError
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
 from swarmq.learner.model_files import HostCopies
@@ -44,6 +47,9 @@ log = structlog.get_logger()
 
 ENSURE_EVERY_S = 10.0
 """While waiting for a batch: how often engines are asked whether they serve the current weights."""
+
+ROOM_S = 10.0
+"""Between tries of a checkpoint that was asked for, while the disk has no room for it."""
 
 
 class PushReport(Protocol):
@@ -112,6 +118,9 @@ class Learner:
         self.fence = Fence(self.folder.parent / "lock")
         self.trainer = self._load()
         self.saved = self.trainer.version
+        """On rank 0: of the newest checkpoint that is whole."""
+        self._no_room: int | None = None
+        """The version for whose checkpoint the disk has no room, as was said."""
         self._finishing: _Finishing | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
@@ -160,6 +169,12 @@ class Learner:
 
     def run(self, link: Link | None) -> None:
         """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
+        try:
+            self._run(link)
+        finally:  # the lock is held as long as anything is written
+            self._beside.shutdown(cancel_futures=True)
+
+    def _run(self, link: Link | None) -> None:
         if link:
             self._repair()
         while True:
@@ -174,10 +189,7 @@ class Learner:
             if tokens := self.trainer.tokens:
                 token_log.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
             self._save_if_due(link)
-        if self.trainer.version > self.saved:
-            self._save(link)
-        if link:
-            self._saved(link, wait=True)
+        self._save_last(link)
         self._trackers.close()
         if link:
             log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
@@ -326,6 +338,10 @@ class Learner:
         """Draw a checkpoint, which becomes one while training goes on."""
         if link:
             self._saved(link, wait=True)
+        with self._without_room(link, self.trainer.version, asked=asked):
+            self._draw(link, asked=asked)
+
+    def _draw(self, link: Link | None, *, asked: int = 0) -> None:
         began = time.monotonic()
         if self._reserving:
             self._reserving.result()
@@ -333,7 +349,6 @@ class Learner:
         draft = checkpoint.draw(
             self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies
         )
-        self.saved = self.trainer.version
         if link:
             keep = self.settings.train.keep_checkpoints
             oldest = self._beside.submit(checkpoint.finish, draft, keep=keep, check=self.fence.check)
@@ -344,12 +359,58 @@ class Learner:
         now = self._finishing
         if now is None or not (wait or now.asked or now.oldest.done()):
             return
+        with self._without_room(link, now.version, asked=now.asked):
+            self._keep(link, now)
+
+    def _keep(self, link: Link, now: _Finishing) -> None:
         self._finishing, oldest = None, now.oldest.result()
+        self.saved, self._no_room = now.version, None
         link.tell(records.Kept(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:
             token_log.prune(self._tokens, oldest)
         seconds = {"training_waited_s": now.drawn_s, "seconds": time.monotonic() - now.began}
         log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
+
+    @contextlib.contextmanager
+    def _without_room(self, link: Link | None, version: int, *, asked: int) -> Iterator[None]:
+        """A checkpoint that the disk has no room for is told, and the next one that is due is tried. One that somebody asked for is
+        tried until there is room, or the learner is stopped: nothing is trained before it."""
+        try:
+            yield
+        except DiskFullError as error:
+            self.fence.check()
+            if link and self._no_room != version:
+                self._say_no_room(link, version, error, asked=asked)
+            self._no_room = version
+            if link and asked:
+                select.select([self.stop.wakeup], [], [], ROOM_S)
+        except LearnerError:
+            self.fence.check()  # who has taken our place removes what it finds
+            raise
+
+    def _say_no_room(self, link: Link, version: int, error: DiskFullError, *, asked: int) -> None:
+        due = self.trainer.version + 1
+        due += -due % self._train.checkpoint_every
+        then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
+        log.warning("checkpoint_without_room", version=version, error=str(error), consequence=then)
+        link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
+
+    def _save_last(self, link: Link | None) -> None:
+        """What was trained since the newest checkpoint that is whole. Raises LearnerError when it cannot be written."""
+        if link:
+            self._saved(link, wait=True)
+        due = "save" if self.trainer.version > self.saved else "stop"
+        if self._broadcast(Command(due) if link else None).name == "stop":
+            return
+        try:
+            self._draw(link)
+            if link and self._finishing:
+                self._keep(link, self._finishing)
+        except DiskFullError as error:
+            raise LearnerError(
+                f"the last checkpoint, of version {self.trainer.version}: {error}; then start the run again, which makes it from the "
+                "batch log"
+            ) from error
 
     def _broadcast(self, command: Command | None) -> Command:
         """Rank 0's command, on every rank."""

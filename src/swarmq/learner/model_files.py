@@ -38,8 +38,15 @@ class ModelFiles(NamedTuple):
             lora.save_adapter(self.adapters.tensors, self.adapters.settings, folder)
 
 
+TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
+"""What stands in a RuntimeError of torch that is one of host memory; it gives no other sign."""
+
 Outline = tuple[str, torch.Size, torch.dtype]
 """Of a tensor: its name, which nothing else has, and what it is like."""
+
+
+class NotGrantedError(Exception):
+    """The system gives this process no more memory; the message says so."""
 
 
 class HostCopies:
@@ -69,11 +76,24 @@ class HostCopies:
         return {**state, "state": own}
 
     def reserve(self, outlines: Iterable[Outline]) -> None:
-        """Get memory for copies now, all of it: a kernel gives what it promised when it is written to, and takes its time."""
+        """Get memory for copies now, all of it: a kernel gives what it promised when it is written to, and takes its time.
+
+        Raises NotGrantedError when it promises none; all that is kept is given back then, for training needs it more.
+        """
         for name, shape, dtype in outlines:
             kept = self._kept.get(name)
             if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
-                self._kept[name] = torch.empty(shape, dtype=dtype).zero_()
+                self._kept.pop(name, None)
+                self._kept[name] = self._empty(shape, dtype).zero_()
+
+    def _empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        try:
+            return torch.empty(shape, dtype=dtype)
+        except RuntimeError as error:
+            if TORCH_HAS_NO_MEMORY not in str(error):
+                raise
+            self._kept.clear()
+            raise NotGrantedError(f"the system grants no memory for a copy: {str(error).splitlines()[0]}") from error
 
 
 def outlines(weights: NamedTensors, state: Mapping[str, Any]) -> list[Outline]:
