@@ -58,7 +58,7 @@ class FromFolder(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.base.dtype
+        return self.adapter.up.dtype if self.adapter else self.base.dtype
 
     @property
     def device(self) -> torch.device:

@@ -2,18 +2,24 @@
 
 A cgroup's limit is exact: whoever needs more is killed, so it bounds what may be planned. What the kernel calls available is a
 guess, which others' memory may join at any time; and a virtual machine may be given more as it uses what it has, so that
-even its total bounds nothing.
+even its total bounds nothing. A limit of the process (`ulimit -v`), and of what a strict kernel promises to all
+(`vm.overcommit_memory = 2`), counts memory that is promised, used or not: beyond them an allocation fails.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
 PAGE_CACHE = ("active_file", "inactive_file")
 """In a cgroup's `memory.stat`: counted as used, and given up when asked for. In version 1 of all below it: `total_...`."""
+
+
+ADDRESSES = "Max address space"
+STRICT = "2"
+"""In `vm.overcommit_memory`."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,7 +33,8 @@ class Room(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rooms(root: Path = Path("/")) -> list[Room]:
-    """Of every cgroup that this process is in and that has a limit, and of the host; none on systems without /proc.
+    """Of every cgroup that this process is in and that has a limit, of the process and the kernel's promises where these have one, and
+    of the host; none on systems without /proc.
 
     `root`: of the file system.
     """
@@ -39,7 +46,26 @@ def rooms(root: Path = Path("/")) -> list[Room]:
     total, free = memory["MemTotal"] + memory.get("SwapTotal", 0), memory["MemAvailable"] + swap
     virtual = any("hypervisor" in line.split() for line in _lines(proc / "cpuinfo"))
     host = Room(whose="the host", total=total, free=free, bound=None if virtual else total)
-    return [*_limits(root, swap=swap), host]
+    return [*_limits(root, swap=swap), *_process(proc), *_promises(proc, memory, virtual=virtual), host]
+
+
+def _process(proc: Path) -> Iterator[Room]:
+    limits = (
+        line.removeprefix(ADDRESSES).split() for line in _lines(proc / "self/limits") if line.startswith(ADDRESSES)
+    )
+    for limit, *_ in limits:
+        if limit.isdecimal():  # else there is none: "unlimited"
+            used = 1024 * _kib(proc / "self/status", "VmSize")
+            yield Room(
+                whose="this process (ulimit -v)", total=int(limit), free=int(limit) - used, bound=int(limit) - used
+            )
+
+
+def _promises(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[Room]:
+    if _lines(proc / "sys/vm/overcommit_memory") == [STRICT]:
+        total = memory["CommitLimit"]
+        whose = "what the host promises (vm.overcommit_memory = 2)"
+        yield Room(whose=whose, total=total, free=total - memory["Committed_AS"], bound=None if virtual else total)
 
 
 def _limits(root: Path, *, swap: int) -> Iterator[Room]:
@@ -70,6 +96,10 @@ def _above(mount: Path, path: str, files: tuple[str, str, str], *, swap: int) ->
 def _table(file: Path) -> dict[str, int]:
     rows = (line.replace(":", " ").split() for line in _lines(file))
     return {name: int(value) for name, value, *_ in rows}
+
+
+def _kib(file: Path, name: str) -> int:
+    return next(int(line.split()[1]) for line in _lines(file) if line.startswith(f"{name}:"))
 
 
 def _lines(file: Path) -> list[str]:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
 import os
+import re
 import resource
+import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +21,7 @@ import torch
 from accelerate.state import AcceleratorState, PartialState
 from click.testing import CliRunner
 from safetensors.torch import load_file
+from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
 from support.disk import Disk
@@ -25,13 +31,14 @@ from swarmq import cli
 from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
+from swarmq.learner import trainer as trainer_module
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.host import Room
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner, load
 from swarmq.learner.model import load_lm
-from swarmq.learner.model_files import HostCopies, num_bytes, outlines
-from swarmq.learner.records import BatchRecord, Identity, Index, Kept
+from swarmq.learner.model_files import HostCopies, Outline, num_bytes, outlines
+from swarmq.learner.records import BatchRecord, Identity, Index, Kept, Warn
 from swarmq.learner.replay import replay
 from swarmq.learner.trainer import Trainer
 
@@ -168,6 +175,53 @@ def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: p
     assert copies.nbytes == 0
 
 
+class Grudging(HostCopies):
+    """Of a system that grants so many copies."""
+
+    def __init__(self, granted: int) -> None:
+        super().__init__()
+        self.granted = granted
+
+    def reserve(self, outlines: Iterable[Outline]) -> None:
+        for name, shape, dtype in outlines:
+            wanted = shape if self.nbytes == 0 or len(self._kept) < self.granted else torch.Size([1 << 47])
+            super().reserve([(name, wanted, dtype)])
+
+
+@pytest.mark.parametrize("granted", [1, 40], ids=["not the optimizer", "not the weights"])
+def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
+    tiny_qwen: Path, tmp_path: Path, granted: int
+) -> None:
+    trainer, copies = Trainer(str(tiny_qwen), TRAIN), Grudging(granted)
+    trainer.step(batch(1))
+    checkpoint.save(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
+    checkpoint.reserve(trainer, copies)()
+    assert copies.nbytes == 0, "training needs it more"
+    draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+    trainer.step(batch(2))
+    checkpoint.finish(draft, keep=1)
+    for file in ("model.safetensors", "state/optimizer.bin"):
+        made, wanted = (tmp_path / which / "step-00000001" / file for which in ("made", "wanted"))
+        assert made.read_bytes() == wanted.read_bytes(), file
+
+
+def test_the_memory_got_for_adapters_over_bf16_is_what_their_copies_take(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU."""
+    make = trainer_module._policy_lm
+    monkeypatch.setattr(
+        trainer_module,
+        "_policy_lm",
+        lambda source, initial, train, _, empty: make(source, initial, train, torch.bfloat16, empty=empty),
+    )
+    trainer, copies = Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, lora=Lora(rank=4))), HostCopies()
+    copies.reserve(outlines(trainer.weights_to_write(), trainer.optimizer.state_dict()))
+    reserved = {name: tensor.data_ptr() for name, tensor in copies._kept.items()}
+    trainer.files(copies)
+    assert reserved.items() <= {name: tensor.data_ptr() for name, tensor in copies._kept.items()}.items()
+
+
 def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_path: Path) -> None:
     """Its successor may be drawing the same checkpoint by now."""
     trainer, looks = Trainer(str(tiny_qwen), TRAIN), []
@@ -194,6 +248,98 @@ class Told:
 
     def tell(self, message: object) -> None:
         self.messages.append(message)
+
+    def next(self, **_: object) -> object:
+        raise LearnerError("the I/O process cannot go on")
+
+
+def make_learner(tmp_path: Path, model: Path, **changed: object) -> Learner:
+    train = msgspec.structs.replace(TRAIN, **changed)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(model), train=train)})
+    return Learner(job, "main", pusher=None, stop=StopSignal())
+
+
+@contextlib.contextmanager
+def room_for_files(num_bytes: int) -> Iterator[None]:
+    """None may become larger, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("room", [20_000, 4_000], ids=["for all but the weights", "for nothing"])
+def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
+    tiny_qwen: Path, tmp_path: Path, room: int
+) -> None:
+    """The log keeps what goes on from the one before."""
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2, keep_checkpoints=1), Told()
+    learner.trainer.version = 2
+    learner._save_if_due(link)  # type: ignore[arg-type]
+    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    learner.trainer.version = 4
+    with room_for_files(room):
+        learner._save_if_due(link)  # type: ignore[arg-type]
+        learner._saved(link, wait=True)  # type: ignore[arg-type]
+    kept, warning = link.messages
+    assert kept == Kept(oldest=2)
+    assert isinstance(warning, Warn)
+    assert re.search("no checkpoint 4 of main: .*free space there.*; training goes on, and that of 6", warning.text)
+    assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
+    learner.trainer.version = 6
+    learner._save_if_due(link)  # type: ignore[arg-type]
+    learner._saved(link, wait=True)  # type: ignore[arg-type]
+    assert link.messages[2:] == [Kept(oldest=6)]
+
+
+def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen: Path, tmp_path: Path) -> None:
+    learner, link = make_learner(tmp_path, tiny_qwen), Told()
+    learner.stop.ask()  # which no pause outlasts
+    with room_for_files(4_000):
+        for _ in range(2):
+            learner._save(link, asked=3)  # type: ignore[arg-type]
+    (warning,) = link.messages
+    assert isinstance(warning, Warn)
+    assert warning.text.endswith("it is tried again until there is room")
+    learner._save(link, asked=3)  # type: ignore[arg-type]
+    learner._saved(link)  # type: ignore[arg-type]
+    assert link.messages[1:] == [Kept(oldest=0, asked=3)]
+
+
+def test_the_last_checkpoint_is_tried_again_at_the_end_and_without_it_the_learner_ends(
+    tiny_qwen: Path, tmp_path: Path
+) -> None:
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=1), Told()
+    learner.trainer.version = 1
+    with room_for_files(20_000):
+        learner._save_if_due(link)  # type: ignore[arg-type]
+        with pytest.raises(LearnerError, match="the last checkpoint, of version 1: .*free space .*start the run again"):
+            learner._save_last(link)  # type: ignore[arg-type]
+    learner._finishing = None
+    learner._save_last(link)  # type: ignore[arg-type]
+    assert link.messages[1:] == [Kept(oldest=1)]
+    learner._save_last(link)  # type: ignore[arg-type]
+    assert link.messages[2:] == [], "it is whole"
+
+
+def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock is given back after that, and the next learner writes there, too."""
+    seal, may_seal = checkpoint._seal, threading.Event()
+    slow_disk = threading.Timer(0.5, may_seal.set)
+    monkeypatch.setattr(checkpoint, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
+    learner, link = make_learner(tmp_path, tiny_qwen), Told()
+    learner.trainer.version = 1
+    learner._save(link)  # type: ignore[arg-type]
+    slow_disk.start()
+    with pytest.raises(LearnerError, match="cannot go on"):
+        learner.run(link)  # type: ignore[arg-type]
+    found = checkpoint.newest(learner.folder, learner.identity)
+    assert found is not None
+    assert found.version == 1
 
 
 def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
@@ -297,6 +443,99 @@ def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp
     assert found.version == 2
 
 
+def test_one_that_is_whole_is_not_written_again(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    for version in (1, 2):
+        trainer.version = version
+        save(tmp_path, trainer)
+    before = (tmp_path / "step-00000002").stat().st_ino
+    with room_for_files(0):
+        assert save(tmp_path, trainer) == 1
+    assert (tmp_path / "step-00000002").stat().st_ino == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def test_a_damaged_one_goes_when_another_stands_in_its_place(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at any moment, the learner finds one."""
+    trainer, remove, found = Trainer(str(tiny_qwen), TRAIN), checkpoint.shutil.rmtree, []
+    save(tmp_path, trainer)
+    (tmp_path / "step-00000000" / "model.safetensors").write_bytes(b"rubbish")
+
+    def look_and_remove(path: Path, **how: bool) -> None:
+        found.append(checkpoint.newest(tmp_path, OURS))
+        remove(path, **how)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", look_and_remove)
+    save(tmp_path, trainer)
+    assert found == [checkpoint.Checkpoint(path=tmp_path / "step-00000000", version=0)]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+def test_one_that_was_passed_over_takes_no_place_of_a_sound_one(tiny_qwen: Path, tmp_path: Path) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    trainer.version = 4
+    save(tmp_path, trainer)
+    (tmp_path / "step-00000004" / "model.safetensors").write_bytes(b"rubbish")
+    shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000001-of-mine")
+    trainer.version = 2
+    assert save(tmp_path, trainer, keep=1) == 2
+    found = checkpoint.newest(tmp_path, OURS)
+    assert found is not None
+    assert found.version == 2
+
+
+@pytest.mark.parametrize("at", [1, 2, 3], ids=["optimizer", "weights", "name"])
+def test_a_learner_and_its_successor_do_no_harm_to_each_others_drafts(tiny_qwen: Path, tmp_path: Path, at: int) -> None:
+    """The one that was replaced stands still between its look at the lock and the next file."""
+    old, new = Trainer(str(tiny_qwen), TRAIN), Trainer(str(tiny_qwen), TRAIN)
+    for trainer in (old, new):
+        trainer.step(batch(1))
+    drawn: list[checkpoint.Draft] = []
+    looks = itertools.count(1)
+
+    def draw(trainer: Trainer) -> checkpoint.Draft:
+        return checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+
+    def stand_still() -> None:
+        if next(looks) == at:
+            drawn.append(draw(new))
+
+    with pytest.raises(LearnerError, match=r"removed while the checkpoint was written .*nothing is lost"):
+        checkpoint.finish(draw(old), keep=1, check=stand_still)
+    checkpoint.finish(drawn[0], keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+    assert checkpoint.newest(tmp_path, OURS)
+
+
+def test_what_cannot_be_removed_is_said_once_and_ends_nothing(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else's results in an old checkpoint, or in a draft."""
+    remove = checkpoint.shutil.rmtree
+
+    def remove_ours(path: Path, *, ignore_errors: bool = False) -> None:
+        for theirs in path.rglob("theirs"):
+            if ignore_errors:
+                return
+            raise PermissionError(errno.EACCES, "Permission denied", str(theirs))
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove_ours)
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    (tmp_path / ".draft-step-00000009" / "theirs").mkdir(parents=True)
+    save(tmp_path, trainer, keep=1)
+    (tmp_path / "step-00000000" / "theirs").mkdir()
+    with capture_logs() as logs:
+        for version in (1, 2, 3):
+            trainer.version = version
+            assert save(tmp_path, trainer, keep=1) == version
+    assert [line["event"] for line in logs].count("checkpoint_not_removed") == 1
+    assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
+    assert len(list(tmp_path.glob(".draft-*"))) == 2
+
+
 def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     draft = tmp_path / ".draft-step-00000001"
@@ -339,13 +578,11 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
     for version in range(1, steps + 1):
         trainer.step(batch(version))
     trainer.version += 1 - steps
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(LearnerError, match="cannot be written .*: free space there; the checkpoints before it"):
-            save(tmp_path, trainer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with (
+        room_for_files(20_000),
+        pytest.raises(LearnerError, match="cannot be written .*: free space there; the checkpoints before it"),
+    ):
+        save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
     assert checkpoint.newest(tmp_path, OURS) == checkpoint.Checkpoint(path=tmp_path / "step-00000000", version=0)
     save(tmp_path, trainer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -21,10 +23,13 @@ SHAPE = Shape(parameters=1000, hidden=8, layers=2, fans=100)
 NODE = range(8)
 
 
-def make_host(root: Path, *, cgroup: str = "0::/\n", flags: str = "fpu", **files: str) -> Path:
-    """A file system whose host has 64 GiB, 48 of them free, and 2 of swap."""
-    memory = {"MemTotal": 64, "MemFree": 1, "MemAvailable": 48, "SwapTotal": 2, "SwapFree": 2}
-    rows = "".join(f"{name}:  {gib * GIB // 1024} kB\n" for name, gib in memory.items())
+def make_host(
+    root: Path, *, cgroup: str = "0::/\n", flags: str = "fpu", memory: Mapping[str, int] | None = None, **files: str
+) -> Path:
+    """A file system whose host has 64 GiB, 48 of them free, and 2 of swap. `memory`: what else is said of it, in bytes."""
+    gib = {"MemTotal": 64, "MemFree": 1, "MemAvailable": 48, "SwapTotal": 2, "SwapFree": 2}
+    said = {name: number * GIB for name, number in gib.items()} | dict(memory or {})
+    rows = "".join(f"{name}:  {size // 1024} kB\n" for name, size in said.items())
     files |= {"proc/meminfo": rows, "proc/cpuinfo": f"flags\t\t: {flags}\n", "proc/self/cgroup": cgroup}
     for name, content in files.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -76,6 +81,43 @@ def test_a_limit_of_a_cgroup_bounds_what_is_not_held_but_for_files(
 def test_a_cgroup_without_a_limit_says_nothing(tmp_path: Path) -> None:
     files = cgroup_files("sys/fs/cgroup/mine", NEW, "max\n")
     assert [room.whose for room in rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
+
+
+def test_a_process_has_no_more_addresses_than_its_limit(tmp_path: Path) -> None:
+    """What it has mapped counts, used or not."""
+    rows = "Limit                     Soft Limit           Hard Limit           Units\nMax address space         {} unlimited bytes\n"
+    files = {
+        "proc/self/limits": rows.format(32 * GIB),
+        "proc/self/status": f"Name:\tpython\nVmSize:\t{20 * GIB // 1024} kB\n",
+    }
+    limited, host = rooms(make_host(tmp_path, **files))
+    assert limited == Room(whose="this process (ulimit -v)", total=32 * GIB, free=12 * GIB, bound=None)
+    assert host.whose == "the host"
+    assert rooms(make_host(tmp_path, **files | {"proc/self/limits": rows.format("unlimited")})) == [host]
+
+
+@pytest.mark.parametrize(("flags", "bound"), [("fpu", 40 * GIB), ("fpu hypervisor", None)])
+def test_a_strict_kernel_promises_no_more_than_it_can_keep(flags: str, bound: int | None, tmp_path: Path) -> None:
+    files = {"proc/sys/vm/overcommit_memory": "2\n"}
+    promised = {"CommitLimit": 40 * GIB, "Committed_AS": 15 * GIB}
+    strict, _ = rooms(make_host(tmp_path, flags=flags, memory=promised, **files))
+    assert "vm.overcommit_memory = 2" in strict.whose
+    assert (strict.total, strict.free, strict.bound) == (40 * GIB, 25 * GIB, bound)
+    files = {"proc/sys/vm/overcommit_memory": "0\n"}
+    assert len(rooms(make_host(tmp_path, flags=flags, memory=promised, **files))) == 1
+
+
+def test_the_limits_of_this_very_process_are_read() -> None:
+    """As its kernel writes them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = 1 << 45 if soft == resource.RLIM_INFINITY else soft
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    try:
+        (own,) = [room for room in rooms() if "ulimit" in room.whose]
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert own.total == limit
+    assert 0 < own.free < limit
 
 
 def needed(here: range = NODE, *, full: bool = True, cuda: bool = True, **changed: object) -> float:
