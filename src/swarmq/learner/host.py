@@ -55,10 +55,10 @@ def _process(proc: Path) -> Iterator[Room]:
     )
     for limit, *_ in limits:
         if limit.isdecimal():  # else there is none: "unlimited"
-            used = 1024 * _kib(proc / "self/status", "VmSize")
+            free = int(limit) - 1024 * _kib(proc / "self/status", "VmSize")
             yield Room(
-                whose="this process (ulimit -v)", total=int(limit), free=int(limit) - used, bound=int(limit) - used
-            )
+                whose="this process (ulimit -v)", total=int(limit), free=free, bound=None
+            )  # other ranks have as much
 
 
 def _promises(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[Room]:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import expert_ranks, learner_ranks, lora_ranks
+from support import checkpoint_ranks, expert_ranks, learner_ranks, lora_ranks
 from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
@@ -142,3 +142,11 @@ def test_ranks_that_share_experts_out_push_and_save_them_as_the_folder_has_them(
     assert not torch.equal(pushed[EXPERT], first[EXPERT]), "nothing was learned"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert torch.equal(loaded["model.layers.1.mlp.experts.down_proj"][3], saved[EXPERT])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "full"])
+def test_ranks_go_on_together_where_one_finds_no_room_for_a_checkpoint(
+    sharding: str, tiny_qwen: Path, tmp_path: Path
+) -> None:
+    launch(2, checkpoint_ranks.__file__, str(tiny_qwen), str(tmp_path), sharding)

@@ -1,0 +1,71 @@
+"""Run on every rank: checkpoints for which one rank's disk has no room, and the last one, which all make together.
+
+python checkpoint_ranks.py MODEL FOLDER SHARDING
+"""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from swarmq.config import Policy, SwarmJob, Train
+from swarmq.learner.link import StopSignal
+from swarmq.learner.loop import Learner
+from swarmq.learner.records import Kept, ToIO, Warn
+
+FOR_ALL_BUT_WEIGHTS, FOR_NOTHING = 20_000, 4_000
+
+
+class Told:
+    """A link that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.messages: list[ToIO] = []
+
+    def tell(self, message: ToIO) -> None:
+        self.messages.append(message)
+
+
+@contextlib.contextmanager
+def room_for_files(num_bytes: int, *, here: bool) -> Iterator[None]:
+    """None of this rank may become larger, as on a disk that is full."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes if here else soft, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def main(model: str, folder: str, sharding: Any) -> None:
+    train = Train(sharding=sharding, gradient_checkpointing=False, token_log=False, trackers=())
+    job = SwarmJob(run="r", folder=folder, policies={"main": Policy(model=model, train=train)})
+    learner, told = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
+    link = told if learner.is_main else None
+    for version, room, here in ((1, FOR_NOTHING, not learner.is_main), (2, FOR_ALL_BUT_WEIGHTS, learner.is_main)):
+        learner.trainer.version = version
+        with room_for_files(room, here=here):
+            learner._save(link)  # type: ignore[arg-type]
+            if link:
+                learner._saved(link, wait=True)  # type: ignore[arg-type]
+        assert not list(learner.folder.glob("step-*"))
+    for _ in range(2):
+        learner._save_last(link)  # type: ignore[arg-type]
+    learner._save(link, asked=3)  # type: ignore[arg-type]
+    if link:
+        learner._saved(link)  # type: ignore[arg-type]
+        assert [type(message) for message in told.messages[:2]] == [Warn, Warn], told.messages
+        assert told.messages[2:] == [Kept(oldest=2), Kept(oldest=2, asked=3)]
+        assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
+    learner.trainer.accelerator.wait_for_everyone()
+    learner.trainer.accelerator.end_training()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(*sys.argv[1:])
