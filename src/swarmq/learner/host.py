@@ -15,8 +15,6 @@ import msgspec
 
 PAGE_CACHE = ("active_file", "inactive_file")
 """In a cgroup's `memory.stat`: counted as used, and given up when asked for. In version 1 of all below it: `total_...`."""
-
-
 ADDRESSES = "Max address space"
 STRICT = "2"
 """In `vm.overcommit_memory`."""
@@ -56,9 +54,8 @@ def _process(proc: Path) -> Iterator[Room]:
     for limit, *_ in limits:
         if limit.isdecimal():  # else there is none: "unlimited"
             free = int(limit) - 1024 * _kib(proc / "self/status", "VmSize")
-            yield Room(
-                whose="this process (ulimit -v)", total=int(limit), free=free, bound=None
-            )  # other ranks have as much
+            # not bound by it: other ranks have as much
+            yield Room(whose="this process (ulimit -v)", total=int(limit), free=free, bound=None)
 
 
 def _promises(proc: Path, memory: Mapping[str, int], *, virtual: bool) -> Iterator[Room]:
