@@ -26,7 +26,7 @@ def head_flops(weight: Tensor) -> float:
 @functools.cache
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a large square matrix product, the best of a few."""
-    size, repeats = (8192, 10) if device.type == "cuda" else (256, 3)
+    size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)  # a small one is slower than those of a model
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
     for _ in range(repeats):
