@@ -364,10 +364,10 @@ async def _keep(
     name: str,
     ended: Callable[[], Awaitable[str]],
     restart: Callable[[], Awaitable[None]],
-    last_words: Callable[[], str],
+    ending: Callable[[], str],
     warn: Callable[[str], None],
 ) -> None:
-    """Raises when it keeps dying, or does not start however often it is tried. `ended` says why."""
+    """Raises when it keeps dying, with its `ending`, or does not start however often it is tried. `ended` says why it died."""
     deaths: list[float] = []
     failed = 0
     """Starts in a row."""
@@ -375,7 +375,7 @@ async def _keep(
         why = await ended()
         deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
         if len(deaths) >= MAX_DEATHS:
-            raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {last_words()}")
+            raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
         warn(f"{name} {why}; starting it again")
         try:
             await restart()

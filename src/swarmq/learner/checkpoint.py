@@ -32,6 +32,7 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
+from swarmq.config import Policy
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import host
 from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
@@ -242,6 +243,20 @@ def newest(folder: Path, identity: Identity) -> Checkpoint | None:
             )
         return Checkpoint(path=path, version=manifest.version)
     return None
+
+
+def load(found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None) -> Trainer:
+    """A policy's trainer with the checkpoint that was found, or with the initial model."""
+    trainer = Trainer(
+        str(found.path) if found else settings.model,
+        settings.train,
+        accelerator=accelerator,
+        initial=settings.model,
+        max_model_len=settings.engine.max_model_len,
+    )
+    if found:
+        restore(trainer, found)
+    return trainer
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:

@@ -28,9 +28,8 @@ from typing import Any, NamedTuple, Protocol
 
 import structlog
 import torch.distributed
-from accelerate import Accelerator
 
-from swarmq.config import Policy, SwarmJob
+from swarmq.config import SwarmJob
 from swarmq.engine.packing import NamedTensors
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
@@ -151,10 +150,12 @@ class Learner:
         self._clear_room()
         self._meet()
         try:
-            trainer = load(found, settings, accelerator)
+            trainer = checkpoint.load(found, settings, accelerator)
         except LearnerError:
             self._wake()  # the next start may be long in coming
             raise
+        path = str(found.path) if found else None
+        log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
         self._make_room()
         return trainer
 
@@ -421,22 +422,6 @@ class Learner:
         torch.distributed.broadcast_object_list(box, src=0, group=self._control)
         assert box[0] is not None
         return box[0]
-
-
-def load(found: checkpoint.Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None) -> Trainer:
-    """A trainer with the checkpoint that was found, or with the initial model."""
-    model = settings.model
-    trainer = Trainer(
-        str(found.path) if found else model,
-        settings.train,
-        accelerator=accelerator,
-        initial=model,
-        max_model_len=settings.engine.max_model_len,
-    )
-    if found:
-        checkpoint.restore(trainer, found)
-    log.info("loaded", model=model, version=trainer.version, checkpoint=str(found.path) if found else None)
-    return trainer
 
 
 def _control_group() -> Any:

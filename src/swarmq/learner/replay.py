@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner import batch_log, checkpoint, fits
 from swarmq.learner.records import Identity
-from swarmq.learner.trainer import Trainer
 
 log = structlog.get_logger()
 
@@ -39,14 +39,7 @@ def replay(
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = Trainer(
-        str(start.path) if start else settings.model,
-        fits.looked_at(settings.train),
-        initial=settings.model,
-        max_model_len=settings.engine.max_model_len,
-    )
-    if start:
-        checkpoint.restore(trainer, start)
+    trainer = checkpoint.load(start, msgspec.structs.replace(settings, train=fits.looked_at(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(

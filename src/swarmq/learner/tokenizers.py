@@ -77,12 +77,14 @@ def check_judge(model: str, source: str, *, role: str) -> None:
         raise SetUpError(_other_family(model, source, role, how))
 
 
+@functools.cache
 def probe_of(model: str) -> str:
     """`PROBE` with the markup of the policy `model`: families of one vocabulary differ in it."""
     tokenizer = _tokenizer(model)
     return PROBE if tokenizer is None else PROBE + "".join(islice(_markup(tokenizer), MOST_MARKUP))
 
 
+@functools.cache
 def own_ids(model: str, text: str) -> tuple[int, ...] | None:
     """Of `text`; None for a model without a tokenizer."""
     tokenizer = _tokenizer(model)

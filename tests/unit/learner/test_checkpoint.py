@@ -35,7 +35,7 @@ from swarmq.learner import trainer as trainer_module
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.host import Room
 from swarmq.learner.link import StopSignal
-from swarmq.learner.loop import Learner, load
+from swarmq.learner.loop import Learner
 from swarmq.learner.model import load_lm
 from swarmq.learner.model_files import HostCopies, Outline, num_bytes, outlines
 from swarmq.learner.records import BatchRecord, Identity, Index, Kept, Warn
@@ -88,7 +88,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = load(checkpoint.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
+    again = checkpoint.load(checkpoint.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))

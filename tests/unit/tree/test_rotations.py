@@ -13,8 +13,8 @@ from transformers import models as families
 
 from support.forks import MIXED, SHARED
 from swarmq.config import Engine, Policy, Train
+from swarmq.learner.checkpoint import load
 from swarmq.learner.context import Context, cut
-from swarmq.learner.loop import load
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import lay_rows, row_layouts, standalone, unfold
 

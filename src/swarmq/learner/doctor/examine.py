@@ -50,14 +50,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = Trainer(
-        str(start.path) if start else settings.model,
-        fits.looked_at(settings.train),
-        initial=settings.model,
-        max_model_len=settings.engine.max_model_len,
-    )
-    if start:
-        checkpoint.restore(trainer, start)
+    trainer = checkpoint.load(start, msgspec.structs.replace(settings, train=fits.looked_at(settings.train)))
     stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
