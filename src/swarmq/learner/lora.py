@@ -138,7 +138,7 @@ def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weig
 def _adapted(weight: Tensor, layer: Any) -> Weight:
     """Only what a plain linear layer's adapter adds is two matrices and a factor: not what stacked experts' do, or a turned layer's."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
-        return Deferred(weight.shape, weight.dtype, weight.device, partial(_sum, weight, layer))
+        return Deferred(weight.shape, torch.float32, weight.device, partial(_sum, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
     return FromFolder(weight, Adapter(down, up, float(layer.scaling[NAME])))
 

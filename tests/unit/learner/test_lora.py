@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
-from swarmq.engine.packing import Adapter, Packed
+from swarmq.engine.packing import Adapter, Packed, made
 from swarmq.engine.transfers import distinct
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint
@@ -90,28 +90,31 @@ def test_in_bf16_what_is_not_trained_is_kept_so_and_what_adapters_learn_is_not_r
         assert not torch.equal(ours[name].bfloat16().float(), ours[name]), f"{name} was rounded"
     (one,) = work_of(EPISODES, TRAIN, exact.engine).passes
     torch.testing.assert_close(logprobs(half.model, one), logprobs(exact.model, one), rtol=0, atol=0.05)
+    for name, weight in half.weights_to_write():  # memory is got for what they say that they are
+        whole = made(weight)
+        assert (whole.shape, whole.dtype) == (weight.shape, weight.dtype), name
 
 
 def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.step(record(1))
     wanted = distinct(trainer.named_tensors())
-    made: list[weakref.ref[torch.Tensor]] = []
+    alive: list[weakref.ref[torch.Tensor]] = []
 
     def counted(adapter: Adapter, base: torch.Tensor) -> torch.Tensor:
-        assert [each for each in made if each() is not None] == [], "one merged tensor at a time"
+        assert [each for each in alive if each() is not None] == [], "one merged tensor at a time"
         whole = added_to(adapter, base)
-        made.append(weakref.ref(whole))
+        alive.append(weakref.ref(whole))
         return whole
 
     added_to = Adapter.added_to
     monkeypatch.setattr(Adapter, "added_to", counted)
     tensors = distinct(trainer.weights_to_push())
-    assert made == []
+    assert alive == []
     plan = Packed.of(tensors, torch.float32)
     buffer = torch.empty(plan.size_bytes, dtype=torch.uint8)
     plan.pack(tensors, buffer)
-    assert len(made) > 4
+    assert len(alive) > 4
     sent = plan.views(buffer)
     assert sent.keys() == wanted.keys()
     assert all(torch.equal(sent[name], tensor) for name, tensor in wanted.items())

@@ -35,14 +35,14 @@ def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab
 
 def _engine_arguments(policy: Policy) -> Finding:
     given = overriding(policy.engine.arguments)
-    check, ours = "engine reports what it samples", "engines that we start report processed log-probabilities"
+    check, ours = "engine reports what it samples", "engines that swarmq starts report processed log-probabilities"
     if given:
         text = f"policies.*.engine.arguments changes {', '.join(given)}: take it out"
         return Finding(level="error", check=check, text=text)
     if policy.engine.urls:
         text = (
-            f"{ours}, under vLLM's own sampling defaults; of others among {', '.join(policy.engine.urls)} the settings "
-            "are not known here: `mismatch: arithmetic alone` is what they do"
+            f"{ours}, under vLLM's own sampling defaults. If you started {', '.join(policy.engine.urls)} yourself, see "
+            "`mismatch: arithmetic alone`: its settings are not known here"
         )
         return Finding(level="note", check=check, text=text)
     return Finding(level="ok", check=check, text=f"{ours}, under vLLM's own sampling defaults")
