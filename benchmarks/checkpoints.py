@@ -47,6 +47,7 @@ def main() -> None:
             trainer.version = 2 * number + 1
             draw = partial(checkpoint.draw, folder, trainer, identity, model=model)
             took["at_once"].append(report.seconds(lambda draw=draw: [write() for write in draw().writing]))
+            checkpoint.clean(folder)  # no draft is left there as a rule, and removing one takes its time
             trainer.version += 1
             began = time.perf_counter()
             draft = draw(copies=copies)
