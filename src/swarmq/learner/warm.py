@@ -183,44 +183,21 @@ def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[
 
 
 def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Episode:
-    """A turn for everything that the assistant says; `ends` are the tokens that end it beside the tokenizer's own.
-
-    Raises TaskError."""
+    """An episode with a turn for every message of the assistant, its prompt what the chat template makes of the messages before.
+    `ends`: the tokens that end an answer, beside the tokenizer's own. Raises TaskError, which begins with `where`."""
     try:
         chat = msgspec.json.decode(line, type=Chat)
     except msgspec.MsgspecError as error:
         raise TaskError(f'{where}: not a JSON object with "messages" ({error})') from error
-    messages = chat.messages
-
-    def spelled(some: list[dict[str, Any]], *, prompt: bool) -> str:
-        options = {"tools": chat.tools, "add_generation_prompt": prompt, "tokenize": False}
-        try:
-            return str(tokenizer.apply_chat_template(some, **options))
-        except Exception as error:  # templates raise what they like
-            raise TaskError(
-                f"{where}: the chat template cannot spell the first {len(some)} messages: {error}"
-            ) from error
-
-    def unheard(at: int) -> bool:
-        rest = messages[:at] + messages[at + 1 :]
-        try:
-            return spelled(messages, prompt=False) == spelled(rest, prompt=False)
-        except TaskError:  # something hangs on it
-            return False
-
+    spelling = _Spelling(tokenizer, chat, where)
     turns: list[Turn] = []
-    for at, message in enumerate(messages):
-        if (role := message.get("role")) not in ROLES and unheard(at):
+    for at, message in enumerate(chat.messages):
+        if (role := message.get("role")) not in ROLES and spelling.leaves_out(at):
             raise TaskError(f"{where}: the chat template leaves message {at} out, whose role is {role!r}")
-        if role != "assistant":
-            continue
-        prompt, whole = spelled(messages[:at], prompt=True), spelled(messages[: at + 1], prompt=False)
-        if not whole.startswith(prompt):
-            raise TaskError(
-                f"{where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
-            )
-        asked, said = _split(tokenizer, prompt, whole)
-        turns.append(_turn(where, len(turns), asked, _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})))
+        if role == "assistant":
+            asked, said = _split(tokenizer, *spelling.around(at))
+            answer = _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
+            turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
         raise TaskError(f"{where}: the assistant says nothing")
     return Episode(
@@ -237,9 +214,44 @@ def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int
     )
 
 
+class _Spelling:
+    """A chat as the model's template writes it. Raises TaskError where the template cannot."""
+
+    def __init__(self, tokenizer: Any, chat: Chat, where: str) -> None:
+        self._tokenizer, self._chat, self._where = tokenizer, chat, where
+
+    def around(self, at: int) -> tuple[str, str]:
+        """The prompt that asks for message `at`, and the text up to that message's end, which begins with the prompt."""
+        messages = self._chat.messages
+        prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
+        if not whole.startswith(prompt):
+            raise TaskError(
+                f"{self._where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
+            )
+        return prompt, whole
+
+    def leaves_out(self, at: int) -> bool:
+        """Whether the text is the same without message `at`."""
+        messages = self._chat.messages
+        rest = messages[:at] + messages[at + 1 :]
+        try:
+            return self._spelled(messages, prompt=False) == self._spelled(rest, prompt=False)
+        except TaskError:  # other messages depend on this one, so the template does read it
+            return False
+
+    def _spelled(self, some: list[dict[str, Any]], *, prompt: bool) -> str:
+        options = {"tools": self._chat.tools, "add_generation_prompt": prompt, "tokenize": False}
+        try:
+            return str(self._tokenizer.apply_chat_template(some, **options))
+        except Exception as error:  # templates raise what they like
+            raise TaskError(
+                f"{self._where}: the chat template cannot spell the first {len(some)} messages: {error}"
+            ) from error
+
+
 def longest(episode: Episode) -> int:
     """Tokens of its longest call."""
-    return max(len(turn.prompt_ids) + len(turn.sampled_ids) for turn in episode.turns) // 4
+    return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 
 
 def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
