@@ -173,6 +173,15 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     messages: bytes = b""
     """JSON list of the chat messages this turn added, its answer last. For people; nothing computes with it."""
 
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of the whole prompt, the shared ones included."""
+        return self.shared + len(self.prompt_ids) // 4
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.sampled_ids) // 4
+
 
 class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
     """What a reader of `in` gets in place of a turn that cannot be used: its episode is not whole."""
@@ -389,9 +398,7 @@ def _check_turn(turn: Turn) -> None:
     if len(turn.prompt_ids) % 4 or len(turn.sampled_ids) % 4:
         raise MessageError(f"{where}: token ids are not whole int32 values")
     if len(turn.logprobs) != len(turn.sampled_ids):
-        raise MessageError(
-            f"{where}: {len(turn.sampled_ids) // 4} sampled tokens but {len(turn.logprobs) / 4} log-probabilities"
-        )
+        raise MessageError(f"{where}: {turn.num_sampled} sampled tokens but {len(turn.logprobs) / 4} log-probabilities")
     if turn.shared < 0 or (turn.parent is None and turn.shared):
         raise MessageError(f"{where}: {turn.shared} shared tokens with parent {turn.parent}")
     if min(unpack_ids(turn.prompt_ids), default=0) < 0 or min(unpack_ids(turn.sampled_ids), default=0) < 0:
@@ -402,10 +409,9 @@ def _check_turn(turn: Turn) -> None:
     if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MAX_LOGPROB:
         raise MessageError(f"{where}: a log-probability is above 0 or not finite")
     if turn.versions:
-        num_sampled = len(turn.sampled_ids) // 4
         edges = [0, *(span.end for span in turn.versions)]
-        if [span.start for span in turn.versions] != edges[:-1] or edges[-1] != num_sampled:
-            raise MessageError(f"{where}: version spans {turn.versions} do not cover {num_sampled} sampled tokens")
+        if [span.start for span in turn.versions] != edges[:-1] or edges[-1] != turn.num_sampled:
+            raise MessageError(f"{where}: version spans {turn.versions} do not cover {turn.num_sampled} sampled tokens")
 
 
 def _check_end(end: EpisodeEnd) -> None:

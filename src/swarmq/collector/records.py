@@ -114,8 +114,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             agent=turn.agent,
             parent=turn.parent,
             shared=turn.shared,
-            prompt=turn.shared + len(turn.prompt_ids) // 4,
-            sampled=len(turn.sampled_ids) // 4,
+            prompt=turn.num_prompt,
+            sampled=turn.num_sampled,
             size_bytes=size_bytes,
         )
 

@@ -76,7 +76,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 def credited_tokens(episode: Episode, credit: Credit) -> int:
     """Sampled tokens of the turns that have an advantage."""
     turns = zip(episode.turns, credit[episode.episode_id], strict=True)
-    return sum(len(turn.sampled_ids) for turn, value in turns if value is not None) // 4
+    return sum(turn.num_sampled for turn, value in turns if value is not None)
 
 
 def work_of(

@@ -53,7 +53,7 @@ class Meter:
         for watch in self.watchers:
             watch(turn, confirm_s)
         one = Drift.of_turn(turn)
-        self.by_kind[kind].update(turns=1, sampled_tokens=len(turn.sampled_ids) // 4)
+        self.by_kind[kind].update(turns=1, sampled_tokens=turn.num_sampled)
         self.drift += one
         if one.continued:
             self._recent.setdefault(turn.policy, deque(maxlen=self.window)).append(one)

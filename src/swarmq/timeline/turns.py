@@ -58,7 +58,7 @@ def resolve(
     return [
         ResolvedTurn(
             token_ids=_checked_ids(turn, sequence, vocab_size),
-            prompt_length=len(sequence) - len(turn.sampled_ids) // 4,
+            prompt_length=len(sequence) - turn.num_sampled,
             logprobs=_logprobs(turn),
             versions=_versions(turn),
             parent=parent,
@@ -97,14 +97,14 @@ def _parents(turns: Sequence[Turn]) -> list[int]:
 
 
 def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | None) -> list[int]:
-    lengths = [turn.shared + (len(turn.prompt_ids) + len(turn.sampled_ids)) // 4 for turn in turns]
+    lengths = [turn.num_prompt + turn.num_sampled for turn in turns]
     for turn, parent, length in zip(turns, parents, lengths, strict=True):
         available = lengths[parent] if parent >= 0 else 0
         if not 0 <= turn.shared <= available:
             raise _error("shared_beyond_parent", turn, f"shares {turn.shared} tokens of a parent that has {available}")
         if not turn.sampled_ids:
             raise _error("nothing_sampled", turn, "no sampled tokens, so nothing to learn from")
-        if length == len(turn.sampled_ids) // 4:
+        if length == turn.num_sampled:
             raise _error("empty_prompt", turn, "nothing precedes its first sampled token, which nothing can predict")
         if max_length is not None and length > max_length:
             raise _error(
@@ -161,7 +161,7 @@ def _logprobs(turn: Turn) -> FloatArray:
         raise _error(
             "logprob_missing",
             turn,
-            f"{len(turn.sampled_ids) // 4} sampled tokens, {len(turn.logprobs) / 4:g} log-probabilities",
+            f"{turn.num_sampled} sampled tokens, {len(turn.logprobs) / 4:g} log-probabilities",
         )
     values = np.frombuffer(turn.logprobs, "<f4").astype(np.float32)
     if not np.isfinite(values).all():
@@ -172,7 +172,7 @@ def _logprobs(turn: Turn) -> FloatArray:
 
 def _versions(turn: Turn) -> IntArray:
     """One version per sampled token. An engine that was never given weights reports none: version 0."""
-    values = np.full(len(turn.sampled_ids) // 4, -1 if turn.versions else 0, np.int32)
+    values = np.full(turn.num_sampled, -1 if turn.versions else 0, np.int32)
     for span in turn.versions:
         values[span.start : span.end] = span.version
     if values.min() < 0:

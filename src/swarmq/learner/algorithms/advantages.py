@@ -124,7 +124,7 @@ def length_penalty(episode: Episode, train: Train) -> float:
     """What the episode's reward loses for its length; the soft punishment of 2503.14476."""
     if (rule := train.length_penalty) is None:
         return 0.0
-    sampled = sum(len(turn.sampled_ids) for turn in episode.turns) // 4
+    sampled = sum(turn.num_sampled for turn in episode.turns)
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
