@@ -21,18 +21,18 @@ from __future__ import annotations
 import contextlib
 import select
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import structlog
 import torch.distributed
 
 from swarmq.config import SwarmJob
-from swarmq.engine.packing import NamedTensors
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
+from swarmq.learner.engines import Engines, Pusher
 from swarmq.learner.files import DiskFullError
 from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
@@ -49,31 +49,6 @@ ENSURE_EVERY_S = 10.0
 
 ROOM_S = 10.0
 """Between tries of a checkpoint that was asked for, while the disk has no room for it."""
-
-
-class PushReport(Protocol):
-    """Seconds of one weight push."""
-
-    @property
-    def pause_s(self) -> float: ...
-    @property
-    def pauses(self) -> dict[str, float]: ...
-    @property
-    def total_s(self) -> float: ...
-
-
-class Pusher(Protocol):
-    """Brings weights to the engines of a policy. All but `sleep` and `wake` raise EngineError when none took them."""
-
-    @property
-    def failing(self) -> Mapping[str, str]:
-        """Engine url -> why it does not serve the newest version that it was offered."""
-
-    def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
-    def ensure(self, named_tensors: NamedTensors, version: int) -> Any: ...
-    def repair(self, named_tensors: NamedTensors, version: int) -> None: ...
-    def sleep(self) -> None: ...
-    def wake(self) -> None: ...
 
 
 class Command(NamedTuple):
@@ -109,12 +84,13 @@ class Learner:
         tokenizers: EngineTokenizers | None = None,
     ) -> None:
         """Load the newest sound checkpoint or the initial model. Raises LearnerError."""
-        self.job, self.policy, self.pusher, self.stop = job, policy, pusher, stop
+        self.job, self.policy, self.stop = job, policy, stop
         self._tokenizers = tokenizers
         self.settings = job.policies[policy]
         self.identity = Identity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.fence = Fence(self.folder.parent / "lock")
+        self.engines = Engines(pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence)
         self.trainer = self._load()
         self.saved = self.trainer.version
         """On rank 0: of the newest checkpoint that is whole."""
@@ -126,10 +102,6 @@ class Learner:
         """On rank 0, once half of the steps to a checkpoint are made: memory for the copy is being got."""
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
-        self._pushed = False
-        """Whether engines took the current weights, as far as this process knows."""
-        self._failing: frozenset[str] = frozenset()
-        """Engines that people were told of."""
         self._trackers = Trackers(
             self.trainer.accelerator,
             self.settings.train,
@@ -147,12 +119,12 @@ class Learner:
         settings, found = self.settings, checkpoint.newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
-        self._clear_room()
+        self.engines.sleep()
         self._meet()
         try:
             trainer = checkpoint.load(found, settings, accelerator)
         except LearnerError:
-            self._wake()  # the next start may be long in coming
+            self.engines.wake()  # the next start may be long in coming
             raise
         path = str(found.path) if found else None
         log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
@@ -177,7 +149,7 @@ class Learner:
 
     def _run(self, link: Link | None) -> None:
         if link:
-            self._repair()
+            self.engines.repair(self.trainer)
         while True:
             began = time.monotonic()
             command = self._broadcast(self._next(link) if link else None)
@@ -201,10 +173,10 @@ class Learner:
         if self.stop.asked:
             return Command("stop")
         link.tell(records.Phase(phase="waiting"))
-        match link.next(idle=partial(self._idle, link), idle_s=ENSURE_EVERY_S):
+        match link.next(idle=partial(self._while_waiting, link), idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
-                self._compare()
-                self._clear_room()
+                self._check_tokenizers()
+                self.engines.sleep()
                 return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
                 return Command("save", asked=asked)
@@ -220,7 +192,7 @@ class Learner:
         self._make_room()
         if link is None:
             return
-        fields |= {"wait_s": wait_s, **self._push(link, replayed=command.replayed)}
+        fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
         fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
         link.tell(records.Stepped(version=self.trainer.version, fields=fields))
@@ -236,17 +208,6 @@ class Learner:
             },
         )
 
-    def _clear_room(self) -> None:
-        """Engines that share their GPUs with the learner sleep from here on."""
-        if self.settings.engine.sleep and self.pusher:
-            self.fence.check()
-            self.pusher.sleep()
-
-    def _wake(self) -> None:
-        if self.settings.engine.sleep and self.pusher:
-            self.fence.check()  # engines that are paused may be in the other one's push
-            self.pusher.wake()
-
     def _meet(self) -> None:
         """Wait for all ranks."""
         if self._control is not None:
@@ -258,54 +219,14 @@ class Learner:
             return
         torch.cuda.empty_cache()
         self._meet()
-        self._wake()
+        self.engines.wake()
 
-    def _push(self, link: Link, *, replayed: bool) -> dict[str, Any]:
-        """An engine that cannot be reached does not stop the training: it is brought up to date while waiting.
-
-        Nor are weights of the past pushed: after a restart the engines may be ahead of the replay.
-        """
-        self.fence.check()
-        self._pushed = False
-        if self.pusher is None or replayed:
-            return {"push_s": 0.0, "pause_s": 0.0, "pauses": {}}
-        link.tell(records.Phase(phase="pushing"))
-        began = time.monotonic()
-        try:
-            report = self.pusher.push(self.trainer.weights_to_push(), self.trainer.version)
-        except EngineError as error:
-            log.warning("push_failed", version=self.trainer.version, error=str(error))
-            link.tell(records.Warn(text=f"weights {self.trainer.version} of {self.policy} not pushed: {error}"))
-            return {"push_s": time.monotonic() - began, "pause_s": 0.0, "pauses": {}}
-        finally:
-            self._tell_failing(link, self.pusher.failing)
-        self._pushed = True
-        return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
-
-    def _tell_failing(self, link: Link, failing: Mapping[str, str]) -> None:
-        """Once when an engine falls behind, and once when it no longer is."""
-        for url in sorted(failing.keys() - self._failing):
-            text = f"{url} does not take the weights of {self.policy}, what is sampled there goes stale: {failing[url]}"
-            link.tell(records.Warn(text=text))
-        for url in sorted(self._failing - failing.keys()):
-            link.tell(records.Warn(text=f"{url} serves the newest weights of {self.policy} again, or has left"))
-        self._failing = frozenset(failing)
-
-    def _repair(self) -> None:
-        """Engines that a learner left in a push when it was killed serve the checkpoint's weights while this one replays."""
-        if self.pusher is None:
-            return
-        self.fence.check()
-        try:
-            self.pusher.repair(self.trainer.weights_to_push(), self.trainer.version)
-        except EngineError as error:
-            log.warning("engines_not_repaired", version=self.trainer.version, error=str(error))
-
-    def _idle(self, link: Link, *, again: bool) -> None:
+    def _while_waiting(self, link: Link, *, again: bool) -> None:
         self._saved(link)
-        self._ensure(link, again=again)
+        self._check_tokenizers()
+        self.engines.ensure(self.trainer, link, again=again)
 
-    def _compare(self) -> None:
+    def _check_tokenizers(self) -> None:
         """Nothing is trained, and no weights go, while an engine that has answered has another tokenizer."""
         if self._tokenizers is None:
             return
@@ -313,20 +234,6 @@ class Learner:
             self._tokenizers.check()
         except EngineError as error:
             log.warning("tokenizers_not_compared", reason=str(error))
-
-    def _ensure(self, link: Link, *, again: bool) -> None:
-        """Engines that were restarted, or that a failed push left behind, get the current weights."""
-        self._compare()
-        if self.pusher is None or (self._pushed and not again):
-            return
-        self.fence.check()
-        try:
-            self.pusher.ensure(self.trainer.weights_to_push(), self.trainer.version)
-            self._pushed = True
-        except EngineError as error:
-            log.warning("engines_not_current", version=self.trainer.version, error=str(error))
-        finally:
-            self._tell_failing(link, self.pusher.failing)
 
     def _save_if_due(self, link: Link | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every

@@ -11,6 +11,7 @@ import torch
 from swarmq.config import Engine, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import loop, main, trainer
+from swarmq.learner.engines import Engines
 from swarmq.learner.link import StopSignal
 from swarmq.learner.lock import exclusive
 
@@ -91,9 +92,9 @@ def test_engines_that_were_left_in_doubt_get_weights_before_anything_is_replayed
     assert gpu.seen[-3:] == ["awake", "repaired with 0", "asked for a batch"]
 
 
-@pytest.mark.parametrize("turn", [loop.Learner._clear_room, loop.Learner._wake])
+@pytest.mark.parametrize("turn", [Engines.sleep, Engines.wake])
 def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
-    turn: Callable[[loop.Learner], None], tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: Callable[[Engines], None], tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SharedGpu(monkeypatch)
     learner = gpu.start(tiny_qwen, tmp_path, sleep=True)
@@ -101,7 +102,7 @@ def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
     learner.folder.parent.mkdir(parents=True)
     (learner.folder.parent / "lock").write_text("another process")
     with pytest.raises(LearnerError, match="taken over"):
-        turn(learner)
+        turn(learner.engines)
     assert gpu.seen == before
 
 
