@@ -12,7 +12,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.messages import Ticket
-from swarmq.up import keep_broker
+from swarmq.up.keeping import keep_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
 

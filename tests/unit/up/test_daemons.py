@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from swarmq import up
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.up import Daemon, DaemonFailedError
+from swarmq.up import keeping, ports
+from swarmq.up.keeping import Daemon, DaemonFailedError
 
 REFUSES = "import sys; sys.stderr.write('some line\\nswarmq: train.lora: no such thing\\nanother\\n'); sys.exit(%d)"
 
 
 async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is told of a part that ends with this status, until it is given up."""
-    monkeypatch.setattr(up, "BACKOFF_S", (wait,) * up.MAX_DEATHS)
+    monkeypatch.setattr(keeping, "BACKOFF_S", (wait,) * keeping.MAX_DEATHS)
     (log := tmp_path / "part.log").write_text("swarmq: said by another start\n")
     daemon, told = Daemon("learner.main", [sys.executable, "-c", REFUSES % status], log), list[str]()
     await daemon.start()
@@ -32,7 +32,7 @@ async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytes
 async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *told, _ = await warned(tmp_path, status=1, wait=0.0, monkeypatch=monkeypatch)
     assert told == ["learner.main died with status 1 (train.lora: no such thing); starting it again in 0 s"] * (
-        up.MAX_DEATHS - 1
+        keeping.MAX_DEATHS - 1
     )
 
 
@@ -42,15 +42,15 @@ async def test_what_can_never_be_up_is_not_started_again(tmp_path: Path, monkeyp
 
 
 async def test_a_port_that_others_have_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "PORT_S", 0.2)
+    monkeypatch.setattr(ports, "PORT_S", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "proxy": {"port": port}})
         with pytest.raises(
             ConfigError, match=rf"proxy.port: nobody can listen on 127.0.0.1:{port} \(Address already in use\)"
         ):
-            await up._free_ports(job)
-    await up._free_ports(job)
+            await ports.wait_until_free(job)
+    await ports.wait_until_free(job)
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmq import up
 from swarmq.errors import BrokerError, EngineError
+from swarmq.up import keeping
 
 
 class Mortal:
@@ -49,9 +49,9 @@ async def kept(mortal: Mortal) -> list[str]:
     """What is told until it stays alive."""
     warnings: list[str] = []
     if isinstance(mortal, MortalBroker):
-        keeper = asyncio.create_task(up.keep_broker(mortal, warnings.append))
+        keeper = asyncio.create_task(keeping.keep_broker(mortal, warnings.append))
     else:
-        keeper = asyncio.create_task(up.keep_engine("main.0", mortal, warnings.append))
+        keeper = asyncio.create_task(keeping.keep_engine("main.0", mortal, warnings.append))
     await asyncio.wait([keeper, lives := asyncio.create_task(mortal.lives.wait())], return_when="FIRST_COMPLETED")
     if keeper.done():
         lives.cancel()
@@ -62,7 +62,7 @@ async def kept(mortal: Mortal) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "BACKOFF_S", (0.0,) * up.MAX_DEATHS)
+    monkeypatch.setattr(keeping, "BACKOFF_S", (0.0,) * keeping.MAX_DEATHS)
 
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
@@ -79,12 +79,12 @@ async def test_one_that_finds_no_memory_is_tried_again_while_its_learner_may_hav
 
 
 async def test_one_that_keeps_dying_ends_the_run() -> None:
-    with pytest.raises(up.DaemonFailedError, match="engine main.0 died 5 times"):
+    with pytest.raises(keeping.DaemonFailedError, match="engine main.0 died 5 times"):
         await kept(Mortal(*[True] * 9))
 
 
 async def test_so_does_one_that_never_starts_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(up, "DEATH_WINDOW_S", 0.0)
+    monkeypatch.setattr(keeping, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(EngineError, match="no free memory"):
         await kept(Mortal(*[False] * 9))
 
@@ -98,9 +98,9 @@ async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_w
 
 
 async def test_a_broker_that_never_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(up.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
+    with pytest.raises(keeping.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
         await kept(MortalBroker(*[False] * 9))
-    monkeypatch.setattr(up, "DEATH_WINDOW_S", 0.0)
+    monkeypatch.setattr(keeping, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(BrokerError, match="not up after 60 s"):
         await kept(MortalBroker(*[False] * 9))
 

@@ -21,7 +21,7 @@ from swarmq.errors import ConfigError
 from swarmq.learner import fits
 from swarmq.learner.memory import GIB, HEADROOM, state_bytes
 from swarmq.placement import ASLEEP, DIGITS, Needs, Placement, place, place_all, shape_of
-from swarmq.up import _resolve
+from swarmq.up.deployment import _resolve
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
 BUSY = Gpu(total=139 * GIB, free=79 * GIB)

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmq import up
 from swarmq.config import Policy, SwarmJob
+from swarmq.up.keeping import Daemon
+from swarmq.up.stopping import drain_s, stop
 from unit.up.test_placement import QWEN
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -24,28 +25,26 @@ def job(folder: Path, *, layers: int) -> SwarmJob:
 
 
 def test_a_learner_has_time_for_two_checkpoints_on_a_slow_disk_and_not_for_ever(tmp_path: Path) -> None:
-    assert up._drain_s(job(tmp_path, layers=36), "learner.main") == pytest.approx(
-        60 + 2 * 12 * 4.02e9 / 100e6, rel=0.01
-    )
-    assert up._drain_s(job(tmp_path, layers=3600), "learner.main") == 1800
-    assert up._drain_s(job(tmp_path, layers=36), "collector") == 30
-    assert up._drain_s(job(tmp_path, layers=36), "proxy.1") == 15
+    assert drain_s(job(tmp_path, layers=36), "learner.main") == pytest.approx(60 + 2 * 12 * 4.02e9 / 100e6, rel=0.01)
+    assert drain_s(job(tmp_path, layers=3600), "learner.main") == 1800
+    assert drain_s(job(tmp_path, layers=36), "collector") == 30
+    assert drain_s(job(tmp_path, layers=36), "proxy.1") == 15
 
 
 def test_a_model_that_cannot_be_read_is_the_learners_to_complain_of(tmp_path: Path) -> None:
     nowhere = SwarmJob(run="r", policies={"main": Policy(model=str(tmp_path))})
-    assert up._drain_s(nowhere, "learner.main") == 60
+    assert drain_s(nowhere, "learner.main") == 60
 
 
 async def stopped(folder: Path, name: str, program: str, *, grace_s: float) -> list[str]:
     """What is told."""
     told: list[str] = []
-    daemon = up.Daemon(name, [sys.executable, "-c", program], folder / "log")
+    daemon = Daemon(name, [sys.executable, "-c", program], folder / "log")
     os.mkfifo(daemon.log_path)
     runs = asyncio.get_running_loop().run_in_executor(None, first_line, daemon.log_path)
     await daemon.start()
     await runs
-    await up._stop(daemon, grace_s, told.append)
+    await stop(daemon, grace_s, told.append)
     return told
 
 

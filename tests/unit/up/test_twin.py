@@ -5,7 +5,7 @@ import pytest
 from swarmq.broker import topology
 from swarmq.errors import SwarmqError
 from swarmq.testing import MemoryBroker
-from swarmq.up import refuse_twin
+from swarmq.up.deployment import refuse_twin
 
 
 async def test_a_second_run_of_one_name_is_refused_while_the_first_is_up():

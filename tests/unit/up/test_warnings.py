@@ -4,7 +4,7 @@ import pytest
 
 from swarmq.config import Engine, Policy, SwarmJob, Train
 from swarmq.engine.model import Model
-from swarmq.up import untrainable_calls
+from swarmq.up.deployment import untrainable_calls
 
 
 @pytest.mark.parametrize(

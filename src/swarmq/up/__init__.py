@@ -1,0 +1,11 @@
+"""One host, one command: `swarmq up` starts every part of a run, keeps each running, stops them in order.
+
+deployment.py   start and resolve addresses, in order
+keeping.py      start again what dies
+stopping.py     how long each part has to stop
+ports.py        the same ports at every start
+"""
+
+from swarmq.up.deployment import Deployment, Endpoints, deploy
+
+__all__ = ["Deployment", "Endpoints", "deploy"]

@@ -1,0 +1,144 @@
+"""What keeps the parts of a run running: each is started again when it dies, later each time.
+
+A part that keeps dying ends the run, with the last lines of its log; so does one that says that to start it again is of no use
+(a setting that can never work).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from swarmq.broker.node import PrivateNode
+from swarmq.engine.launch import EngineProcess
+from swarmq.errors import SwarmqError
+from swarmq.process import die_with_parent, last_words, stop_group, tail
+
+MAX_DEATHS = 5
+"""Within the window, after which a part is not started again."""
+DEATH_WINDOW_S = 120.0
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before the first, second, ... start after a death."""
+
+
+class DaemonFailedError(SwarmqError):
+    """A part of the run could not be kept running."""
+
+
+@dataclasses.dataclass
+class Daemon:
+    """A process that swarmq started and keeps running, with the history of its deaths."""
+
+    name: str
+    argv: list[str]
+    log_path: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """On top of this process's own."""
+    process: asyncio.subprocess.Process | None = None
+    deaths: list[float] = dataclasses.field(default_factory=list)
+    finished: bool = False
+    begins_at: int = 0
+    """Bytes of the log that earlier starts wrote."""
+
+    async def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as sink:
+            self.begins_at = os.fstat(sink.fileno()).st_size
+            self.process = await asyncio.create_subprocess_exec(
+                *self.argv,
+                env=os.environ | self.environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=die_with_parent,
+            )
+
+    async def keep_running(self, warn: Callable[[str], None]) -> None:
+        """Return when the process ends with status 0; start it again when it dies. Raises DaemonFailedError when it keeps dying, or
+        says that to start it again is of no use."""
+        while True:
+            assert self.process is not None
+            status = await self.process.wait()
+            if status == 0:
+                self.finished = True
+                return
+            why = last_words(self.log_path, self.begins_at)
+            if status == os.EX_CONFIG:
+                raise DaemonFailedError(f"{self.name}: {why or tail(self.log_path)}")
+            now = time.monotonic()
+            self.deaths = [at for at in self.deaths if at > now - DEATH_WINDOW_S] + [now]
+            if len(self.deaths) >= MAX_DEATHS:
+                raise DaemonFailedError(
+                    f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
+                    f"the end of {self.log_path}:\n{tail(self.log_path)}"
+                )
+            delay_s = BACKOFF_S[len(self.deaths) - 1]
+            said = f" ({why})" if why else ""
+            warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            await self.start()
+
+    async def stop(self, grace_s: float) -> int | None:
+        """The exit status."""
+        if self.process is None:
+            return None
+        await stop_group(self.process, grace_s=grace_s)
+        return self.process.returncode
+
+
+async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+    """Start it again when it dies, on the same port. One that does not start is tried again: its learner may have the memory."""
+
+    async def ended() -> str:
+        status = await engine.wait()
+        return engine.given_up or f"died with status {status}"
+
+    await _keep(f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{tail(engine.log_path)}", warn)
+
+
+async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
+    """Start the private RabbitMQ again when it dies: same url, same queues; everybody else waits and connects again."""
+
+    async def ended() -> str:
+        return f"died with status {await node.wait()}"
+
+    async def restart() -> None:
+        await node.stop()
+        await node.start()
+
+    await _keep("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+
+
+async def _keep(
+    name: str,
+    ended: Callable[[], Awaitable[str]],
+    restart: Callable[[], Awaitable[None]],
+    ending: Callable[[], str],
+    warn: Callable[[str], None],
+) -> None:
+    """Restart whenever `ended`, which says why, returns. Raises DaemonFailedError with `ending()` when it keeps dying, and what `restart`
+    raises when it fails five times in a row."""
+    deaths: list[float] = []
+    failed = 0
+    """Starts in a row."""
+    while True:
+        why = await ended()
+        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
+        if len(deaths) >= MAX_DEATHS:
+            raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
+        warn(f"{name} {why}; starting it again")
+        try:
+            await restart()
+        except (SwarmqError, OSError) as error:
+            failed += 1
+            if failed == MAX_DEATHS:
+                raise
+            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
+            warn(f"{name} does not start ({why}); trying again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+        else:
+            failed = 0

@@ -1,0 +1,61 @@
+"""The ports of a run's proxies and engines: those of the last start where they are free, so that clients find the run again."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable
+
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.process import held_port, port_is_free
+
+PORT_S = 5.0
+"""A proxy whose run was killed has given its port back by then."""
+LOOK_S = 0.1
+
+
+def proxy_names(job: SwarmJob) -> list[str]:
+    return ["proxy", *(f"proxy.{number}" for number in range(1, job.proxy.count))]
+
+
+def proxy_ports(job: SwarmJob, engines: Iterable[str]) -> dict[str, int]:
+    """Proxy -> port: the job's and those after it, or free ones. `engines`: names of the engines whose ports are kept, too."""
+    names = proxy_names(job)
+    if job.proxy.port:
+        return {name: job.proxy.port + number for number, name in enumerate(names)}
+    ports = ports_of(job, [*engines, *names])
+    return {name: ports[name] for name in names}
+
+
+async def wait_until_free(job: SwarmJob) -> None:
+    """Return when the ports that the job names for its proxies are free; one of a run that was killed a moment ago soon is.
+
+    Raises ConfigError for one that somebody else has.
+    """
+    for port in range(job.proxy.port, job.proxy.port + job.proxy.count) if job.proxy.port else ():
+        until = time.monotonic() + PORT_S
+        while True:
+            try:
+                socket.create_server((job.proxy.host, port)).close()
+                break
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE or time.monotonic() > until:
+                    raise ConfigError(
+                        f"proxy.port: nobody can listen on {job.proxy.host}:{port} ({os.strerror(error.errno or 0)}); name another port or host, "
+                        f"leave the port out for a free one, or see who has it: ss -ltnp 'sport = :{port}'"
+                    ) from error
+            await asyncio.sleep(LOOK_S)
+
+
+def ports_of(job: SwarmJob, names: list[str]) -> dict[str, int]:
+    """A port for each name: that of the last start where it is free, else another one."""
+    path = job.run_folder.path / "ports.json"
+    known: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else held_port() for name in names}
+    path.write_text(json.dumps(ports))
+    return ports

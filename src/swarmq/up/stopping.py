@@ -1,0 +1,40 @@
+"""How long the parts of a run have to stop, and what people are told while a learner takes its time."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable
+
+from swarmq.config import SwarmJob
+from swarmq.engine.model import size_of
+from swarmq.errors import SwarmqError
+from swarmq.learner.memory import MOMENTS_BYTES, WHOLE_BYTES
+from swarmq.up.keeping import Daemon
+
+DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
+"""By the role of a part. A learner has the time of its checkpoints on top."""
+SLOW_DISK_BYTES_PER_S = 100e6
+"""A disk that a checkpoint must be possible on."""
+MOST_DRAIN_S = 1800.0
+
+
+async def stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
+    if daemon.process is None or daemon.process.returncode is not None or not daemon.name.startswith("learner."):
+        await daemon.stop(grace_s)
+        return
+    report(f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint, Ctrl-C again ends it without")
+    if await daemon.stop(grace_s) == -signal.SIGKILL:
+        report(f"{daemon.name}: not done in time; steps since its newest checkpoint are made again from the batch log")
+
+
+def drain_s(job: SwarmJob, name: str) -> float:
+    """Of a learner: enough for two checkpoints on a slow disk, the one that is being written and the last."""
+    role, _, policy = name.partition(".")
+    if role != "learner":
+        return DRAIN_S[role]
+    parameters = 0
+    with contextlib.suppress(SwarmqError):  # the learner says so as well
+        parameters = size_of(job.policies[policy].model)
+    two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
+    return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MOST_DRAIN_S)
