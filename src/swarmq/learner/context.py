@@ -102,23 +102,23 @@ class Context:
 
     @property
     def is_first(self) -> bool:
-        """Of the ranks that have the same numbers, the one whose count."""
+        """Whether sums over all ranks take this one's numbers: the ranks that share a pass have the same."""
         return self.rank == 0
 
     def gathered(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Of this rank's tokens, [1, key heads, L, D] each, to those of all in the layout's order."""
+        """Keys and values of this rank's tokens, [1, key heads, L, D] each, to those of all ranks' tokens in the layout's order."""
         if self._devices is None:
             return key, value
         keys, values = _Gathered.apply(key, value, self)  # type: ignore[no-untyped-call]
         return keys, values
 
     def together(self, scored: Tensor, sampled: Tensor, count: int) -> Tensor:
-        """[..., S] of `count` S sampled tokens, from the [..., P] that this rank scored, which are those numbered `sampled`."""
+        """[..., S] for all S = `count` sampled tokens, of which this rank scored P: `scored` [..., P], numbered `sampled` [P]."""
         whole: Tensor = _Together.apply(scored, sampled, count, self)  # type: ignore[no-untyped-call]
         return whole
 
     def least(self, value: float) -> float:
-        """Of what each of them says."""
+        """The smallest `value` of all ranks that share the pass."""
         if self._hosts is None:
             return value
         said = torch.tensor(value, dtype=torch.float64)
@@ -126,7 +126,7 @@ class Context:
         return float(said)
 
     def once(self, ask: Callable[[], T]) -> T:
-        """What the first of them is answered. Raises the LearnerError that it meets."""
+        """What `ask` returns on the first of these ranks, which alone calls it. Raises, on all of them, the LearnerError that it raised."""
         if self._hosts is None:
             return ask()
         told: list[Any] = [None, None]

@@ -64,7 +64,7 @@ def num_ranks() -> int:
 
 
 def looked_at(train: Train) -> Train:
-    """For one rank that goes over what several have trained: it does without their offload, and computes whole passes."""
+    """The settings for one rank that goes over what several have trained (a replay, the doctor): no offload, and whole passes."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
 
 
@@ -125,7 +125,7 @@ def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu | None) -> bo
 def check_shape(
     shape: Shape, train: Train, *, ranks: int, full: bool = True, gpu: Gpu, judged_by: Sequence[int] | None = None
 ) -> str:
-    """The same of a model of this shape; `judged_by` as `learner_bytes` has it."""
+    """As `check`, for a model of this shape; `judged_by` as `learner_bytes` has it."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"

@@ -100,5 +100,5 @@ def _kib(file: Path, name: str) -> int:
 
 
 def _lines(file: Path) -> list[str]:
-    """None where there is no such file."""
+    """Empty where there is no such file."""
     return file.read_text().splitlines() if file.is_file() else []

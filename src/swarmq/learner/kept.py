@@ -28,7 +28,7 @@ SHARE = 0.8
 needs some, and memory is never without gaps."""
 
 GATHERED = 2
-"""Layers at once of those that are gathered for their turn alone: the one that is computed and the one after it."""
+"""Layers that are gathered at a time where they do not stay so: the one that is computed and the one after it."""
 
 
 class Kept:
@@ -38,11 +38,11 @@ class Kept:
         self.layers: int | None = None
         """How many more are kept whole; None before the first."""
         self.whole = False
-        """Whether the layer that is computed now is."""
+        """Whether the layer that is computed now is kept whole."""
         self.room = 0.0
-        """Bytes, of attention in one layer."""
+        """Bytes that attention may keep in each layer."""
         self.attention_bytes: int = 0
-        """Of a checkpointed layer."""
+        """What attention keeps of each checkpointed layer."""
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
@@ -93,7 +93,7 @@ class Checkpointing:
         self.held: bool | None = None
         """Whether ranks that share the layers out keep them gathered from pass to pass; None where each has them all."""
         self._passes = 0
-        """Of those that learn, since layers that stay gathered were gathered."""
+        """With gradients, since layers that stay gathered were gathered."""
         self._told: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
@@ -134,7 +134,7 @@ class Checkpointing:
         return SHARE * (room(hidden.device) - later)
 
     def _begin(self) -> None:
-        """Parameters that stay gathered do not show the gradient that a pass has left."""
+        """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient that a pass has left."""
         if any(isinstance(p, DTensor) for p in self._parameters()):
             self._passes = 0
         self._passes += torch.is_grad_enabled()

@@ -7,8 +7,9 @@
                Save, Halt                                          │                  │
                                                                engines        Consumed, events
 
-A checkpoint is copied between two steps, and written, checked, made durable and named beside the steps after it. The batch log is cut
-when that is done. One that the disk has no room for is told, and training goes on: the log keeps what goes on from the one before.
+A checkpoint is copied between two steps, and written, checked, made durable and named while the next steps run; only then is the
+batch log cut. If the disk has no room for it, people are told and training goes on: the log still has every batch since the
+checkpoint before.
 
 A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
 the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
@@ -55,20 +56,27 @@ class Command(NamedTuple):
     """What rank 0 tells the other ranks to do next."""
 
     name: str
+    """`step`, `save` or `stop`."""
     body: bytes = b""
+    """Of a step: the encoded BatchRecord."""
     replayed: bool = False
     asked: int = 0
+    """Of a save: the number of the `Save` that asked for it."""
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
 class _Finishing(NamedTuple):
-    """A checkpoint that is drawn, and becomes one."""
+    """A checkpoint that was copied and is being written."""
 
     version: int
     oldest: Future[int]
+    """Done when the checkpoint is whole: the version of the oldest one that is kept."""
     asked: int
+    """Number of the `Save` that asked for it; 0 where it was due anyway."""
     began: float
+    """Monotonic clock."""
     drawn_s: float
+    """Seconds that training waited for the copy."""
 
 
 class Learner:
@@ -93,13 +101,13 @@ class Learner:
         self.engines = Engines(pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence)
         self.trainer = self._load()
         self.saved = self.trainer.version
-        """On rank 0: of the newest checkpoint that is whole."""
+        """On rank 0: the version of the newest checkpoint that is whole."""
         self._no_room: int | None = None
-        """The version for whose checkpoint the disk has no room, as was said."""
+        """The version for whose checkpoint the disk has no room, once people were told."""
         self._finishing: _Finishing | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
-        """On rank 0, once half of the steps to a checkpoint are made: memory for the copy is being got."""
+        """On rank 0: memory for the copy is allocated from halfway to the first checkpoint on."""
         self._train = self.settings.train
         """What the newest step was trained with; settings can change while the run is up."""
         self._trackers = Trackers(
@@ -115,7 +123,7 @@ class Learner:
         return bool(self.trainer.accelerator.is_main_process)
 
     def _load(self) -> Trainer:
-        """The trainer, on GPUs that engines leave to it meanwhile where they do so in a step."""
+        """Load the trainer. Engines that take turns with the learner sleep meanwhile, as in a step."""
         settings, found = self.settings, checkpoint.newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
@@ -128,7 +136,7 @@ class Learner:
             raise
         path = str(found.path) if found else None
         log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
-        self._make_room()
+        self._give_room_back()
         return trainer
 
     def hello(self) -> records.Hello:
@@ -189,7 +197,7 @@ class Learner:
         record = records.decode_record(command.body)
         self._train = record.settings or self._train
         fields = self.trainer.step(record)
-        self._make_room()
+        self._give_room_back()
         if link is None:
             return
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
@@ -213,7 +221,7 @@ class Learner:
         if self._control is not None:
             torch.distributed.barrier(group=self._control)
 
-    def _make_room(self) -> None:
+    def _give_room_back(self) -> None:
         """Engines that slept get their memory back, once no rank needs it."""
         if not self.settings.engine.sleep:
             return
@@ -227,7 +235,7 @@ class Learner:
         self.engines.ensure(self.trainer, link, again=again)
 
     def _check_tokenizers(self) -> None:
-        """Nothing is trained, and no weights go, while an engine that has answered has another tokenizer."""
+        """Before anything is trained or pushed. Raises LearnerError when an engine that answers has another tokenizer."""
         if self._tokenizers is None:
             return
         try:
@@ -243,7 +251,7 @@ class Learner:
             self._save(link)
 
     def _save(self, link: Link | None, *, asked: int = 0) -> None:
-        """Draw a checkpoint, which becomes one while training goes on."""
+        """Copy a checkpoint, which is written while training goes on."""
         if link:
             self._saved(link, wait=True)
         with self._without_room(link, self.trainer.version, asked=asked):
@@ -263,7 +271,10 @@ class Learner:
             self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
 
     def _saved(self, link: Link, *, wait: bool = False) -> None:
-        """See to a checkpoint that is whole by now. Raises LearnerError for one that cannot be."""
+        """Report the checkpoint that is being written, if it is whole by now; wait for it if told to, or if somebody asked for it.
+
+        Raises LearnerError where it cannot be written.
+        """
         now = self._finishing
         if now is None or not (wait or now.asked or now.oldest.done()):
             return
@@ -281,8 +292,8 @@ class Learner:
 
     @contextlib.contextmanager
     def _without_room(self, link: Link | None, version: int, *, asked: int) -> Iterator[None]:
-        """A checkpoint that the disk has no room for is told, and the next one that is due is tried. One that somebody asked for is
-        tried until there is room, or the learner is stopped: nothing is trained before it."""
+        """People are told of a checkpoint for which the disk has no room; the next one that is due is tried. One that somebody asked for
+        is tried until there is room or the learner is stopped, and nothing is trained before that."""
         try:
             yield
         except DiskFullError as error:
@@ -293,7 +304,7 @@ class Learner:
             if link and asked:
                 select.select([self.stop.wakeup], [], [], ROOM_S)
         except LearnerError:
-            self.fence.check()  # who has taken our place removes what it finds
+            self.fence.check()  # a learner that has taken our place removes the drafts that it finds
             raise
 
     def _say_no_room(self, link: Link, version: int, error: DiskFullError, *, asked: int) -> None:

@@ -30,7 +30,7 @@ GATHERED_BYTES = 10
 """Per token of the whole pass and hidden unit, where ranks share it: one layer's keys and values in BF16, and their gradients in
 BF16 and FP32, if they are half as wide as hidden states."""
 HEADROOM = 0.92
-"""Of a GPU's memory may be planned with."""
+"""Share of a GPU's memory that may be planned with."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
 """Environment variable: the share of its GPU's memory that a learner may fill with what it could do without."""
 GIB = 1 << 30
@@ -47,7 +47,7 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def or_less(train: Train) -> str:
-    """What makes a learner smaller than all else does: the end of an error that says what to do."""
+    """The last resort of an error that says what to do where a model does not fit."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
     return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 
@@ -79,7 +79,7 @@ def learner_bytes(
 
 
 def layer_bytes(units: int, ranks: int = 1) -> int:
-    """Of what is computed in one layer, of so many hidden units (times tokens) on one of the `ranks` that share the pass."""
+    """What one layer computes for `units` (hidden size times tokens of this rank), on one of the `ranks` that share the pass."""
     return units * (LAYER_BYTES + (GATHERED_BYTES * ranks if ranks > 1 else 0))
 
 

@@ -98,7 +98,8 @@ class Sums:
 
 
 def _signs(loss: TokenLoss, among: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] bool each: those of positive and of negative advantage, as the loss used it. One without makes all likelier."""
+    """[S] bool each: the tokens of positive and of negative advantage, as the loss used it. A loss without advantages makes all tokens
+    likelier, so all are positive."""
     if loss.advantages is None:
         return among, torch.zeros_like(among)
     return (loss.advantages > 0) & among, (loss.advantages < 0) & among

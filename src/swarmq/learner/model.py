@@ -25,8 +25,9 @@ LAYER = re.compile(r"(.*?)\.(\d+)\.")
 def load_lm(
     source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The causal LM in a folder or of a name, as FP32 master weights if not as `dtype`, without dropout and noise, as engines compute
-    it; `empty`: on the meta device, for a rank that is handed its part. Raises LearnerError: not there, not one."""
+    """The causal LM in the folder, or of the name, `source`, with weights of `dtype`; without dropout and noise, as engines compute it.
+    `empty`: on the meta device, for a rank that is handed its part. Raises LearnerError when there is none, or none that can be
+    trained."""
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
@@ -37,9 +38,7 @@ def load_lm(
     for module in lm.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        elif any(
-            "jitter" in name for name in vars(module)
-        ):  # of what routers see, or how they choose, while they train
+        elif any("jitter" in name for name in vars(module)):  # a router that adds noise, or draws experts, in training
             module.training = False
     if gradient_checkpointing:
         Checkpointing.enable(lm)
@@ -128,6 +127,7 @@ def _drop_nothing(config: Any) -> None:
 
 
 def load_config(source: str) -> Any:
+    """Of a causal LM that takes text alone. Raises LearnerError for anything else."""
     folder = Path(source)
     if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
         raise SetUpError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")

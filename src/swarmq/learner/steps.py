@@ -14,7 +14,7 @@ ADDED = frozenset(
 )
 """Figures that add up over the steps of a batch; other numbers are averaged over the tokens trained."""
 COMPARED = frozenset({"kl_k3", "gap_p99", "effective_samples", "filtered_positive", "filtered_negative"})
-"""Those that are averaged over the tokens that were there before filters."""
+"""Those of the others that are averaged over the tokens before filters."""
 
 
 def parts_of(episodes: Sequence[Episode], steps: int) -> list[tuple[Episode, ...]]:

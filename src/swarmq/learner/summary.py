@@ -37,7 +37,8 @@ def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
 
 
 def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]:
-    """Of one trained batch; `since_last` are the records of drops since the batch before, which count for the reward."""
+    """The figures of one trained batch. `since_last` are the records of drops since the batch before, whose episodes count for `reward`,
+    `equal_groups` and `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_tallies(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())

@@ -409,7 +409,7 @@ class Trainer:
 
 
 def _repeat(deterministic: bool) -> None:
-    """Whether what is computed again comes out the same to the bit."""
+    """Make torch compute the same to the bit when it computes something again, or let it not."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
     torch.use_deterministic_algorithms(deterministic)
@@ -438,7 +438,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 
 def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
-    """Whether the policy is sharded and every rank has room for the whole of it beside its share.
+    """Whether layers of a sharded policy can stay gathered from pass to pass: every rank has room for all beside its share.
 
     Raises LearnerError when it does not fit what is free of this rank's GPU now, or the memory of its host.
     """

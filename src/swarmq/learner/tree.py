@@ -42,9 +42,9 @@ EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "m
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
 """Prompts and samples that fork, to check a model with."""
 GPU_FAILS = (torch.OutOfMemoryError, torch.AcceleratorError)
-"""Which says nothing about the model."""
+"""Errors that say nothing about the model."""
 TOLERATED = 1e-3
-"""Between log-probabilities of these, in nats."""
+"""Nats by which log-probabilities of `EXAMPLE` may differ."""
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,7 @@ class LayoutModel(nn.Module):
 
 
 def _share_of_experts(config: Any) -> float:
-    """That compute a token, among those that it is routed to; 1 where the configuration does not say."""
+    """The share of a layer's routed experts that compute a token; 1 where the configuration does not say."""
     chosen, there = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
         for names in (EXPERTS_OF_A_TOKEN, EXPERTS_OF_A_LAYER)
@@ -254,7 +254,8 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def _kept_back(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
-    """Why it cannot compute trees: it has a window, which its masks alone know; the example is too short to show it."""
+    """Why a model cannot compute trees that has a sliding window which only its own masks know: the example is too short to show it.
+    None where it can. `windows`: what each layer told its attention."""
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     made_for = getattr(config, "max_position_embeddings", None)
@@ -325,7 +326,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def precisely(model: PreTrainedModel) -> Iterator[None]:
-    """In FP32 where weights are kept in less, which hides flaws and looks like one; a decoder layer's are for its turn alone."""
+    """Compute in FP32 where weights are kept in less: rounding would hide flaws, or look like one. A decoder layer's weights are widened
+    only while it is computed."""
     narrow: dict[int, Tensor] = {}
     layers = decoder_layers(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
