@@ -10,6 +10,7 @@ import secrets
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +26,20 @@ _TRIES = 100
 _MOST_HELD = 64
 _held: deque[int] = deque()
 """Descriptors of sockets, closed by the end of the process."""
+
+
+class Deaths:
+    """How often a process has died lately."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._at: list[float] = []
+
+    def another(self) -> int:
+        """It died just now. How many deaths that makes within the window."""
+        now = time.monotonic()
+        self._at = [at for at in self._at if at > now - self._window_s] + [now]
+        return len(self._at)
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:

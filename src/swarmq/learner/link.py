@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, Self
 
@@ -21,7 +20,7 @@ import structlog
 
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import records, wire
-from swarmq.process import die_with_parent
+from swarmq.process import Deaths, die_with_parent
 
 log = structlog.get_logger()
 
@@ -69,7 +68,7 @@ class Link:
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
     ) -> None:
         self._hello, self._stop, self._command = hello, stop, command
-        self._deaths: list[float] = []
+        self._deaths = Deaths(DEATH_WINDOW_S)
 
     def __enter__(self) -> Self:
         self._start(again=False)
@@ -162,9 +161,7 @@ class Link:
     def _restart(self) -> None:
         self._socket.close()
         status = self._process.wait()
-        now = time.monotonic()
-        self._deaths = [at for at in self._deaths if at > now - DEATH_WINDOW_S] + [now]
-        if len(self._deaths) >= MAX_DEATHS:
+        if self._deaths.another() >= MAX_DEATHS:
             raise LearnerError(
                 f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
             )

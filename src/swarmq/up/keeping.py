@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from swarmq.broker.node import PrivateNode
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import SwarmqError
-from swarmq.process import die_with_parent, last_words, stop_group, tail
+from swarmq.process import Deaths, die_with_parent, last_words, stop_group, tail
 
 MAX_DEATHS = 5
 """Within the window, after which a part is not started again."""
@@ -39,7 +38,7 @@ class Daemon:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """On top of this process's own."""
     process: asyncio.subprocess.Process | None = None
-    deaths: list[float] = dataclasses.field(default_factory=list)
+    deaths: Deaths = dataclasses.field(default_factory=lambda: Deaths(DEATH_WINDOW_S))
     finished: bool = False
     begins_at: int = 0
     """Bytes of the log that earlier starts wrote."""
@@ -69,14 +68,13 @@ class Daemon:
             why = last_words(self.log_path, self.begins_at)
             if status == os.EX_CONFIG:
                 raise DaemonFailedError(f"{self.name}: {why or tail(self.log_path)}")
-            now = time.monotonic()
-            self.deaths = [at for at in self.deaths if at > now - DEATH_WINDOW_S] + [now]
-            if len(self.deaths) >= MAX_DEATHS:
+            deaths = self.deaths.another()
+            if deaths >= MAX_DEATHS:
                 raise DaemonFailedError(
                     f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
                     f"the end of {self.log_path}:\n{tail(self.log_path)}"
                 )
-            delay_s = BACKOFF_S[len(self.deaths) - 1]
+            delay_s = BACKOFF_S[deaths - 1]
             said = f" ({why})" if why else ""
             warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
@@ -122,13 +120,12 @@ async def _keep(
 ) -> None:
     """Restart whenever `ended`, which says why, returns. Raises DaemonFailedError with `ending()` when it keeps dying, and what `restart`
     raises when it fails five times in a row."""
-    deaths: list[float] = []
+    deaths = Deaths(DEATH_WINDOW_S)
     failed = 0
     """Starts in a row."""
     while True:
         why = await ended()
-        deaths = [at for at in deaths if at > time.monotonic() - DEATH_WINDOW_S] + [time.monotonic()]
-        if len(deaths) >= MAX_DEATHS:
+        if deaths.another() >= MAX_DEATHS:
             raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
         warn(f"{name} {why}; starting it again")
         try:
