@@ -171,12 +171,12 @@ async def _kept_running(deployment: Deployment, broker: AmqpBroker) -> AsyncIter
         log.warning("part died", what=text)
         warnings.put_nowait(text)
 
-    node, daemons = deployment.node, deployment.daemons
+    node, daemons = deployment.node, deployment.daemons.values()
     async with asyncio.TaskGroup() as tasks:
         watchers = [
             tasks.create_task(_tell(warnings, broker, deployment.job.run)),
             tasks.create_task(_learners(deployment, warn)),
-            *(tasks.create_task(d.keep_running(warn)) for n, d in daemons.items() if not n.startswith("learner")),
+            *(tasks.create_task(daemon.keep_running(warn)) for daemon in daemons if not daemon.is_learner),
             *(tasks.create_task(keep_engine(name, e, warn)) for name, e in deployment.engines.items()),
             *([tasks.create_task(keep_broker(node, warn))] if node else []),
         ]
@@ -200,9 +200,10 @@ async def refuse_twin(broker: Broker, run: str) -> None:
 
 
 async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None:
+    """Keep them running until each has reached its last step, and say so."""
     async with asyncio.TaskGroup() as tasks:
-        for name, daemon in deployment.daemons.items():
-            if name.startswith("learner"):
+        for daemon in deployment.daemons.values():
+            if daemon.is_learner:
                 tasks.create_task(daemon.keep_running(warn))
     deployment.learners_done.set()
 
@@ -289,35 +290,43 @@ async def _daemons(
     stack: contextlib.AsyncExitStack,
     report: Callable[[str], None],
 ) -> None:
+    """Start proxies, collector and learners; return when the proxies serve. `stack` stops them, the learners first."""
     job, folder = deployment.job, deployment.job.run_folder
     resolved = str(folder.resolved)
-    learners = [
-        (f"learner.{name}", ["learner", resolved, "--policy", name, "--no-collector", *_ranks(deployment, name)])
-        for name in _trained(job)
+
+    def daemon(name: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> Daemon:
+        argv = [sys.executable, "-m", "swarmq", *arguments]
+        return Daemon(name, argv, folder.logs / f"{name}.log", {ANSWERED: "1", **(environment or {})})
+
+    daemons = [
+        *(
+            daemon(name, ["proxy", resolved, "--port", str(port), "--number", str(number)])
+            for number, (name, port) in enumerate(proxies.items())
+        ),
+        daemon("collector", ["collector", resolved]),
+        *(
+            daemon(f"learner.{name}", *_learner(resolved, name, deployment.placements.get(name)))
+            for name in _trained(job)
+        ),
     ]
-    serving = [
-        (name, ["proxy", resolved, "--port", str(port), "--number", str(number)])
-        for number, (name, port) in enumerate(proxies.items())
-    ]
-    plans = [*serving, ("collector", ["collector", resolved]), *learners]
-    for name, arguments in plans:
-        report(f"{name}: starting")
-        argv, log_path = [sys.executable, "-m", "swarmq", *arguments], folder.logs / f"{name}.log"
-        placement = deployment.placements.get(name.removeprefix("learner.")) if name.startswith("learner.") else None
-        gpus = visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)} if placement else {}
-        daemon, grace_s = Daemon(name, argv, log_path, {ANSWERED: "1", **gpus}), drain_s(job, name)
-        await daemon.start()
-        stack.push_async_callback(stop, daemon, grace_s, report)
-        deployment.daemons[name] = daemon
+    for each in daemons:
+        report(f"{each.name}: starting")
+        grace_s = drain_s(job, each.name)
+        await each.start()
+        stack.push_async_callback(stop, each, grace_s, report)
+        deployment.daemons[each.name] = each
     for name, port in proxies.items():
         await _until_serving(deployment.daemons[name], job.proxy.host, port)
         report(f"{name}: serving")
 
 
-def _ranks(deployment: Deployment, policy: str) -> list[str]:
-    """Arguments of a learner that is placed on several GPUs."""
-    placement = deployment.placements.get(policy)
-    return ["--num-gpus", str(len(placement.learner))] if placement and len(placement.learner) > 1 else []
+def _learner(resolved: str, policy: str, placement: Placement | None) -> tuple[list[str], dict[str, str]]:
+    """Arguments and environment of a policy's learner, on the GPUs that it is placed on."""
+    arguments = ["learner", resolved, "--policy", policy, "--no-collector"]
+    if placement is None:
+        return arguments, {}
+    ranks = ["--num-gpus", str(len(placement.learner))] if len(placement.learner) > 1 else []
+    return [*arguments, *ranks], visible(placement.learner) | {GPU_SHARE: str(placement.learner_share)}
 
 
 async def _until_serving(daemon: Daemon, host: str, port: int) -> None:

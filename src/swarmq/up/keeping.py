@@ -33,15 +33,19 @@ class Daemon:
     """A process that swarmq started and keeps running, with the history of its deaths."""
 
     name: str
+    """`ROLE`, `ROLE.POLICY` or `ROLE.NUMBER`."""
     argv: list[str]
     log_path: Path
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """On top of this process's own."""
     process: asyncio.subprocess.Process | None = None
     deaths: Deaths = dataclasses.field(default_factory=lambda: Deaths(DEATH_WINDOW_S))
-    finished: bool = False
     begins_at: int = 0
     """Bytes of the log that earlier starts wrote."""
+
+    @property
+    def is_learner(self) -> bool:
+        return self.name.partition(".")[0] == "learner"
 
     async def start(self) -> None:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -63,7 +67,6 @@ class Daemon:
             assert self.process is not None
             status = await self.process.wait()
             if status == 0:
-                self.finished = True
                 return
             why = last_words(self.log_path, self.begins_at)
             if status == os.EX_CONFIG:

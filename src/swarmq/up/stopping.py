@@ -20,7 +20,8 @@ MOST_DRAIN_S = 1800.0
 
 
 async def stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
-    if daemon.process is None or daemon.process.returncode is not None or not daemon.name.startswith("learner."):
+    """Ask it to stop, and kill it after `grace_s` seconds. `report` gets a line of a learner, which takes its time."""
+    if daemon.process is None or daemon.process.returncode is not None or not daemon.is_learner:
         await daemon.stop(grace_s)
         return
     report(f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint, Ctrl-C again ends it without")
@@ -29,7 +30,8 @@ async def stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) ->
 
 
 def drain_s(job: SwarmJob, name: str) -> float:
-    """Of a learner: enough for two checkpoints on a slow disk, the one that is being written and the last."""
+    """How long the part `name` has to stop. A learner: long enough for two checkpoints on a slow disk, the one that is being written
+    and the last."""
     role, _, policy = name.partition(".")
     if role != "learner":
         return DRAIN_S[role]
