@@ -282,7 +282,8 @@ class Learner:
             self._keep(link, now)
 
     def _keep(self, link: Link, now: _Finishing) -> None:
-        self._finishing, oldest = None, now.oldest.result()
+        self._finishing = None  # also of one that cannot be: what it holds is given back
+        oldest = now.oldest.result()
         self.saved, self._no_room = now.version, None
         link.tell(records.Kept(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:

@@ -30,7 +30,7 @@ from support.tiny_model import tiny_experts
 from swarmq import cli
 from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, loop
 from swarmq.learner import trainer as trainer_module
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.host import Room
@@ -294,6 +294,36 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
     assert link.messages[2:] == [Kept(oldest=6)]
 
 
+def test_a_checkpoint_without_room_is_told_once_and_holds_nothing_afterwards(tiny_qwen: Path, tmp_path: Path) -> None:
+    """Where ranks share a policy out, what it would hold is all of the optimizer's state."""
+    learner, link = make_learner(tmp_path, tiny_qwen, checkpoint_every=2), Told()
+    for version, room in ((2, 20_000), (4, 4_000)):
+        learner.trainer.version = version
+        with room_for_files(room):
+            learner._save_if_due(link)  # type: ignore[arg-type]
+            learner._saved(link, wait=True)  # type: ignore[arg-type]
+        assert learner._finishing is None
+    for _ in range(3):
+        learner._saved(link)  # type: ignore[arg-type]
+    told = [re.match(r"no checkpoint (\d)", message.text) for message in link.messages if isinstance(message, Warn)]
+    assert [found[1] for found in told if found] == ["2", "4"]
+
+
+@pytest.mark.parametrize("room", [20_000, 4_000], ids=["for all but the weights", "for nothing"])
+def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    learner, link, said = make_learner(tmp_path, tiny_qwen), Told(), list[str]()
+    select, draw = loop.select.select, checkpoint.draw
+    monkeypatch.setattr(loop.select, "select", lambda *given: said.append("pause") or select(*given[:3], 0))
+    monkeypatch.setattr(loop.checkpoint, "draw", lambda *given, **named: said.append("try") or draw(*given, **named))
+    with room_for_files(room):
+        for _ in range(3):
+            learner._save(link, asked=3)  # type: ignore[arg-type]
+            learner._saved(link)  # type: ignore[arg-type]
+    assert said == ["try", "pause"] * 3
+
+
 def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen: Path, tmp_path: Path) -> None:
     learner, link = make_learner(tmp_path, tiny_qwen), Told()
     learner.stop.ask()  # which no pause outlasts
@@ -317,7 +347,6 @@ def test_the_last_checkpoint_is_tried_again_at_the_end_and_without_it_the_learne
         learner._save_if_due(link)  # type: ignore[arg-type]
         with pytest.raises(LearnerError, match="the last checkpoint, of version 1: .*free space .*start the run again"):
             learner._save_last(link)  # type: ignore[arg-type]
-    learner._finishing = None
     learner._save_last(link)  # type: ignore[arg-type]
     assert link.messages[1:] == [Kept(oldest=1)]
     learner._save_last(link)  # type: ignore[arg-type]
