@@ -248,7 +248,7 @@ class Desk:
             limit = self.orders.train.max_steps
             if self.wanted_since is None:
                 await self._record_drops()
-            elif replayed := next(self.replay, None):
+            elif replayed := next((record for record in self.replay if record.index.version > self.version), None):
                 await self._hand_over(replayed, replayed=True)
             elif self.orders.checkpoint_due:
                 await self._say(records.Save(asked=self.orders.state.checkpoints))

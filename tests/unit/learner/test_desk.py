@@ -191,6 +191,17 @@ async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(t
         assert (record.index.trained[0], replayed) == ("c-0", False)
 
 
+async def test_a_batch_that_the_trainer_had_in_its_hands_is_not_replayed_to_it(tmp_path: Path) -> None:
+    """An I/O process died after it had handed the batch over, and the trainer told its successor of the weights before."""
+    broker = await broker_with(make_group("a"), make_group("b"))
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+    async with desk(tmp_path, broker, version=0) as trainer:
+        await trainer.tell(records.Stepped(version=1))
+        record, replayed = await trainer.batch()
+        assert (record.index.trained[0], replayed) == ("b-0", False)
+
+
 async def test_what_is_dropped_while_the_past_is_replayed_does_not_turn_the_next_step_back(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a"), make_group("b"))
     async with desk(tmp_path, broker) as trainer:
