@@ -193,11 +193,13 @@ def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
 
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> str | None:
     """Why there is no room on the host for a copy of the optimizer's state and of the weights, and as much again for others."""
-    needed = num_bytes(outlines((), state)) + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
-    short = next((room for room in host.rooms() if room.free < 2 * needed), None)
+    moments = num_bytes(outlines((), state))
+    gathered = moments if is_sharded(trainer.model) else 0  # which is there by now
+    needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
+    short = next((room for room in host.rooms() if room.free + gathered < 2 * needed), None)
     if short is None:
         return None
-    return f"{short.free / GIB:.1f} GiB are free of {short.whose}, and a copy takes {needed / GIB:.1f}"
+    return f"{(short.free + gathered) / GIB:.1f} GiB are free of {short.whose}, and a copy takes {needed / GIB:.1f}"
 
 
 def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:

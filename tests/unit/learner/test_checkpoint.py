@@ -175,6 +175,21 @@ def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: p
     assert copies.nbytes == 0
 
 
+@pytest.mark.parametrize("room", [True, False], ids=["room", "no room"])
+def test_what_ranks_have_gathered_of_a_policy_that_they_share_out_takes_no_room_a_second_time(
+    tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: bool
+) -> None:
+    trainer = Trainer(str(tiny_qwen), TRAIN)
+    trainer.step(batch(1))
+    gathered = num_bytes(outlines((), trainer.optimizer.state_dict()))
+    needed = gathered + 4 * trainer.num_parameters
+    left = Room(whose="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
+    monkeypatch.setattr(checkpoint, "is_sharded", lambda _: True)
+    monkeypatch.setattr(checkpoint.host, "rooms", lambda: [left])
+    draft = checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    assert (draft.path / "state" / "optimizer.bin").exists() is not room
+
+
 class Grudging(HostCopies):
     """Of a system that grants so many copies."""
 
