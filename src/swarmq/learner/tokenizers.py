@@ -11,7 +11,7 @@ from typing import Any
 
 import structlog
 
-from swarmq.engine.same_tokens import PROBE, difference, ids_of_all, room_of_all
+from swarmq.engine.same_tokens import PROBE, difference, ids_of_all, room_of
 from swarmq.errors import SetUpError
 
 log = structlog.get_logger()
@@ -40,24 +40,27 @@ class EngineTokenizers:
                     "or name the model that is served in policies.*.model. What agents have sampled there means something "
                     "else to the model: if any have, begin a new run"
                 )
-            self._check_room(url)
-            self._same.add(url)
+            if self._turns_alike(url):
+                self._same.add(url)
 
-    def _check_room(self, url: str) -> None:
-        """Raises LearnerError for an engine that turns positions otherwise than the learner, because of its room for calls."""
+    def _turns_alike(self, url: str) -> bool:
+        """Whether the engine is known to turn positions as the learner does. Raises LearnerError for one that does not, because of its
+        room for calls."""
         from swarmq.learner.model import load_config  # noqa: PLC0415 - slow to import
         from swarmq.learner.rotations import turns_long  # noqa: PLC0415
 
         config = load_config(self._model)
         ours = turns_long(config, self._max_model_len)
         if ours is None:
-            return
-        for room in asyncio.run(room_of_all([url])).values():
-            if turns_long(config, room) != ours:
-                raise SetUpError(
-                    f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len says "
-                    f"{self._max_model_len}: {self._model} turns positions (longrope) by other factors there; set it to {room}"
-                )
+            return True
+        if (room := asyncio.run(room_of(url))) is None:
+            return False
+        if turns_long(config, room) != ours:
+            raise SetUpError(
+                f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len says "
+                f"{self._max_model_len}: {self._model} turns positions (longrope) by other factors there; set it to {room}"
+            )
+        return True
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,12 +15,14 @@ from typing import Any
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from structlog.testing import capture_logs
 from tokenizers import AddedToken
 from transformers import AutoTokenizer
 
 from support.episodes import make_group
 from support.tiny_model import MARKERS, SPECIAL_TOKENS, tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
+from swarmq.engine import same_tokens
 from swarmq.engine.push import PushReport
 from swarmq.engine.roster import Roster
 from swarmq.errors import LearnerError
@@ -42,10 +45,12 @@ class Tokenizing:
         self.url = ""
         self.up = True
         self.asked = 0
-        self.room = 2048
+        self.room: int | None = 2048
         self._model, self._shift = model, shift
 
     async def models(self, _: web.Request) -> web.Response:
+        if self.room is None:
+            raise web.HTTPServiceUnavailable
         return web.json_response({"data": [{"id": "m", "max_model_len": self.room}]})
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -154,24 +159,48 @@ def test_an_engine_that_does_not_answer_is_not_judged() -> None:
     check(tiny_model(), "http://127.0.0.1:9")
 
 
+def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(same_tokens, "ASK_S", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as said:
+        check(tiny_model(), f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert [line["reason"] for line in said] == ["no answer within 0.1 s"]
+
+
 @pytest.mark.parametrize(("room", "passes"), [(32, True), (33, False), (4096, False)])
 async def test_an_engine_that_turns_positions_otherwise_for_its_room_is_refused(
     tmp_path: Path, room: int, passes: bool
 ) -> None:
     """As vLLM does for longrope when it has room for more than what the model was first made for."""
-    factors = {name: [1.0] * 32 for name in ("short_factor", "long_factor")}
-    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
-    shutil.copytree(tiny_model(), tmp_path / "model")
-    told = json.loads((tmp_path / "model" / "config.json").read_text()) | {"rope_parameters": longrope}
-    (tmp_path / "model" / "config.json").write_text(json.dumps(told))
     async with engine() as served:
         served.room = room
-        compared = EngineTokenizers(str(tmp_path / "model"), lambda: [served.url], max_model_len=16)
+        compared = EngineTokenizers(longrope(tmp_path / "model"), lambda: [served.url], max_model_len=16)
         if passes:
             await asyncio.to_thread(compared.check)
         else:
             with pytest.raises(LearnerError, match=f"room for calls of {room} tokens.*says 16: .*set it to {room}"):
                 await asyncio.to_thread(compared.check)
+
+
+async def test_an_engine_that_does_not_say_what_room_it_has_is_asked_again(tmp_path: Path) -> None:
+    async with engine() as served:
+        served.room = None
+        compared = EngineTokenizers(longrope(tmp_path / "model"), lambda: [served.url], max_model_len=16)
+        await asyncio.to_thread(compared.check)
+        served.room = 33
+        with pytest.raises(LearnerError, match="room for calls of 33 tokens"):
+            await asyncio.to_thread(compared.check)
+
+
+def longrope(folder: Path) -> str:
+    """A copy of the tiny model that has two ways to turn positions."""
+    factors = {name: [1.0] * 32 for name in ("short_factor", "long_factor")}
+    told = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32, **factors}
+    shutil.copytree(tiny_model(), folder)
+    config = json.loads((folder / "config.json").read_text()) | {"rope_parameters": told}
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
 
 
 async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tmp_path: Path) -> None:
