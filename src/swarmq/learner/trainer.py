@@ -242,7 +242,7 @@ class Trainer:
 
     def _step(self, record: BatchRecord) -> dict[str, Any]:
         began = time.perf_counter()
-        train, (rank, world) = self._settings(record), self.share
+        train, (rank, world) = self.settings(record), self.share
         credit = advantages(groups_of(record.episodes), train, record.baselines)
         parts = parts_of(record.episodes, train.steps_per_batch)
         works = [work_of(part, train, self.engine, rank=rank, world=world, credit=credit) for part in parts]
@@ -259,7 +259,7 @@ class Trainer:
         self.version = record.index.version
         return self._timed(merged(fields), began)
 
-    def _settings(self, record: BatchRecord) -> Train:
+    def settings(self, record: BatchRecord) -> Train:
         """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
         little memory for it as it was."""
         assert record.settings is not None

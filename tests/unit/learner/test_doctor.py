@@ -28,9 +28,10 @@ from swarmq.learner.doctor.signs import SIGNS, signs
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_head import score
 from swarmq.messages import Episode, Event, Sampling, VersionSpan, pack_floats
+from swarmq.timeline import resolve
 
 pytestmark = pytest.mark.slow
 
@@ -243,6 +244,26 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
     monkeypatch.setattr(tree_head, "_product", product)
     assert f", {chunks[0]} at a time" in head_agrees(trainer, record).text
     assert trainer.accelerator.unwrap_model(trainer.model).head_chunk is None, "which is for the check alone"
+
+
+def test_batches_that_a_gpu_had_no_room_for_are_examined_in_the_passes_that_are_set_now(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    episodes = tuple(episode for name in "abc" for episode in make_group(name, turns=3))
+    longest = max(len(turn) for episode in episodes for turn in resolve(episode.turns))
+    before = msgspec.structs.replace(TRAIN, micro_batch_tokens=100 * longest, layout="tree")
+    record = BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=before)
+    trainer = Trainer(str(tiny_qwen), msgspec.structs.replace(before, micro_batch_tokens=longest, layout="rows"))
+    computed, forward = list[int](), LayoutModel.forward
+
+    def seen(model: LayoutModel, placed: Placed, *rest: Any) -> Any:
+        computed.append(placed.input_ids.shape[1])
+        return forward(model, placed, *rest)
+
+    monkeypatch.setattr(LayoutModel, "forward", seen)
+    compare(trainer, record)
+    assert layouts_agree(trainer, record).level == "ok"
+    assert max(computed) <= longest
 
 
 def test_weights_that_are_not_finite_are_found_and_agree_with_nothing(tiny_qwen: Path) -> None:

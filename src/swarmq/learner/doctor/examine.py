@@ -88,7 +88,6 @@ def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpo
 
 def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
     """The log-probabilities of a short turn, by the head in chunks, few tokens each, and from all its logits at once."""
-    assert record.settings is not None
     check = "log-softmax in chunks and in FP32"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if not policy.head_apart:
@@ -120,11 +119,11 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
 
 def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     """The gradient of one group, as it is trained and with every timeline in a row of its own passes."""
-    assert record.settings is not None
+    settings = trainer.settings(record)
     group = [e for e in record.episodes if e.group_id == record.episodes[0].group_id]
     longest = max(len(turn) for episode in group for turn in resolve(episode.turns))
-    small = msgspec.structs.replace(record.settings, layout="rows", micro_batch_tokens=longest)
-    first, second = (_gradient(trainer, group, train) for train in (record.settings, small))
+    small = msgspec.structs.replace(settings, layout="rows", micro_batch_tokens=longest)
+    first, second = (_gradient(trainer, group, train) for train in (settings, small))
     apart = sum(float(((a - b) ** 2).sum()) for a, b in zip(first, second, strict=True)) ** 0.5
     size = sum(float((a**2).sum()) for a in first) ** 0.5
     relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[trainer.accelerator.mixed_precision]
