@@ -129,7 +129,7 @@ def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copi
             writing += _optimizer_written(state, draft.path / STATE / OPTIMIZER, trainer, copies)
         del state
     with _agreed(accelerator, draft):
-        writing += _model_written(draft.path, trainer, copies)
+        writing += _model_written(draft.path, trainer, copies, before=writing)
         if accelerator.is_main_process:
             copy_tokenizer(model, draft.path)
     return msgspec.structs.replace(draft, writing=tuple(writing))
@@ -164,12 +164,16 @@ def _optimizer_written(
     return []
 
 
-def _model_written(folder: Path, trainer: Trainer, copies: HostCopies | None) -> list[Callable[[], None]]:
-    """The same of the weights. Every rank calls it."""
+def _model_written(
+    folder: Path, trainer: Trainer, copies: HostCopies | None, *, before: list[Callable[[], None]]
+) -> list[Callable[[], None]]:
+    """The same of the weights. `before`: what is to be written already, which is done now where it has the memory. Every rank calls it."""
     try:
         files = trainer.files(copies)
     except NotGrantedError as error:  # on the one rank that copies, with nobody to wait for it
-        log.info("checkpoint_waited_for", what=str(error), consequence="the weights are written while training waits")
+        log.info("checkpoint_waited_for", what=str(error), consequence="all of it is written while training waits")
+        while before:
+            before.pop()()
         if (files := trainer.files()) is not None:
             files.write(folder)
         return []

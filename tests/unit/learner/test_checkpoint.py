@@ -213,6 +213,9 @@ def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
     checkpoint.reserve(trainer, copies)()
     assert copies.nbytes == 0, "training needs it more"
     draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+    assert (draft.path / "state" / "optimizer.bin").exists(), (
+        "a copy of it would have the memory that weights of a GPU need"
+    )
     trainer.step(batch(2))
     checkpoint.finish(draft, keep=1)
     for file in ("model.safetensors", "state/optimizer.bin"):
