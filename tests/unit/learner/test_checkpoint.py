@@ -203,16 +203,22 @@ class Grudging(HostCopies):
             super().reserve([(name, wanted, dtype)])
 
 
-@pytest.mark.parametrize("granted", [1, 40], ids=["not the optimizer", "not the weights"])
+@pytest.mark.parametrize("weights", [None, 5], ids=["not the optimizer", "not the weights"])
 def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
-    tiny_qwen: Path, tmp_path: Path, granted: int
+    tiny_qwen: Path, tmp_path: Path, weights: int | None
 ) -> None:
-    trainer, copies = Trainer(str(tiny_qwen), TRAIN), Grudging(granted)
+    """`weights`: for the copies of so many there is memory."""
+    trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.step(batch(1))
+    moments = len(outlines((), trainer.optimizer.state_dict()))
+    copies = Grudging(moments - 1 if weights is None else moments + weights)
     checkpoint.save(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
     checkpoint.reserve(trainer, copies)()
     assert copies.nbytes == 0, "training needs it more"
-    draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+    with capture_logs() as said:
+        draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+    (waited,) = [line["consequence"] for line in said if line["event"] == "checkpoint_waited_for"]
+    assert waited.startswith("the optimizer is" if weights is None else "all of it is")
     assert (draft.path / "state" / "optimizer.bin").exists(), (
         "a copy of it would have the memory that weights of a GPU need"
     )
