@@ -18,6 +18,8 @@ PAGE_CACHE = ("active_file", "inactive_file")
 ADDRESSES = "Max address space"
 STRICT = "2"
 """In `vm.overcommit_memory`."""
+TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
+"""What stands in a RuntimeError of torch that is one of host memory; it gives no other sign."""
 
 
 class Room(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +47,11 @@ def rooms(root: Path = Path("/")) -> list[Room]:
     virtual = any("hypervisor" in line.split() for line in _lines(proc / "cpuinfo"))
     host = Room(whose="the host", total=total, free=free, bound=None if virtual else total)
     return [*_limits(root, swap=swap), *_process(proc), *_promises(proc, memory, virtual=virtual), host]
+
+
+def refuses(error: Exception) -> bool:
+    """Whether it says that this process gets no more memory."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and TORCH_HAS_NO_MEMORY in str(error))
 
 
 def _process(proc: Path) -> Iterator[Room]:

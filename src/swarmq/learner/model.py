@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.logging import disable_progress_bar
 
 from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner import host
 from swarmq.learner.kept import Checkpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
@@ -62,6 +63,8 @@ def _refused(source: str, what: str, instead: str) -> Iterator[None]:
     except LearnerError:
         raise
     except Exception as error:
+        if host.refuses(error):
+            instead = "free some of the host's memory, or raise the limit of this process (ulimit -v, the container's)"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         said = " ".join(str(error).split()).removesuffix(".")
         raise LearnerError(f"model {source}: {what}: {kind}{said}; {instead}") from error

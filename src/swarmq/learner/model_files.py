@@ -12,7 +12,7 @@ from torch import Tensor
 
 from swarmq.config import Lora
 from swarmq.engine.packing import NamedTensors
-from swarmq.learner import lora
+from swarmq.learner import host, lora
 
 
 class Adapters(NamedTuple):
@@ -37,9 +37,6 @@ class ModelFiles(NamedTuple):
         if self.adapters:
             lora.save_adapter(self.adapters.tensors, self.adapters.settings, folder)
 
-
-TORCH_HAS_NO_MEMORY = "DefaultCPUAllocator"
-"""What stands in a RuntimeError of torch that is one of host memory; it gives no other sign."""
 
 Outline = tuple[str, torch.Size, torch.dtype]
 """Of a tensor: its name, which nothing else has, and what it is like."""
@@ -90,7 +87,7 @@ class HostCopies:
         try:
             return torch.empty(shape, dtype=dtype)
         except RuntimeError as error:
-            if TORCH_HAS_NO_MEMORY not in str(error):
+            if not host.refuses(error):
                 raise
             self._kept.clear()
             raise NotGrantedError(f"the system grants no memory for a copy: {str(error).splitlines()[0]}") from error

@@ -21,7 +21,7 @@ from torch.nn import functional as F  # noqa: N812 - as torch's own documentatio
 from transformers import AttentionInterface, PreTrainedModel
 
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner import rotations, tree_attention
+from swarmq.learner import host, rotations, tree_attention
 from swarmq.learner.context import ALONE, Context, cut
 from swarmq.learner.kernel_check import Call, Recorded, agreed, of_rank_0, refusal
 from swarmq.learner.tree_attention import BLOCK, NoLayoutError, Visibility, placed
@@ -305,6 +305,11 @@ def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
     except GPU_FAILS:
         raise
     except Exception as error:
+        if host.refuses(error):
+            raise LearnerError(
+                f"the host has no memory for a small example of {type(model).__name__}: {_words(error)}; free some of it, or raise "
+                "the limit of this process (ulimit -v, the container's)"
+            ) from error
         raise SetUpError(
             f"{type(model).__name__} cannot compute a small example: {_words(error)}; train another model"
         ) from error

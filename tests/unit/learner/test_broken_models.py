@@ -6,19 +6,20 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import GPT2Config, GPT2Model
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from swarmq.config import Loss, Train
-from swarmq.errors import LearnerError
+from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.fits import shape_of
 from swarmq.learner.model import load_lm
 from swarmq.learner.trainer import Trainer
+from swarmq.learner.tree import LayoutModel
 
 Edit = Callable[[Path], None]
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
@@ -145,3 +146,31 @@ def test_a_configuration_of_no_model_is_refused_before_anything_is_planned_or_lo
     for look in (shape_of, lambda source: load_lm(source, gradient_checkpointing=False)):
         with pytest.raises(LearnerError, match=f"model {folder}: .*{says}.*fetch its files again"):
             look(folder)
+
+
+NO_MEMORY = RuntimeError(
+    "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+)
+
+
+def nothing_is_granted(*_: object, **__: object) -> NoReturn:
+    raise NO_MEMORY
+
+
+def test_a_host_without_memory_for_a_model_is_not_said_to_have_broken_files(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", nothing_is_granted)
+    with pytest.raises(LearnerError, match="can't allocate memory.*; free some of the host's memory") as refused:
+        load_lm(str(tiny_qwen), gradient_checkpointing=False)
+    assert not isinstance(refused.value, SetUpError), "there may be more of it later"
+
+
+def test_a_host_without_memory_for_the_trial_of_a_model_is_not_said_to_have_another_model(
+    tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lm = load_lm(str(tiny_qwen), gradient_checkpointing=False)
+    monkeypatch.setattr(type(lm), "forward", nothing_is_granted)
+    with pytest.raises(LearnerError, match="no memory for a small example .*; free some of it") as refused:
+        LayoutModel(lm)
+    assert not isinstance(refused.value, SetUpError), "there may be more of it later"
