@@ -21,6 +21,7 @@ from swarmq.config import JUDGED_AT
 from swarmq.errors import LearnerError
 from swarmq.learner.passes import Pass, Work
 from swarmq.learner.tokenizers import check_served_judge
+from swarmq.learner.tree_attention import placed
 from swarmq.messages import Episode
 from swarmq.timeline import Timeline, fold, resolve
 
@@ -143,4 +144,4 @@ class Scores:
         first = np.flatnonzero(layout.offsets == 0)  # passes train turns whole, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
         values = np.concatenate([self._turns[turn] for turn in turns])
-        return torch.from_numpy(values).to(device)
+        return placed(values, device)
