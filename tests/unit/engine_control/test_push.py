@@ -558,7 +558,7 @@ async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, we
     now = 0.0
     monkeypatch.setattr("swarmq.engine.push.time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: 0.0))
     vllm.label, another.silent = "5", True
-    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=BRIEF)
+    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=Timeouts(ask_s=1.0))
     asked = []
     for now in range(0, 500, 5):
         before = len(another.calls)
