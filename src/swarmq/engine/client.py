@@ -225,7 +225,10 @@ class VllmEngine:
 
     async def tokenize(self, text: str) -> list[int]:
         reply = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
-        tokens: list[int] = reply["tokens"]
+        try:
+            tokens: list[int] = reply["tokens"]
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self.url}/tokenize answered without tokens: is it a vLLM server?") from error
         return tokens
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:

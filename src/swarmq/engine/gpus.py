@@ -12,6 +12,9 @@ from swarmq.logs import log
 
 QUERY = ("--query-gpu=index,uuid,memory.total,memory.free", "--format=csv,noheader,nounits")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+ORDER = "CUDA_DEVICE_ORDER"
+AS_THE_TOOL = "PCI_BUS_ID"
+"""How the driver's tool counts; CUDA begins with the fastest."""
 ASK_S = 30.0
 MIB = 1 << 20
 
@@ -26,7 +29,8 @@ class Gpu(msgspec.Struct, frozen=True, kw_only=True):
 def visible_gpus() -> list[Gpu]:
     """In the order of `$CUDA_VISIBLE_DEVICES`; none where there is no driver.
 
-    Where some are left out, the variable names the others from here on, so that their numbers are those of this list.
+    Where some are left out, the variable names the others from here on, so that their numbers are those of this list. What this process
+    starts counts GPUs as the driver's tool does, unless `$CUDA_DEVICE_ORDER` is set.
     """
     tool = shutil.which("nvidia-smi")
     if tool is None:
@@ -34,6 +38,7 @@ def visible_gpus() -> list[Gpu]:
     said = subprocess.run([tool, *QUERY], capture_output=True, text=True, timeout=ASK_S, check=False)
     if said.returncode:
         return []
+    os.environ.setdefault(ORDER, AS_THE_TOOL)
     gpus = chosen(said.stdout, os.environ.get(VISIBLE))
     known = {name: gpu for name, gpu in gpus.items() if gpu is not None}
     for name in gpus.keys() - known.keys():

@@ -336,7 +336,10 @@ def test_a_gpu_that_does_not_tell_its_memory_is_left_out_aloud_and_the_others_ke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible or "")
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")
+    monkeypatch.delenv("CUDA_DEVICE_ORDER")
     with capture_logs() as told:
         assert [gpu.free >> 20 for gpu in visible_gpus()] == left
     assert os.environ["CUDA_VISIBLE_DEVICES"] == named
+    assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "CUDA would count unlike GPUs otherwise than nvidia-smi"
     assert [line["gpu"] for line in told] == ([] if visible == "0" else ["1" if visible in {None, "1"} else "GPU-b"])
