@@ -9,6 +9,12 @@ import pytest
 from support.episodes import make_qwen
 
 
+@pytest.fixture(autouse=True)
+def logs_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entry points that run here leave them to the other tests."""
+    monkeypatch.setattr("swarmq.logs.configure", lambda **_: None)
+
+
 @pytest.fixture(scope="session")
 def tiny_qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a random Qwen3 with two layers and 128 tokens."""

@@ -23,7 +23,6 @@ def test_a_collector_runs_beside_the_training_unless_it_is_told_off(
         yield
         running.clear()
 
-    monkeypatch.setattr("swarmq.logs.configure", lambda **_: None)  # of this process, which other tests share
     monkeypatch.setattr(main, "collector_beside", collector)
     monkeypatch.setattr(main, "train", lambda *_, **__: seen.append(list(running)))
     main.run(
