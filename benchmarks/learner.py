@@ -153,8 +153,8 @@ def swarmq(folder: str, batch: tuple[Episode, ...], arguments: argparse.Namespac
         wait(device)
         samples.append(time.perf_counter() - began)
     spread = report.Spread.of(samples[1:])
-    work = work_of(batch, train, trainer.engine)
-    flops = model_flops(work.plan.layouts, trainer.engine.cost, trainer._head_flops)  # noqa: SLF001
+    work = work_of(batch, train, trainer.traits)
+    flops = model_flops(work.plan.layouts, trainer.traits.cost, trainer._head_flops)  # noqa: SLF001
     made = {
         "seconds": spread,
         "mfu": flops / spread.median / matrix_rate(device, half_of(device)),

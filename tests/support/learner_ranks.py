@@ -113,7 +113,7 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 def own_work(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> Work:
     rank, world = trainer.share
-    return work_of(episodes, train, trainer.engine, rank=rank, world=world)
+    return work_of(episodes, train, trainer.traits, rank=rank, world=world)
 
 
 def batch(version: int, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> BatchRecord:
@@ -224,7 +224,7 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
             mock.patch.object(tree, "agreed", side_effect=lambda _: kernel_check.agreed("refused" if last else None)),
         ):
             trainer = Trainer(model, train)
-            assert trainer.engine.rows_only == "refused"
+            assert trainer.traits.rows_only == "refused"
             work = own_work(trainer, train)
             assert any(len(one.layout.node_starts) > 1 for one in work.passes)
             trainer.accumulate(work, train)

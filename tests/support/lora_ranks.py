@@ -56,7 +56,7 @@ def main(model: str, train: Train, folder: Path) -> None:
         if is_main:
             assert_alike(weights(apart), wanted, model, train, exact=False)
     initial = Frozen(model, ours.accelerator, role="reference", vocab=0)
-    for one in work_of(EPISODES, train, ours.engine, rank=rank, world=world).passes:
+    for one in work_of(EPISODES, train, ours.traits, rank=rank, world=world).passes:
         asked = Placed.of(one.layout, device), torch.from_numpy(one.temperatures).to(device)
         reference = ours.frozen.of(train)["reference"].logprobs(*asked)
         near = 0.05 if in_bf16(train) else 1e-4 if CUDA else 0  # the other one's weights are FP32

@@ -27,7 +27,7 @@ UNEVEN = 1.05
 """Ranks get passes of their even share and a little more, because cuts repeat tokens and packing leaves gaps."""
 
 
-class Engine(msgspec.Struct, frozen=True, kw_only=True):
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """What the model that computes the passes is like."""
 
     cost: Cost
@@ -82,7 +82,7 @@ def credited_tokens(episode: Episode, credit: Credit) -> int:
 def work_of(
     episodes: Sequence[Episode],
     train: Train,
-    engine: Engine,
+    traits: Traits,
     *,
     rank: int = 0,
     world: int = 1,
@@ -94,15 +94,15 @@ def work_of(
     """
     resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
     folded = Folded(resolved)
-    whole = _planned(folded, train, engine, train.micro_batch_tokens)
+    whole = _planned(folded, train, traits, train.micro_batch_tokens)
     if world > 1:
-        whole = _planned(folded, train, engine, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+        whole = _planned(folded, train, traits, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
     mine = _dealt(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
     passes += [idle()] * (max(map(len, mine)) - len(passes))
     return Work(
-        passes=_in_step(passes, mine) if engine.rows_only else passes,
+        passes=_in_step(passes, mine) if traits.rows_only else passes,
         plan=whole,
         num_episodes=len(episodes),
         totals=weigh.totals,
@@ -173,20 +173,20 @@ class Weigher:
         )
 
 
-def _planned(folded: Folded, train: Train, engine: Engine, budget: int) -> Plan:
+def _planned(folded: Folded, train: Train, traits: Traits, budget: int) -> Plan:
     if train.layout != "auto":
         return plan(
             folded,
             budget,
-            cost=engine.cost,
+            cost=traits.cost,
             only=train.layout,
             because="train.layout asks for it",
-            row_pass=engine.row_pass,
+            row_pass=traits.row_pass,
         )
-    if engine.rows_only:
-        why = f"trees are not available: {engine.rows_only}"
-        return plan(folded, budget, cost=engine.cost, only="rows", because=why, row_pass=engine.row_pass)
-    return plan(folded, budget, cost=engine.cost, row_pass=engine.row_pass)
+    if traits.rows_only:
+        why = f"trees are not available: {traits.rows_only}"
+        return plan(folded, budget, cost=traits.cost, only="rows", because=why, row_pass=traits.row_pass)
+    return plan(folded, budget, cost=traits.cost, row_pass=traits.row_pass)
 
 
 def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:

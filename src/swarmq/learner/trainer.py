@@ -43,7 +43,7 @@ from swarmq.learner.launcher import refuse_modes
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
-from swarmq.learner.passes import Engine, Pass, Work, reweighed, work_of
+from swarmq.learner.passes import Pass, Traits, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
@@ -131,7 +131,7 @@ class Trainer:
         if self.context.ranks > 1:
             _check_cut({source: policy.rows_only, **{f"the {role}": judge.rows_only for role, judge in judges.items()}})
         limits = [policy.rows_only, *(judge.rows_only for judge in judges.values())]
-        self.engine = Engine(
+        self.traits = Traits(
             cost=policy.cost,
             rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
@@ -245,7 +245,7 @@ class Trainer:
         train, (rank, world) = self.settings(record), self.share
         credit = advantages(groups_of(record.episodes), train, record.baselines)
         parts = parts_of(record.episodes, train.steps_per_batch)
-        works = [work_of(part, train, self.engine, rank=rank, world=world, credit=credit) for part in parts]
+        works = [work_of(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
         proximal = [self._logprobs(work) for work in works[1:]]
         fields, self.tokens = [], []
         for number, (part, work) in enumerate(zip(parts, works, strict=True)):
@@ -316,7 +316,7 @@ class Trainer:
             "layout_reason": work.plan.reason,
             "passes": len(work.plan.layouts),
             "tokens_computed": work.plan.tokens,
-            "flops": model_flops(work.plan.layouts, self.engine.cost, self._head_flops),
+            "flops": model_flops(work.plan.layouts, self.traits.cost, self._head_flops),
         }
         if units(train.normalisation) == "tokens":
             left = fields["tokens_trained"]

@@ -88,7 +88,7 @@ def sampled_by(trainer: Trainer, group: list[Episode], *, temperature: float, en
         for e in group
     ]
     scored: dict[tuple[int, int, int], float] = {}
-    for one in work_of(group, TRAIN, trainer.engine).passes:
+    for one in work_of(group, TRAIN, trainer.traits).passes:
         reported = torch.ones(len(one.temperatures)) if engine == "raw" else torch.from_numpy(one.temperatures)
         with torch.no_grad():
             theta = trainer.model(Placed.of(one.layout, torch.device("cpu")), reported).logprobs
@@ -163,7 +163,7 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
     group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
     policy = Policy(model=str(tiny_qwen), engine=Engine(arguments=("--logprobs_mode", "raw_logprobs")))
-    found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).engine, vocab=100)))
+    found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).traits, vocab=100)))
     assert found["engine reports what it samples"] == "error"
     assert found["whole distribution sampled"] == "error"
     assert found["every token names its weights"] == "warning"
@@ -190,8 +190,8 @@ def test_a_token_that_folding_weighs_otherwise_or_loses_is_found(
     tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
-    engine = Trainer(str(tiny_qwen), TRAIN).engine
-    assert levels(list(_weights([record], engine))) == {
+    traits = Trainer(str(tiny_qwen), TRAIN).traits
+    assert levels(list(_weights([record], traits))) == {
         "each token trained once": "ok",
         "weights are set before folding": "ok",
     }
@@ -202,14 +202,14 @@ def test_a_token_that_folding_weighs_otherwise_or_loses_is_found(
         return work
 
     monkeypatch.setattr(doctor_checks, "work_of", heavier)
-    assert levels(list(_weights([record], engine)))["weights are set before folding"] == "error"
+    assert levels(list(_weights([record], traits)))["weights are set before folding"] == "error"
 
     def fewer(*args: Any, **kwargs: Any) -> Any:
         work = work_of(*args, **kwargs)
         return msgspec.structs.replace(work, passes=work.passes[1:])
 
     monkeypatch.setattr(doctor_checks, "work_of", fewer)
-    assert levels(list(_weights([record], engine))) == {"each token trained once": "error"}
+    assert levels(list(_weights([record], traits))) == {"each token trained once": "error"}
 
 
 def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:

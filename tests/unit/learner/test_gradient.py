@@ -68,7 +68,7 @@ def trainer(tiny_qwen: Path) -> Trainer:
 
 
 def work(trainer: Trainer, train: Train, **where: int) -> Work:
-    return work_of(batch(), train, trainer.engine, **where)
+    return work_of(batch(), train, trainer.traits, **where)
 
 
 def gradient(trainer: Trainer, train: Train, passes: Work | None = None) -> Gradient:
@@ -213,7 +213,7 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
         ),
     )  # -12.5: the learner finds these tokens far likelier than the engine said
     train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
-    with_worst = work_of([worst, *episodes[1:]], train, trainer.engine)
+    with_worst = work_of([worst, *episodes[1:]], train, trainer.traits)
     trainer.optimizer.zero_grad()
     fields, left = trainer.accumulate(with_worst, train)
     ours = gradients(trainer)
@@ -237,7 +237,7 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
         )
         episodes = [msgspec.structs.replace(first, turns=turns), *rest]
         trainer.optimizer.zero_grad()
-        fields, _ = trainer.accumulate(work_of(episodes, train, trainer.engine), train)
+        fields, _ = trainer.accumulate(work_of(episodes, train, trainer.traits), train)
         losses.append(fields["loss"])
     assert losses[0] == losses[1]
     assert math.isfinite(losses[0])
@@ -292,7 +292,7 @@ def test_turns_without_anything_to_learn_leave_gradient_and_denominator(trainer:
         for e in groups()[0]
     ]
     train = msgspec.structs.replace(PLAIN, normalisation=normalisation)
-    ours = work_of(group, train, trainer.engine)
+    ours = work_of(group, train, trainer.traits)
     trainer.optimizer.zero_grad()
     fields, left = trainer.accumulate(ours, train)
     made = gradients(trainer)
@@ -329,7 +329,7 @@ def test_a_model_that_cannot_compute_trees_trains_rows_and_refuses_to_be_asked_f
 def test_ranks_compute_as_many_rows_as_each_other_where_rows_are_computed_one_by_one(trainer: Trainer) -> None:
     """Each gathers the layers that ranks share out; what is added trains nothing."""
     train = msgspec.structs.replace(PLAIN, layout="rows", micro_batch_tokens=LONGEST)
-    one_by_one = msgspec.structs.replace(trainer.engine, rows_only="for a test")
+    one_by_one = msgspec.structs.replace(trainer.traits, rows_only="for a test")
     parts = [work_of(batch(), train, one_by_one, rank=rank, world=5) for rank in range(5)]
     rows = [[len(one.layout.node_starts) for one in part.passes] for part in parts]
     assert rows == [rows[0]] * 5

@@ -66,7 +66,7 @@ def test_adapters_learn_and_the_merged_weights_are_the_same_policy(model: Path) 
     weights = dict(trainer.named_tensors())
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
-    (one,) = work_of(EPISODES, TRAIN, trainer.engine).passes
+    (one,) = work_of(EPISODES, TRAIN, trainer.traits).passes
     torch.testing.assert_close(logprobs(LayoutModel(plain), one), logprobs(trainer.model, one), rtol=0, atol=1e-5)
 
 
@@ -88,7 +88,7 @@ def test_in_bf16_what_is_not_trained_is_kept_so_and_what_adapters_learn_is_not_r
         apart = float(((ours[name] - start) - (wanted[name] - value)).norm())
         assert apart < 0.3 * way, (name, apart / way)
         assert not torch.equal(ours[name].bfloat16().float(), ours[name]), f"{name} was rounded"
-    (one,) = work_of(EPISODES, TRAIN, exact.engine).passes
+    (one,) = work_of(EPISODES, TRAIN, exact.traits).passes
     torch.testing.assert_close(logprobs(half.model, one), logprobs(exact.model, one), rtol=0, atol=0.05)
     for name, weight in half.weights_to_write():  # memory is got for what they say that they are
         whole = made(weight)
@@ -195,7 +195,7 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
     train, identity = msgspec.structs.replace(HELD, layout=layout), Identity(run="r", policy="main", model=str(model))
     trainer = Trainer(str(model), train)
     initial = Frozen(str(model), trainer.accelerator, role="reference", vocab=0)
-    works = work_of(EPISODES, train, trainer.engine).passes
+    works = work_of(EPISODES, train, trainer.traits).passes
 
     def judged(by: Any) -> list[torch.Tensor]:
         return [by.logprobs(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
@@ -240,7 +240,7 @@ def test_steps_are_those_with_the_initial_model_loaded_again_which_a_name_alone_
 def test_adapters_are_on_and_trained_again_when_the_reference_fails(model: Path) -> None:
     trainer = Trainer(str(model), HELD)
     trainer.step(record(1, HELD))
-    (one,) = work_of(EPISODES, HELD, trainer.engine).passes
+    (one,) = work_of(EPISODES, HELD, trainer.traits).passes
     before, trained = logprobs(trainer.model, one), [p.requires_grad for p in trainer.lm.parameters()]
     with pytest.raises(IndexError):
         trainer.frozen.of(HELD)["reference"].logprobs(

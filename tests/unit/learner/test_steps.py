@@ -68,7 +68,7 @@ def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_corre
     ours, theirs = Trainer(str(tiny_qwen), train), Trainer(str(tiny_qwen), train)
     assert ours.step(record(train))["optimizer_steps"] == 3
     credit = advantages(GROUPS, train)
-    works = [work_of(tuple(group), train, theirs.engine, credit=credit) for group in GROUPS]
+    works = [work_of(tuple(group), train, theirs.traits, credit=credit) for group in GROUPS]
     first = [[logprobs(theirs, one).detach() for one in work.passes] for work in works]
     for work, befores in zip(works, first, strict=True):
         for one, before in zip(work.passes, befores, strict=True):
@@ -95,7 +95,7 @@ def test_a_reference_or_teacher_of_fewer_tokens_or_that_is_not_there_is_refused(
 def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, other_qwen: Path) -> None:
     train = msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(other_qwen), learning_rate=3e-3)
     trainer = Trainer(str(tiny_qwen), train)
-    (one,) = work_of(BATCH, train, trainer.engine).passes
+    (one,) = work_of(BATCH, train, trainer.traits).passes
     teacher = trainer.frozen.of(train)["teacher"].logprobs(
         Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)
     )

@@ -37,7 +37,7 @@ def counted(trainer: Trainer) -> tuple[float, float]:
     """What the step says, and what torch counts of products with weights, which leaves attention to us: for each pair of tokens,
     query by key and weight by value, and twice that backward."""
     with FlopCounterMode(display=False) as counter:
-        fields, _ = trainer.accumulate(work_of(EPISODES, TRAIN, trainer.engine), TRAIN)
+        fields, _ = trainer.accumulate(work_of(EPISODES, TRAIN, trainer.traits), TRAIN)
     products = sum(
         counter.get_flop_counts()["Global"].get(product, 0) for product in (torch.ops.aten.mm, torch.ops.aten.addmm)
     )
@@ -66,7 +66,7 @@ def test_adapters_of_experts_compute_the_same_tokens_as_these() -> None:
     up projection are one matrix with twice the rank."""
     attention, router = 4 * (128 + 128) + 2 * 4 * (128 + 64) + 4 * (128 + 128), 4 * (128 + 4)
     experts = 2 * (8 * (128 + 2 * 96) + 4 * (96 + 128))
-    cost = trainer_of(tiny_experts("qwen3_moe"), ADAPTERS).engine.cost
+    cost = trainer_of(tiny_experts("qwen3_moe"), ADAPTERS).traits.cost
     assert cost.token - cost.frozen == 2 * 2 * (attention + router + experts)
 
 

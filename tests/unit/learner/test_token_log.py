@@ -121,7 +121,7 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     episodes = record(TRAIN).episodes
     for rank in range(2):
         trainer._seen = Seen()
-        work = work_of(episodes, TRAIN, trainer.engine, rank=rank, world=2)
+        work = work_of(episodes, TRAIN, trainer.traits, rank=rank, world=2)
         trainer.accumulate(work, TRAIN)
         token_log.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
         assert trainer._seen.by_episode(episodes)

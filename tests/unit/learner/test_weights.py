@@ -12,13 +12,13 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.drift import Drift
 from swarmq.learner.algorithms.advantages import advantages, credited_by, groups_of
-from swarmq.learner.passes import Engine, Pass, Weigher, work_of
+from swarmq.learner.passes import Pass, Traits, Weigher, work_of
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.summary import describe
 from swarmq.messages import Episode, Turn
 from swarmq.timeline import Cost, PrefixTree, fold, lay_rows, resolve, unfold
 
-ENGINE = Engine(cost=Cost(token=1.0, pair=1.0))
+TRAITS = Traits(cost=Cost(token=1.0, pair=1.0))
 Laid = dict[tuple[int, int, int], tuple[float, float]]
 
 
@@ -72,7 +72,7 @@ def test_weight_and_advantage_of_a_token_are_those_of_the_oracle_however_it_is_l
         passes = [
             one
             for rank in range(world)
-            for one in work_of(batch, own, ENGINE, rank=rank, world=world).passes
+            for one in work_of(batch, own, TRAITS, rank=rank, world=world).passes
             if not one.idle
         ]
         assert laid(passes) == oracle

@@ -13,7 +13,7 @@ from swarmq.engine.overrides import overriding
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight
 from swarmq.learner.doctor.findings import Finding, judged
-from swarmq.learner.passes import Engine, Pass, credited_tokens, work_of
+from swarmq.learner.passes import Pass, Traits, credited_tokens, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.support import altered
 from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
@@ -21,8 +21,8 @@ from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
 LOST_LIMIT = 0.05
 
 
-def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab: int) -> Iterator[Finding]:
-    """Of the batches of one policy; `engine` and `vocab` are those of its learner."""
+def checks(policy: Policy, records: Sequence[BatchRecord], traits: Traits, vocab: int) -> Iterator[Finding]:
+    """Of the batches of one policy; `traits` and `vocab` are those of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
     yield _sampling(turns)
@@ -30,7 +30,7 @@ def checks(policy: Policy, records: Sequence[BatchRecord], engine: Engine, vocab
     yield _versions(turns)
     yield _token_ids(turns, vocab)
     yield _drift(turns)
-    yield from _weights(records, engine)
+    yield from _weights(records, traits)
 
 
 def _engine_arguments(policy: Policy) -> Finding:
@@ -119,13 +119,13 @@ def _drift(turns: Sequence[Turn]) -> Finding:
     )
 
 
-def _weights(records: Sequence[BatchRecord], engine: Engine) -> Iterator[Finding]:
+def _weights(records: Sequence[BatchRecord], traits: Traits) -> Iterator[Finding]:
     """Folded, packed and dealt out, each sampled token is there once, with what its episode gave it before that."""
     tokens = apart = 0
     for record in records:
         train = record.settings or Train()
         credit = advantages(groups_of(record.episodes), train, record.baselines)
-        laid = [key for one in work_of(record.episodes, train, engine, credit=credit).passes for key in _placed(one)]
+        laid = [key for one in work_of(record.episodes, train, traits, credit=credit).passes for key in _placed(one)]
         wanted = set(_unfolded(record.episodes, train, credit))
         if len(laid) != len(wanted) or {key[:3] for key in laid} != {key[:3] for key in wanted}:
             yield Finding(

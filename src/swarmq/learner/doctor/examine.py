@@ -62,7 +62,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
         text=f"batches {stored[0].index.version} to {stored[-1].index.version} of {places[-1].index.version}, from the "
         f"weights of version {trainer.version}",
     )
-    yield from checks(settings, stored, trainer.engine, trainer.vocab_size)
+    yield from checks(settings, stored, trainer.traits, trainer.vocab_size)
     yield head_agrees(trainer, stored[0])
     yield layouts_agree(trainer, stored[0])
     compared = []
@@ -137,7 +137,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
 
 def _gradient(trainer: Trainer, group: list[Episode], train: Train) -> list[Tensor]:
     trainer.optimizer.zero_grad()
-    work = work_of(group, train, trainer.engine)
+    work = work_of(group, train, trainer.traits)
     trainer.consult(group, work, train)
     trainer.accumulate(work, train)
     made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]

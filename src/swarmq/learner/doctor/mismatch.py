@@ -59,7 +59,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 
 def compare(trainer: Trainer, record: BatchRecord) -> Compared:
     """The learner's view of a batch whose step it is about to take."""
-    passes = work_of(record.episodes, trainer.settings(record), trainer.engine).passes
+    passes = work_of(record.episodes, trainer.settings(record), trainer.traits).passes
     theta = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
     warm = any((one.temperatures != 1).any() for one in passes)
     at_one = [_score(trainer, one, torch.ones(len(one.temperatures))) for one in passes] if warm else theta
