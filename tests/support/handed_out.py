@@ -11,10 +11,10 @@ import torch
 
 from support.forks import make_group
 from swarmq.config import Train
+from swarmq.learner.accelerator import make_accelerator
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.model import load_lm
 from swarmq.learner.sharding import is_sharded, whole
-from swarmq.learner.trainer import make_accelerator
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import lay_rows, unfold
 

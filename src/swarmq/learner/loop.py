@@ -33,6 +33,7 @@ import torch.distributed
 from swarmq.config import SwarmJob
 from swarmq.errors import EngineError, LearnerError
 from swarmq.learner import checkpoint, records, token_log
+from swarmq.learner.accelerator import COMMAND_TIMEOUT, make_accelerator
 from swarmq.learner.engines import Engines, Pusher
 from swarmq.learner.files import DiskFullError
 from swarmq.learner.link import Link, StopSignal
@@ -41,7 +42,7 @@ from swarmq.learner.model_files import HostCopies
 from swarmq.learner.records import Identity
 from swarmq.learner.tokenizers import EngineTokenizers
 from swarmq.learner.trackers import Trackers
-from swarmq.learner.trainer import COMMAND_TIMEOUT, Trainer, make_accelerator
+from swarmq.learner.trainer import Trainer
 
 log = structlog.get_logger()
 

@@ -13,7 +13,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,14 @@ import numpy as np
 import structlog
 import torch
 from accelerate import Accelerator
-from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, set_seed
+from accelerate.utils import set_seed
 from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.engine.packing import NamedTensors, Weight, made
 from swarmq.errors import SetUpError
-from swarmq.learner import fits, lora
+from swarmq.learner import lora
+from swarmq.learner.accelerator import COLLECTIVE_TIMEOUT, make_accelerator, stays_gathered
 from swarmq.learner.algorithms.advantages import advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
@@ -39,7 +39,6 @@ from swarmq.learner.folders import as_in_folder
 from swarmq.learner.frozen import FrozenModels
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.kept import Checkpointing
-from swarmq.learner.launcher import refuse_modes
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
@@ -49,16 +48,12 @@ from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
 from swarmq.learner.sharding import (
     accumulate,
-    check_collectives,
     compute_dtype,
     computed_with,
     gathered,
     hold,
     is_sharded,
-    plugin,
     prepared,
-    shard_on_cpu,
-    shares_out,
     without_weights,
 )
 from swarmq.learner.steps import merged, parts_of
@@ -73,12 +68,6 @@ log = structlog.get_logger()
 
 CPU_ROW_PASS = 2048
 """Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
-
-COMMAND_TIMEOUT = timedelta(days=7)
-"""Ranks wait for rank 0, which waits for episodes: no time is too long, and a dead rank ends all of them."""
-COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Within a step and a checkpoint. A terabyte is written in half of it; a GPU that hangs ends the others after it, and the
-next start goes on."""
 
 
 class Trainer:
@@ -99,7 +88,7 @@ class Trainer:
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
-        self._held = _check_memory(self.accelerator, train, source)
+        self._held = stays_gathered(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered from pass to pass."""
         if self._held:
             hold(self.accelerator)
@@ -413,47 +402,6 @@ def _repeat(deterministic: bool) -> None:
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
     torch.use_deterministic_algorithms(deterministic)
-
-
-def make_accelerator(train: Train, source: str = "") -> Accelerator:
-    """For the policy in `source`, whose size decides whether it is sharded."""
-    refuse_modes(os.environ, cuda=torch.cuda.is_available())
-    fits.check_groups(train)
-    shard = fits.shard(source, train)
-    log.info("sharding", full=shard.full, reason=shard.reason)
-    plan = plugin(train) if shard.full else None
-    accelerator = Accelerator(
-        mixed_precision=train.precision(cuda=torch.cuda.is_available()),
-        cpu=not torch.cuda.is_available(),
-        fsdp_plugin=plan,
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # backward() divides by any other number
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=COLLECTIVE_TIMEOUT)],
-    )
-    if plan:
-        # accelerate's own note of the plan, which would pass for the launcher's when the next one is made
-        os.environ.pop("ACCELERATE_USE_FSDP", None)
-        shard_on_cpu(accelerator, plan)
-        check_collectives(train, accelerator.device)
-    return accelerator
-
-
-def _check_memory(accelerator: Accelerator, train: Train, source: str) -> bool:
-    """Whether layers of a sharded policy can stay gathered from pass to pass: every rank has room for all beside its share.
-
-    Raises LearnerError when it does not fit what is free of this rank's GPU now, or the memory of its host.
-    """
-    ranks, full, gpu = accelerator.num_processes, shares_out(accelerator), None
-    if accelerator.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(accelerator.device)
-        gpu = fits.Gpu(total=total, free=free)
-        log.info("memory", fits=fits.check(source, train, ranks=ranks, full=full, gpu=gpu))
-    fits.check_host(source, train, full=full, cuda=gpu is not None)
-    if not full:
-        return False
-    roomy = torch.tensor([fits.holds_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device)
-    held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
-    log.info("sharded_layers", stay_gathered=held)
-    return held
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:

@@ -141,5 +141,5 @@ def test_other_errors_stay_what_they_are(tiny_qwen: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_waited_too_long_for_a_hung_gpu_is_named() -> None:
-    assert trainer.COLLECTIVE_TIMEOUT < trainer.COMMAND_TIMEOUT
+    assert COLLECTIVE_TIMEOUT < COMMAND_TIMEOUT
     assert "a GPU that stopped answering?" in _how(-6)

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import trainer
+from swarmq.learner import host, trainer
 from swarmq.learner.fits import check_host, ranks_here, shape_of
 from swarmq.learner.host import Room, rooms
 from swarmq.learner.memory import GIB, Shape, host_bytes
@@ -188,7 +188,7 @@ def test_memory_that_others_may_give_up_is_a_warning(tiny_qwen: Path) -> None:
 
 
 def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.fits.host, "rooms", lambda: here(0, bound=0))
+    monkeypatch.setattr(host, "rooms", lambda: here(0, bound=0))
     monkeypatch.setattr(trainer, "load_lm", lambda *_, **__: pytest.fail("it loads"))
     with pytest.raises(LearnerError, match="does not fit the host"):
         trainer.Trainer(str(tiny_qwen), Train(token_log=False, trackers=()))

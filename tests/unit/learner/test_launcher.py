@@ -9,8 +9,8 @@ import torch
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.accelerator import make_accelerator
 from swarmq.learner.launcher import refuse_modes
-from swarmq.learner.trainer import make_accelerator
 
 PLAIN = {
     "ACCELERATE_MIXED_PRECISION": "no",
