@@ -13,6 +13,7 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner import checkpoint, trainer
+from swarmq.learner.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
 from swarmq.learner.children import _how
 from swarmq.learner.gpu_errors import gpu_errors
 from swarmq.learner.records import BatchRecord, Identity, Index
