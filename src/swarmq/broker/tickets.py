@@ -108,7 +108,8 @@ class TicketDesk:
                 "waiting_for_ticket",
                 kind=self._kind,
                 now=only_first(waiter, self._waiting),
-                why="the collector issues tickets as the learner trains; `swarmq status` shows which of them is late",
+                why="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
+                "`swarmq status` shows which it is",
             ):
                 return await waiter
         except asyncio.CancelledError:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
+from swarmq.broker import Broker
 from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled
 from swarmq.cli.settings import all_settings
 from swarmq.config import SwarmJob
@@ -95,6 +97,17 @@ async def _up(job: SwarmJob) -> None:
         if node := deployment.node:
             report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
         report("Ctrl-C stops everything")
-        await deployment.learners_done.wait()
-        report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
-        await asyncio.Event().wait()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_tell_pace(deployment.job, broker, report))
+            await deployment.learners_done.wait()
+            report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
+            await asyncio.Event().wait()
+
+
+async def _tell_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:
+    """A run that was paused or drained is so when it is started again, too."""
+    from swarmq.observe.monitor import paces
+
+    async for pace in paces(job, broker):
+        hint = "" if pace == "running" else f"; `swarmq resume {job.run_folder.path}` goes on"
+        report(f"the run is {pace}{hint}")

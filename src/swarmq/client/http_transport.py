@@ -74,7 +74,8 @@ class HttpTransport:
             with noticed(
                 "waiting_for_ticket",
                 kind=begin.kind,
-                why="asked of the proxy; it answers with the broker's confirm",
+                why="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
+                "`swarmq status` shows which it is",
                 now=only_first(asking, waiting),
             ):
                 ends: set[asyncio.Future[Any]] = {asking, self._closed}

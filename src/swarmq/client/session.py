@@ -187,8 +187,8 @@ class AsyncSwarmClient:
                 await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
-                f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, or "
-                "its collector or broker does not answer; see `swarmq status`"
+                f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, "
+                "paused or drained, or its collector or broker does not answer; see `swarmq status`"
             ) from error
         key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
         base_url = self._transport.base_url_of(begin.episode_id)

@@ -89,7 +89,8 @@ class Core:
         self.credit.lent, self.credit.is_open = frozenset(state.lent), state.pace == "running"
         self._stored_counts = dict(self.counts)
         self.evals = snapshot.evals or Evals()
-        self._drained = False
+        self.is_drained = False
+        """Whether all that was under way in a run that drains is trained."""
         self._tags_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
@@ -370,9 +371,9 @@ class Core:
         effects += self._steer(state) if state else []
         pending = any(episode.begin and episode.begin.mode == "train" for episode in self.open.values())
         drained = self.steering.state.pace == "draining" and not pending and self.groups.starved(self.learning())
-        if drained and not self._drained:
+        if drained and not self.is_drained:
             effects.append(do.Emit("control", {"state": "drained", "versions": dict(self.versions)}))
-        self._drained = drained
+        self.is_drained = drained
         return effects
 
     def _steer(self, state: Control) -> list[do.Effect]:

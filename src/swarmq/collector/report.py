@@ -31,15 +31,16 @@ def figures(core: Core) -> dict[str, Any]:
         "groups_ready": dict(core.groups.ready),
         "tickets_out": {kind: len(ids) for kind, ids in core.credit.out.items()},
         "versions": dict(core.versions),
-        **(_control(core.steering.state) if core.steering else {}),
+        **(_control(core.steering.state, is_drained=core.is_drained) if core.steering else {}),
         "absorbed": {name: n for name, n in counts.items() if name not in HEADLINE and not name.startswith("dropped.")},
     }
 
 
-def _control(state: Control) -> dict[str, Any]:
+def _control(state: Control, *, is_drained: bool) -> dict[str, Any]:
     """What was changed while the run is up, for those who cannot read their own queue: the proxies."""
     changes = [msgspec.to_builtins(change) for change in state.changes]
-    return {"control": state.number, "pace": state.pace, "lent": list(state.lent), "changes": changes}
+    pace = "drained" if is_drained else state.pace
+    return {"control": state.number, "pace": pace, "lent": list(state.lent), "changes": changes}
 
 
 class Watch:

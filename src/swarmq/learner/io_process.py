@@ -377,9 +377,9 @@ class Desk:
 
     async def _state(self) -> None:
         ready = sum(self.intake.groups_ready.values())
-        phase = self.phase if self.orders.state.pace == "running" else f"{self.phase} ({self.orders.state.pace})"
         control = self.orders.state.number
-        await self._emit("state", {"phase": phase, "version": self.version, "groups_ready": ready, "control": control})
+        fields = {"phase": self.phase, "version": self.version, "groups_ready": ready, "control": control}
+        await self._emit("state", fields)
 
     async def _say_stuck(self, waited_s: float) -> None:
         """Who waits for whom, in one line."""

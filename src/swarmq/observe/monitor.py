@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 
 import msgspec
@@ -89,6 +89,22 @@ async def recorded(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
             yield
         finally:
             recorder.cancel()
+
+
+async def paces(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
+    """The pace of the run each time that it is another one than before, as its collector tells it; `running` is where it begins."""
+    known = "running"
+    try:
+        async with broker.events(job.run) as events:
+            async for event in events:
+                told = (
+                    event.fields.get("pace", known) if event.source == "collector" and event.name == "state" else known
+                )
+                if told != known:
+                    known = told
+                    yield known
+    except BrokerError as error:
+        log.warning("pace_not_followed", error=str(error))
 
 
 async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> None:

@@ -31,7 +31,9 @@ def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
         parts.append(_rounds(board, width))
     if board.warnings:
         parts.append(_warnings(board, now))
-    return Panel(Group(*parts), title=f"swarmq · {board.run}", border_style="cyan", width=min(width, 120))
+    pace = board.part("collector").get("pace", "running")
+    title = f"swarmq · {board.run}" + ("" if pace == "running" else f" · {pace.upper()}")
+    return Panel(Group(*parts), title=title, border_style="cyan", width=min(width, 120))
 
 
 def _headline(board: Board, now: float) -> Text:

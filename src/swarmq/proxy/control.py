@@ -244,8 +244,8 @@ class Control:
                 await self._publish(begin)
         except TimeoutError as error:
             raise RefusedError(
-                f"no ticket of kind {begin.kind!r} within {wait_s:g} s: the run is ahead of its learner; ask again with "
-                "the same episode_id",
+                f"no ticket of kind {begin.kind!r} within {wait_s:g} s: the run is ahead of its learner, paused or drained; ask "
+                "again with the same episode_id",
                 status=429, code="no_ticket",
             ) from error  # fmt: skip
         return begin

@@ -85,6 +85,7 @@ async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys
             await asyncio.sleep(0)
             said += capsys.readouterr().out
         assert "math" in said
+        assert "none while the run is paused or drained" in said
         await swarm.issue(1)
         await waiting
 

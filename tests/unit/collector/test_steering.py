@@ -7,6 +7,7 @@ import pytest
 from swarmq.collector import effects as do
 from swarmq.collector.core import Core
 from swarmq.collector.records import Rules
+from swarmq.collector.report import figures
 from swarmq.config import SwarmJob
 from swarmq.messages import Command, Control
 from unit.collector.twin_store import TwinStore
@@ -123,6 +124,13 @@ def test_a_drained_run_says_when_nothing_is_under_way(steered, say):
     bench.wait(1)
     bench.wait(1)
     assert [fields["state"] for fields in bench.events("control")] == ["accepted", "drained"]
+    bench.restart()
+    assert figures(bench.core)["pace"] == "draining"
+    bench.wait(1)
+    assert figures(bench.core)["pace"] == "drained"
+    bench.take(command(2, "resume"))
+    bench.wait(1)
+    assert figures(bench.core)["pace"] == "running"
 
 
 def test_a_new_mix_holds_from_the_first_batch_without_a_ticket(steered, say):

@@ -76,6 +76,16 @@ def test_an_evaluation_is_shown_with_its_interval_and_what_has_no_result():
         assert "@1 50.0% [25.0%, 75.0%]" in shown
 
 
+@pytest.mark.parametrize(
+    ("pace", "title"),
+    [("running", "r"), ("paused", "r · PAUSED"), ("draining", "r · DRAINING"), ("drained", "r · DRAINED")],
+)
+def test_the_title_says_that_a_run_is_paused_or_drained(pace, title):
+    board = Board(run="r")
+    board.fold(event("state", source="collector", pace=pace))
+    assert f" swarmq · {title} ─" in text_of(board, width=80)
+
+
 def test_a_single_kind_is_not_told_apart():
     board = Board(run="r")
     board.fold(event("step", version=1, reward_by_kind={"default": 0.5}))

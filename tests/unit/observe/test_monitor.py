@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from swarmq.config import SwarmJob
 from swarmq.learner.doctor.signs import signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
-from swarmq.observe.monitor import follow, recorded
+from swarmq.observe.monitor import follow, paces, recorded
 from swarmq.testing import MemoryBroker
 
 
@@ -73,6 +74,18 @@ async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> N
     settings.run_folder.events.mkdir()
     async with asyncio.timeout(30), recorded(settings, broker):
         await broker.emit(event("step", 1))
+
+
+async def test_the_pace_of_a_run_is_told_whenever_it_is_another_one(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    async with contextlib.aclosing(paces(job(tmp_path), broker)) as changes, asyncio.timeout(30):
+        following = asyncio.ensure_future(anext(changes))
+        await asyncio.sleep(0)  # it listens
+        for pace in ("running", "paused", "paused", "draining", "drained", "running"):
+            said = {"pace": pace}
+            await broker.emit(Event(run="r", source="collector", name="state", at=0.0, fields=said))
+        told = [await following, *[await anext(changes) for _ in range(3)]]
+    assert told == ["paused", "draining", "drained", "running"]
 
 
 async def test_a_board_that_is_opened_late_has_the_steps_before_and_no_step_twice(tmp_path: Path) -> None:
