@@ -30,6 +30,9 @@ from swarmq.messages import MAX_MESSAGE_BYTES, Episode, EpisodeBegin, EpisodeEnd
 ENVELOPE_BYTES = 64 * 1024
 """Room for an episode's own fields besides its turns and what its end brought."""
 
+NAMED = 3
+"""Unknown calls that a warning names."""
+
 
 def answered(calls: Mapping[str, Call], named: Collection[str] | None) -> set[str]:
     """Ids of the calls whose answers the agent received; `named` is `EpisodeEnd.calls`."""
@@ -76,8 +79,16 @@ def fits(calls: Mapping[str, Call], kept: Collection[str], end_bytes: int) -> bo
 
 
 def misnamed(calls: Mapping[str, Call], end: EpisodeEnd) -> dict[tuple[str, str], str]:
-    """Policy and agent tag of every reward that credits no call, with what to say about it."""
+    """Policy and agent tag of every reward that credits no call, with what to say about it; rewards by call are told of
+    together, under the first such id and no policy."""
     found = {}
+    if unknown := sorted(end.call_rewards.keys() - calls.keys()):
+        names = ", ".join(map(repr, unknown[:NAMED])) + (f" and {len(unknown) - NAMED} more" if unknown[NAMED:] else "")
+        example = f", e.g. {next(iter(calls))!r}" if calls else ""
+        found["", unknown[0]] = (
+            f"call_rewards of episode {end.episode_id} names {names}, an id that no call of it has: give the `id` of the answer "
+            f"(header x-swarmq-call-id){example}. Calls without a reward by call get their tag's or the episode's"
+        )
     for policy, rewards in end.agent_rewards.items():
         tags = sorted({call.agent for call in calls.values() if call.policy == policy and call.agent})
         for agent in rewards.keys() - tags:

@@ -63,8 +63,8 @@ TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUND = "eval_round"
 """One more than the weight version of the newest round; 0 before the first."""
 
-MAX_TAGS_TOLD = 100
-"""Agent tags without a call that are warned of, in case every episode has others."""
+MAX_MISNAMED_TOLD = 100
+"""Rewards that credit no call and are warned of, in case every episode has others."""
 
 LOST_S = 15.0
 """Tickets that are out, in no queue and used by nobody for so long are nowhere: a client uses one within a moment."""
@@ -91,7 +91,7 @@ class Core:
         self.evals = snapshot.evals or Evals()
         self.is_drained = False
         """Whether all that was under way in a run that drains is trained."""
-        self._tags_told: set[tuple[str, str]] = set()
+        self._misnamed_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
         """Policy -> kind -> groups of the next batch, under what they were computed for."""
@@ -483,10 +483,10 @@ class Core:
         return effects + self._go_on(slot.group_id)
 
     def _misnamed(self, episode: OpenEpisode) -> list[do.Effect]:
-        """Warnings of rewards for agent tags that no call has, once for each tag."""
-        found = misnamed(episode.calls, episode.end) if episode.end and episode.end.agent_rewards else {}
-        fresh = list(found.keys() - self._tags_told)[: MAX_TAGS_TOLD - len(self._tags_told)]
-        self._tags_told |= set(fresh)
+        """Warnings of rewards for agent tags or calls that are not there, once for each."""
+        found = misnamed(episode.calls, episode.end) if episode.end else {}
+        fresh = list(found.keys() - self._misnamed_told)[: MAX_MISNAMED_TOLD - len(self._misnamed_told)]
+        self._misnamed_told |= set(fresh)
         return [do.Emit("warning", {"text": found[tag]}) for tag in fresh]
 
     def _evaluated(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, now: float) -> list[do.Effect]:
