@@ -68,6 +68,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
         "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
         "drifted": Drift.of(turns).rate,
         "credited": _credited(episodes, record.settings or Train()),
+        "reward_credited": _reward_credited(episodes),
         "repaired": _share(turn.repaired for turn in turns),
         "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
         "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
@@ -78,6 +79,16 @@ def _credited(episodes: Sequence[Episode], train: Train) -> dict[str, float]:
     """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
     counts = Counter(level for group in groups_of(episodes) for level in credited_by(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
+
+
+def _reward_credited(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of the rewards by agent tag and by call, where there are any that credit a turn."""
+    given: dict[str, list[float]] = {"agent": [], "call": []}
+    for episode in episodes:
+        agents, calls = {turn.agent for turn in episode.turns}, {turn.call_id for turn in episode.turns}
+        given["agent"] += [reward for agent, reward in episode.agent_rewards.items() if agent in agents]
+        given["call"] += [reward for call, reward in episode.call_rewards.items() if call in calls]
+    return {level: statistics.fmean(rewards) for level, rewards in given.items() if rewards}
 
 
 def _share(those: Iterable[bool]) -> float:

@@ -74,6 +74,12 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
     kind: str
     reward: float
     client_id: str
+    agent_rewards: dict[str, float]
+    """By agent tag."""
+    call_rewards: dict[str, float]
+    """By call id."""
+    calls: tuple[str, ...]
+    """Call ids, turn by turn."""
     finish_reasons: tuple[str, ...]
     drift: Drift
     drift_rate: float
@@ -196,6 +202,9 @@ def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Dec
         kind=episode.kind,
         reward=episode.reward,
         client_id=episode.client_id,
+        agent_rewards=episode.agent_rewards,
+        call_rewards=episode.call_rewards,
+        calls=tuple(turn.call_id for turn in episode.turns),
         finish_reasons=tuple(turn.finish_reason for turn in episode.turns),
         drift=drift,
         drift_rate=drift.rate,
@@ -279,6 +288,16 @@ def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool | 
 
 def _float_at(packed: bytes, offset: int) -> float:
     return float(unpack_floats(packed[4 * offset : 4 * offset + 4])[0])
+
+
+def narrower_rewards(view: EpisodeView) -> dict[str, str]:
+    """Rewards by agent tag and by call, where the episode has any, in words; a call is named by its turn."""
+    by_call = ((number, view.call_rewards.get(call)) for number, call in enumerate(view.calls))
+    told = {
+        "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
+        "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
+    }
+    return {name: words for name, words in told.items() if words}
 
 
 def strongest(view: EpisodeView) -> float:

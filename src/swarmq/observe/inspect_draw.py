@@ -18,7 +18,7 @@ from rich.text import Text
 
 from swarmq.drift import Drift
 from swarmq.learner.algorithms.effects import Effect
-from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, TokenRow, strongest
+from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, TokenRow, narrower_rewards, strongest
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 """Sampled tokens above the first were near certain, below the second surprising."""
@@ -80,6 +80,7 @@ def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
     yield Text.assemble(
         (view.episode_id, "bold"),
         f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n",
+        *(f"{name}: {words}\n".translate(VISIBLE) for name, words in narrower_rewards(view).items()),
         f"finished: {', '.join(view.finish_reasons)}\n",
         f"turns: {view.drift}\n",
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
-from swarmq.observe.inspect import EpisodeView, TokenRow, strongest
+from swarmq.observe.inspect import EpisodeView, TokenRow, narrower_rewards, strongest
 from swarmq.observe.inspect_draw import gap, mark
 
 STYLE = """
@@ -53,6 +53,7 @@ def page(view: EpisodeView) -> str:
         "slot": view.slot,
         "kind": view.kind,
         "reward": f"{view.reward:g}",
+        **narrower_rewards(view),
         "trained in step": str(view.step),
         "client": view.client_id,
         "finished": ", ".join(view.finish_reasons),

@@ -113,8 +113,11 @@ def test_figures_say_what_turns_are_credited_by_and_drift_as_everywhere_else() -
     first, *rest = group[0].turns
     turns = (msgspec.structs.replace(first, agent="a"), *(msgspec.structs.replace(t, agent=None) for t in rest))
     turns = (*turns[:3], msgspec.structs.replace(turns[3], repaired=True))
-    group[0] = msgspec.structs.replace(group[0], turns=turns, call_rewards={"c1": 1.0}, agent_rewards={"a": 0.5})
+    group[0] = msgspec.structs.replace(
+        group[0], turns=turns, call_rewards={"c1": 1.0}, agent_rewards={"a": 0.5, "nobody": 9.0}
+    )
     assert credited_by(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
     figures = describe(BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=Train()), [])
     assert figures["credited"] == {"agent": 1 / 8, "call": 1 / 8, "episode": 6 / 8}
+    assert figures["reward_credited"] == {"agent": 0.5, "call": 1.0}
     assert figures["drifted"] == Drift.of(turn for e in group for turn in e.turns).rate == 1 / 6

@@ -220,6 +220,20 @@ def test_the_json_can_be_read_back():
     assert msgspec.json.decode(msgspec.json.encode(view), type=EpisodeView) == view
 
 
+def test_rewards_by_agent_and_by_call_are_shown_beside_the_episodes_own():
+    plain = make_episode("g0", turns=3)
+    assert "reward by" not in text_of(draw_episode(view_of(plain, 1, None, spoken)))
+    rated = {plain.turns[2].call_id: -0.5, "of another": 9.0}
+    episode = replace(plain, agent_rewards={"writer": 1.0, "a\x1b[2J": 0.0}, call_rewards=rated)
+    view = view_of(episode, 1, None, spoken)
+    shown = text_of(draw_episode(view))
+    assert "\nreward by agent: writer 1, a␛[2J 0\nreward by call: turn 2: -0.5\n" in shown
+    assert "<dt>reward by call</dt><dd>turn 2: -0.5</dd>" in page(view)
+    told = msgspec.json.decode(msgspec.json.encode(view))
+    assert told["call_rewards"] == rated
+    assert told["calls"] == [turn.call_id for turn in episode.turns]
+
+
 class Tags(HTMLParser):
     def __init__(self, text):
         super().__init__()
