@@ -150,6 +150,11 @@ def value_at(job: SwarmJob, path: str) -> Any:
     return node
 
 
+def shown(value: Any) -> str:
+    """A value of `value_at` for people."""
+    return "not set" if value is None else str(value)
+
+
 def _holds(file: SwarmJob, change: Change) -> bool:
     return bool(value_at(file, change.path) == change.base)
 

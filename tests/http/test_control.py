@@ -266,3 +266,25 @@ async def test_a_training_episode_of_frozen_policies_alone_is_refused(stages):
         assert "name one of main too" in fault["error"]["message"]
         status, _ = await call(stage, "POST", "/episodes", {**body, "mode": "eval"})
         assert status == 201
+
+
+@pytest.mark.parametrize("path", ["/episodes", "/episodes/e-1/end", "/episodes/e-1/abort"])
+@pytest.mark.parametrize("raw", [b"{", b'{"reward": }', b"\xff"])
+async def test_a_body_that_is_no_json_is_refused_as_by_the_other_routes(stage, path, raw):
+    headers = {"authorization": f"Bearer {token('rollout')}", "content-type": "application/json"}
+    async with stage.http.post(f"{stage.url}/v1/control{path}", data=raw, headers=headers) as response:
+        fault = msgspec.json.decode(await response.read())["error"]
+    assert (response.status, fault["code"]) == (400, "invalid_json")
+    assert fault["message"].startswith("the body is not JSON: ")
+    assert pieces(stage, EpisodeBegin | EpisodeEnd) == []
+
+
+async def test_attempts_of_a_group_are_numbered_within_its_size(stage):
+    await issue(stage, "ticket-1")
+    status, fault = await call(stage, "POST", "/episodes", {"task_id": "t1", "repeat": 8})
+    assert (status, fault["error"]["param"]) == (400, "repeat")
+    assert "a group of 8 are numbered 0 to 7" in fault["error"]["message"]
+    status, _ = await call(stage, "POST", "/episodes", {"task_id": "t1", "repeat": 8, "group_size": 9})
+    assert status == 201
+    status, _ = await call(stage, "POST", "/episodes", {**BEGIN, "repeat": 8})
+    assert status == 201, "attempts to evaluate are in no group"

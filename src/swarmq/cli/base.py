@@ -173,6 +173,9 @@ def one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -
     names = [name for name, one in job.policies.items() if one.trained or frozen_too]
     if policy is None and len(names) == 1:
         return names[0]
-    if policy not in names:
+    if policy is None:
         raise ConfigError(f"--policy: say which of {', '.join(names)}")
+    if policy not in names:
+        flaw = "is not trained" if policy in job.policies else "no such policy"
+        raise ConfigError(f"--policy {policy}: {flaw}; choose one of {', '.join(names)}")
     return policy

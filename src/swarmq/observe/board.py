@@ -8,6 +8,7 @@ import re
 from collections import Counter, defaultdict, deque
 from typing import Any
 
+from swarmq.live import shown
 from swarmq.messages import Event
 
 HISTORY = 512
@@ -137,7 +138,8 @@ def _without_figures(text: str) -> str:
 def control_line(fields: dict[str, Any]) -> str:
     """What was asked of the run, or what came of it, in one line."""
     changes = ", ".join(
-        f"{change['path']} = {change['value']}" + (f" from step {change['from_step']}" if "from_step" in change else "")
+        f"{change['path']} = {shown(change['value'])}"
+        + (f" from step {change['from_step']}" if "from_step" in change else "")
         for change in fields.get("changes", [])
     )
     what = fields.get("text") or changes or fields.get("pace") or ""

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from swarmq.live import shown
 from swarmq.messages import Event
 
 TRAINING, HELD_OUT, CHANGED = "#333333", "#d95f02", "#b03030"
@@ -52,7 +53,7 @@ def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
             if command and command in answered:
                 continue  # it was asked again, and the answer given again
             answered.add(command)
-            changes = ", ".join(f"{c['path']} = {c['value']}" for c in event.fields.get("changes", []))
+            changes = ", ".join(f"{c['path']} = {shown(c['value'])}" for c in event.fields.get("changes", []))
             if text := changes or event.fields.get("pace"):
                 yield Mark(at=event.at, text=str(text))
 

@@ -22,6 +22,7 @@ from swarmq.broker import Broker, topology
 from swarmq.client.tasks import as_task, fed_id
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
+from swarmq.live import shown
 from swarmq.messages import Action, Command, Event, Slot, Task, new_id
 
 AGAIN_S = 5.0
@@ -132,7 +133,8 @@ async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterat
 def lines(answer: Answer) -> list[str]:
     """For people: what changed, and from which step."""
     told = [
-        f"{change['path']}: {change['before']} -> {change['value']}" for change in answer.accepted.get("changes", [])
+        f"{change['path']}: {shown(change['before'])} -> {shown(change['value'])}"
+        for change in answer.accepted.get("changes", [])
     ]
     if "changes" in answer.accepted and not told:
         told.append("nothing to change: the run has these settings already")

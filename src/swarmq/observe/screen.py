@@ -18,6 +18,8 @@ STALE_S = 15.0
 WIDE = 110
 """Columns of a terminal that has room for DETAILS in the learners' table."""
 DETAILS = ("k3", "wait/train/push s", "pause ms")
+PROXIES = "proxies since their start"
+"""Their counts begin at 0 with their process, those of episodes with the run."""
 DAY_S = 86_400.0
 NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
@@ -137,10 +139,10 @@ def _flow(board: Board, width: int) -> RenderableType:
         right = Table(box=None, show_header=False, padding=(0, 1))
         for queue, ready in queues.items():
             right.add_row(queue, f"{ready:,}")
-        return _side_by_side({"episodes": left, "proxies": middle, "waiting in queues": right})
+        return _side_by_side({"episodes": left, PROXIES: middle, "waiting in queues": right})
     waiting = ", ".join(f"{queue} {ready:,}" for queue, ready in queues.items())
     below = Text.assemble(("waiting in queues: ", "bold"), waiting)
-    return Group(_side_by_side({"episodes": left, "proxies": middle}), below)
+    return Group(_side_by_side({"episodes": left, PROXIES: middle}), below)
 
 
 def _side_by_side(parts: Mapping[str, RenderableType]) -> Table:

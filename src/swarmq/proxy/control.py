@@ -275,12 +275,19 @@ class Control:
             raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
         if asked.mode == "train" and (refusal := untrainable(policies, tuple(job.policies), job.frozen)):
             raise RefusedError(refusal, param="policies")
+        size = asked.group_size or (job.group_size(kind) if asked.mode == "train" else 1)
+        if asked.mode == "train" and asked.repeat >= (most := max(size, self._desks[kind].group_size or 0)):
+            raise RefusedError(
+                f"repeat {asked.repeat}: the attempts of a group of {most} are numbered 0 to {most - 1}; the next group of the same task "
+                "is the next epoch",
+                param="repeat",
+            )
         return EpisodeBegin(
             run=job.run,
             episode_id=asked.episode_id or new_id(),
             slot=Slot(task_id=asked.task_id, repeat=asked.repeat, epoch=asked.epoch),
             kind=kind,
-            group_size=asked.group_size or (job.group_size(kind) if asked.mode == "train" else 1),
+            group_size=size,
             policies=policies,
             mode=asked.mode,
             client_id=asked.client_id or operator,

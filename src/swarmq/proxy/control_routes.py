@@ -11,7 +11,7 @@ import msgspec
 from litestar import Request, get, post
 from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
-from litestar.exceptions import ValidationException
+from litestar.exceptions import ClientException, SerializationException, ValidationException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import Body, Parameter
@@ -131,7 +131,7 @@ def control_routes(
 ) -> list[HTTPRouteHandler]:
     """Everything below `PATH`."""
     common: dict[str, Any] = {
-        "exception_handlers": {ValidationException: _refuse_invalid},
+        "exception_handlers": {ValidationException: _refuse_invalid, ClientException: _refuse_malformed},
         "security": [{SECURITY: []}],
         "tags": ["control"],
     }
@@ -257,6 +257,15 @@ def _refuse_invalid(request: Request[Any, Any, Any], error: ValidationException)
     told = [_field_and_flaw(str(flaw.get("key") or "body"), str(flaw.get("message")), request) for flaw in flaws]
     words = "; ".join(f"{field}: {flaw}" for field, flaw in told) or error.detail
     refusal = refusal_of(RefusedError(words, param=told[0][0] if told else None))
+    return Response(refusal.body, status_code=refusal.status)
+
+
+def _refuse_malformed(_request: Request[Any, Any, Any], error: ClientException) -> Response[Any]:
+    """A body that is not JSON is refused as by the other routes."""
+    malformed = isinstance(error.__cause__, SerializationException)
+    refusal = refusal_of(
+        RefusedError(f"the body is not JSON: {error.detail}", code="invalid_json") if malformed else error
+    )
     return Response(refusal.body, status_code=refusal.status)
 
 

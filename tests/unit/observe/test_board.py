@@ -112,6 +112,13 @@ def test_what_several_proxies_count_is_added_up_and_drift_is_over_all_of_their_t
     assert {name: re.search(rf" {name} +([\d,.%]+)", shown)[1] for name in figures} == figures
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_proxies_count_is_said_to_be_since_their_start(width):
+    board = Board(run="r")
+    board.fold(event("state", source="proxy.0", calls=3))
+    assert " proxies since their start " in text_of(board, width=width)
+
+
 def test_a_part_that_went_silent_is_said_to_be():
     board = Board(run="r")
     board.fold(event("state", source="proxy.0", at=100.0, calls=1))

@@ -60,6 +60,8 @@ async def test_the_answer_says_what_changed_and_from_which_step():
         again = await ask(broker, "r", "set", {"policies.main.train.learning_rate": 1e-5})
         assert lines(again)[0] == "nothing to change: the run has these settings already"
         assert lines(await ask(broker, "r", "pause"))[:1] == ["the run is paused"]
+        band = await ask(broker, "r", "set", {"policies.main.train.ratio_band": [0.5, 2.0]})
+        assert lines(band)[0] == "policies.main.train.ratio_band: not set -> [0.5, 2.0]"
 
 
 async def test_a_refusal_is_raised_with_its_reason():
