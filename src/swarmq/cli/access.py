@@ -30,9 +30,9 @@ from swarmq.messages import NAME
     "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Where clients find the proxy; ends in /v1."
 )
 def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: str | None) -> None:
-    """Open the run folder of a run whose parts are started one by one, and print the host's invite.
+    """Open a run whose parts are started one by one.
 
-    `swarmq up` does this by itself. Afterwards every other command finds the run by its folder: feed, status, set,
+    Makes its folder and prints the host's invite; `swarmq up` does this by itself. Afterwards every other command finds the run by its folder: feed, status, set,
     client add, ...
 
     \b
@@ -48,7 +48,7 @@ def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: st
 
 @main.group()
 def client() -> None:
-    """Invite clients to a run, list them, remove them (docs/access.md).
+    """Invite, list and remove clients (docs/access.md).
 
     \b
     swarmq client add alice                         one line for alice to paste
@@ -169,7 +169,9 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 )
 @click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
 def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
-    """Print an operator token for the proxy's control routes (docs/control.md), or revoke those of a name.
+    """Print a token for the control routes, or revoke some.
+
+    Operators send it to a proxy (docs/control.md); those of a name are revoked together.
 
     \b
     swarmq token runs/demo --role rollout --name java-agents
@@ -206,7 +208,9 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
 @click.option("--remove", "gone", is_flag=True, help="Delete the login of this name.")
 @MANAGEMENT
 def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
-    """Print a login for RabbitMQ's management UI that sees how full queues are, and no message.
+    """Print a login for RabbitMQ's management UI.
+
+    It sees how full queues are, and no message.
 
     \b
     swarmq viewer runs/demo

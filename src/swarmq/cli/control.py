@@ -16,9 +16,9 @@ from swarmq.messages import Action
 @RUN
 @click.argument("settings", nargs=-1, required=True, metavar="KEY=VALUE...")
 def set_command(run: Path, settings: tuple[str, ...]) -> None:
-    """Change settings while the run is up: all of those given, or none.
+    """Change settings while the run is up.
 
-    The answer says what changed and from which step on. A change survives restarts until the job file itself is
+    All of those given are changed, or none. The answer says what changed and from which step on. A change survives restarts until the job file itself is
     edited at that place. What needs a restart is refused.
 
     \b
@@ -34,7 +34,9 @@ def set_command(run: Path, settings: tuple[str, ...]) -> None:
 @main.command()
 @RUN
 def pause(run: Path) -> None:
-    """Hold learners at their next step border and issue no tickets; what has begun goes on and waits.
+    """Hold learners and issue no tickets.
+
+    A learner stops at its next step border; episodes that have begun go on and wait.
 
     \b
     swarmq pause runs/demo     # change something, then: swarmq resume runs/demo
@@ -45,7 +47,9 @@ def pause(run: Path) -> None:
 @main.command()
 @RUN
 def drain(run: Path) -> None:
-    """Issue no tickets, and train what is under way; `swarmq watch` says when it is done.
+    """Issue no tickets, and train what is under way.
+
+    `swarmq watch` says when it is done.
 
     \b
     swarmq drain runs/demo     # before the workers are taken away, say
@@ -67,7 +71,9 @@ def resume(run: Path) -> None:
 @main.command()
 @RUN
 def checkpoint(run: Path) -> None:
-    """Write a checkpoint of every trained policy at its next step border.
+    """Write a checkpoint of every trained policy.
+
+    Each is written at the learner's next step border.
 
     \b
     swarmq checkpoint runs/demo

@@ -21,11 +21,11 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
 
 @_daemon(
     "proxy",
-    "Serve agents: an OpenAI-compatible proxy in front of the job's engines that records every sampled token.\n\n"
-    "JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.\n\n"
+    "Serve agents, and record every sampled token.\n\n"
+    "An OpenAI-compatible proxy in front of the job's engines. JOB is a job file with broker.url and policies.X.engine.urls set; `swarmq up` writes one as resolved.toml.\n\n"
     "\b\n"
-    "swarmq-proxy runs/math/resolved.toml\n"
-    "swarmq-proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
+    "swarmq proxy runs/math/resolved.toml\n"
+    "swarmq proxy runs/math/resolved.toml --port 8001 --number 1   the second of two (proxy.count = 2)",
 )
 @click.option("--port", type=click.IntRange(0, 65535), help="Override proxy.port, e.g. for a second proxy.")
 @click.option(
@@ -48,10 +48,11 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
 
 @_daemon(
     "learner",
-    "Train one policy of a job from its ready queue, and push the weights to its engines.\n\n"
+    "Train one policy of a job.\n\n"
+    "Batches come from its ready queue, weights go to its engines.\n\n"
     "\b\n"
-    "swarmq-learner runs/math/resolved.toml\n"
-    "swarmq-learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
+    "swarmq learner runs/math/resolved.toml\n"
+    "swarmq learner runs/math/resolved.toml --policy main --num-gpus 4 --no-collector",
 )
 @click.option("--policy", help="Which policy; needed when the job trains several.")
 @click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks to start.")
@@ -66,9 +67,7 @@ def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gp
 
 @_daemon(
     "collector",
-    "Join turns and outcomes into episodes and groups, and issue tickets.\n\n"
-    "\b\n"
-    "swarmq-collector runs/math/resolved.toml",
+    "Join turns into episodes and groups, and issue tickets.\n\n\b\nswarmq collector runs/math/resolved.toml",
 )
 def collector_command(job: Path, sets: tuple[str, ...]) -> None:
     from swarmq.collector.main import run

@@ -13,7 +13,7 @@ from swarmq.errors import ConfigError
 
 @main.group()
 def dead() -> None:
-    """Look after messages that nobody could use: list, show, requeue, purge (docs/swarm.md).
+    """Look after messages that nobody could use (docs/swarm.md).
 
     \b
     swarmq dead list runs/demo                who sent what, and why it was refused
@@ -52,7 +52,9 @@ async def _dead_list(job: SwarmJob) -> None:
 @RUN
 @click.argument("id")
 def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
-    """Print one dead letter: where it was meant for, why it was refused, what is in it.
+    """Print one dead letter.
+
+    Where it was meant for, why it was refused, what is in it.
 
     \b
     swarmq dead show runs/demo 01a1fa68c1d27c0e
@@ -70,7 +72,9 @@ async def _dead_show(job: SwarmJob, wanted: str) -> None:
 @RUN
 @click.argument("ids", nargs=-1)
 def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
-    """Send dead letters back to the queues they were meant for; all of them without IDS.
+    """Send dead letters back to the queues they were meant for.
+
+    All of them without IDS.
 
     \b
     swarmq dead requeue runs/demo 01a1fa68c1d27c0e

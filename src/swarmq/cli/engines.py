@@ -14,7 +14,7 @@ from swarmq.engine.roster import Roster
 
 @main.group()
 def engine() -> None:
-    """See, add and remove the engines of a run that is up (docs/proxy.md).
+    """See, add and remove the engines of a run (docs/proxy.md).
 
     \b
     swarmq engine list runs/demo
@@ -56,7 +56,9 @@ def engine_list(run: Path) -> None:
 @click.argument("url")
 @POLICY
 def engine_add(run: Path, url: str, policy: str | None) -> None:
-    """Let a vLLM that runs at URL serve a policy; proxies and learner find it within seconds.
+    """Let a vLLM that runs at URL serve a policy.
+
+    Proxies and learner find it within seconds.
 
     \b
     swarmq engine add runs/demo http://127.0.0.1:8007
@@ -91,7 +93,9 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="A free one by default.")
 @click.option("--gpu", "gpus", type=int, multiple=True, help="A GPU it may use; may be repeated. All by default.")
 def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
-    """Start one more vLLM of a policy on this host; it serves until Ctrl-C, which drains it first.
+    """Start one more vLLM of a policy on this host.
+
+    It serves until Ctrl-C, which drains it first.
 
     \b
     swarmq engine start runs/demo --policy main

@@ -30,7 +30,9 @@ from swarmq.errors import ConfigError
 def inspect(
     run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
 ) -> None:
-    """List the batches of a run or the episodes of a step, or show every token of one EPISODE.
+    """Look at batches, at episodes and at every token.
+
+    Lists the batches of a run or the episodes of a step, or shows every token of one EPISODE.
 
     An EPISODE is named by its id, or by the beginning or the end of it; ids of episodes of the same minute begin alike.
     A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
@@ -96,9 +98,9 @@ POLICY = click.option("--policy", help="Which policy; needed when the run trains
 )
 @click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
 def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
-    """Train again from the batch log alone and write the checkpoint into the new folder TO.
+    """Train again from the batch log alone.
 
-    Needs no broker and no engine, and changes nothing in the run folder.
+    Writes the checkpoint into the new folder TO. Needs no broker and no engine, and changes nothing in the run folder.
 
     \b
     swarmq replay runs/demo /tmp/again                        from the initial model to the end of the log
@@ -131,7 +133,7 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
 )
 def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
-    """Examine a run: is what is trained what was sampled, and is the training alive?
+    """Examine a run: is what was sampled trained, and does it learn?
 
     Names signs of collapse, holds stored batches against the rules that come before any formula, replays them through
     the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when

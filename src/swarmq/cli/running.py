@@ -26,7 +26,7 @@ from swarmq.config import SwarmJob
 def demo(
     run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
 ) -> None:
-    """Train a real agent on this machine: no GPU, no docker, about ten minutes.
+    """Train a real agent here: no GPU, about ten minutes.
 
     \b
     swarmq demo                       the whole story, with a client killed in the middle
@@ -58,9 +58,9 @@ def demo(
 @SETS
 @click.option("--show", is_flag=True, help="Print every setting as TOML, those that are off as comments, and stop.")
 def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
-    """Start every part of a job on this host and keep it running until Ctrl-C.
+    """Start every part of a job on this host.
 
-    Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
+    Keeps it running until Ctrl-C. Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
     each trained policy. Prints the invite that clients start from.
 
     \b

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,9 @@ def feed(
     restart: bool,
     for_eval: bool,
 ) -> None:
-    """Put a data set on the task queue of a kind, for `swarmq worker` anywhere to attempt.
+    """Put a data set on the task queue of a kind.
+
+    `swarmq worker` attempts its tasks, anywhere.
 
     DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
     `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
@@ -121,8 +124,8 @@ async def _feed(
     job = live.applied(resolved(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
     async with broker_of(job, "swarmq feed") as broker:
-        with Progress() as progress:
-            bar = progress.add_task(f"feeding {chosen}", total=None)
+        with Progress(disable=not sys.stdout.isatty()) as progress:
+            bar = progress.add_task(f"feeding {chosen}", total=None, visible=False)
             fed = await feed(
                 broker,
                 job.run,
@@ -134,7 +137,7 @@ async def _feed(
                 progress_file=default_progress_file(folder.path, job.run, chosen, source_mark(data)),
                 source=source_mark(data),
                 resume=resume,
-                report=lambda done, total: progress.update(bar, completed=done, total=total),
+                report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
             )
     click.echo(f"{fed} slots put on the queue")
 
@@ -173,9 +176,9 @@ def worker(
     max_attempts: int,
     attempt_timeout: float | None,
 ) -> None:
-    """Attempt the tasks of a queue with a `module:function` that takes an episode and returns a reward.
+    """Attempt the tasks of a queue with a function of yours.
 
-    Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
+    It is named as `module:function`, takes an episode and returns a reward. Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
 
     \b
     swarmq worker my_agent:attempt --kind math --concurrency 32

@@ -23,9 +23,9 @@ from swarmq.config import SwarmJob
 def warm_command(
     job: Path, demonstrations: Path, out: Path, policy: str | None, epochs: int, batch: int, sets: tuple[str, ...]
 ) -> None:
-    """Supervised warm start: teach the job's model a format from chats, before rewards say what pays.
+    """Teach the job's model a format from chats, by supervision.
 
-    DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
+    A warm start, before rewards say what pays. DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
     becomes a model folder for policies.X.model. Learning rate, precision and the rest are those of policies.X.train.
 
     \b

@@ -13,7 +13,7 @@ from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
 @RUN
 @click.option("--once", is_flag=True, help="Print one picture and stop.")
 def watch(run: Path, once: bool) -> None:
-    """Follow a run in the terminal: steps, rewards, queues, warnings.
+    """Follow a run in the terminal: steps, rewards, warnings.
 
     \b
     swarmq watch runs/demo
@@ -24,7 +24,9 @@ def watch(run: Path, once: bool) -> None:
 @main.command()
 @RUN
 def status(run: Path) -> None:
-    """Say in one picture what a run is doing right now (the same as `swarmq watch --once`).
+    """Say in one picture what a run is doing right now.
+
+    The same as `swarmq watch --once`.
 
     \b
     swarmq status runs/demo

@@ -1,6 +1,8 @@
 """What a person types wrongly is answered with one line that says where and what to do, and status 1."""
 
+import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,8 @@ from click.testing import CliRunner
 from swarmq import cli
 from swarmq.cli import base
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerError, EngineError
+from swarmq.errors import BrokerError, ConfigError, EngineError
+from swarmq.testing import MemoryBroker
 
 JOB = 'run = "r"\nfolder = "{folder}"\n[policies.main]\nmodel = "{model}"\n'
 
@@ -53,9 +56,42 @@ def test_help_of_every_command_says_how_to_use_it(words):
     shown = swarmq(*words, "--help")
     assert shown.exit_code == 0
     _usage, _, text = shown.output.partition("\n")
-    [name, *_] = words
-    example = f"swarmq-{name} runs/" if name in {"proxy", "learner", "collector"} else f"  swarmq {' '.join(words)} "
-    assert example in text
+    assert f"  swarmq {' '.join(words)} " in text
+
+
+@pytest.mark.parametrize("group", [(), ("client",), ("dead",), ("engine",)], ids=" ".join)
+def test_at_80_columns_no_command_s_description_is_cut(group):
+    shown = CliRunner().invoke(cli.main, [*group, "--help"], terminal_width=80)
+    _options, _, listed = shown.output.partition("Commands:\n")
+    assert listed
+    assert "..." not in listed
+
+
+def test_a_feed_that_is_refused_prints_no_bar(tmp_path, monkeypatch):
+    @contextlib.asynccontextmanager
+    async def broker_of(_job, _name):
+        yield MemoryBroker()
+
+    monkeypatch.setattr(cli.tasks, "broker_of", broker_of)
+    folder = tmp_path / "runs" / "r"
+    folder.mkdir(parents=True)
+    (folder / "resolved.toml").write_text(write_job(tmp_path).read_text())
+    (tmp_path / "rows.jsonl").write_text('{"id": "a"}\n{"id": "a"}\n')
+    refused = swarmq("feed", folder, tmp_path / "rows.jsonl")
+    assert refused.exit_code == 1
+    assert refused.output.startswith(f"swarmq: {tmp_path}/rows.jsonl line 2: the id 'a' is"), refused.output
+
+
+def test_a_policy_that_is_not_there_or_not_trained_is_said_to_be_so():
+    policies = {"planner": {"model": "m"}, "executor": {"model": "m"}, "judge": {"model": "m", "trained": False}}
+    job = SwarmJob.build({"run": "r", "policies": policies})
+    for policy, says in {
+        None: "--policy: say which of planner, executor",
+        "planer": "--policy planer: no such policy; choose one of planner, executor",
+        "judge": "--policy judge: is not trained; choose one of planner, executor",
+    }.items():
+        with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
+            base.one_policy(job, policy)
 
 
 def test_the_commands_that_people_are_told_of_are_there():
