@@ -542,6 +542,11 @@ class RunFolder:
     def checkpoints(self, policy: str) -> Path:
         return self.path / policy / "checkpoints"
 
+    def newest_checkpoint(self, policy: str) -> int:
+        """The weight version of the newest one; 0 without any."""
+        versions = (path.name.removeprefix("step-") for path in self.checkpoints(policy).glob("step-*"))
+        return max((int(version) for version in versions if version.isdecimal()), default=0)
+
 
 def make_folder(path: Path) -> None:
     """Raises ConfigError where there can be none, or nothing can be written there."""

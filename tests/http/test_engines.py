@@ -236,3 +236,48 @@ async def _engines(stage):
 async def _some_probes():
     for _ in range(50):
         await asyncio.sleep(0.001)
+
+
+async def test_calls_wait_for_an_engine_with_the_weights_that_the_run_goes_on_with_and_for_no_later_one():
+    pool = pool_of(2, resumed_at=20)
+    slow, quick = (lane.engine for lane in pool.lanes)
+    waiting = asyncio.create_task(pool.pushed())
+    for version in (0, 19):
+        quick.version = version
+        await pool.probe()
+        assert not waiting.done()
+    quick.version = 20
+    await pool.probe()
+    await waiting
+    quick.version, slow.down = 0, True  # started again
+    await pool.probe()
+    await pool.pushed()
+
+
+async def test_where_a_run_goes_on_calls_to_what_was_trained_wait_and_others_do_not(stages, tmp_path):
+    (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
+    async with stages(folder=str(tmp_path)) as stage, asyncio.timeout(30):
+        for line in "abcd":
+            stage.engine.say(line)
+        asking, key = asyncio.create_task(stage.ask(HI)), stage.key("e2", policies=("other",))
+        early = [await stage.ask(HI, key=key, model="other") for _ in range(3)]
+        stage.engine.version = 20
+        answers = [answer["choices"][0]["message"]["content"] for answer in (*early, await asking)]
+        assert answers == [*"abcd"]
+
+
+async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages, tmp_path, monkeypatch):
+    monkeypatch.setattr("swarmq.proxy.pool.PUSHED_WITHIN_S", 0.2)
+    (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
+    async with stages(folder=str(tmp_path)) as stage, asyncio.timeout(30):
+        for line in ("one", "two"):
+            stage.engine.say(line)
+        await asyncio.gather(stage.ask(HI), stage.ask(HI))
+
+
+async def test_a_call_waits_for_weights_as_long_as_a_call_may_take(stages, tmp_path):
+    (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
+    async with stages(folder=str(tmp_path), request_timeout_s=0.2) as stage:
+        body = {"model": "main", "messages": [HI]}
+        status, error = await stage.refused(body)
+        assert (status, error["code"]) == (504, "deadline_exceeded")

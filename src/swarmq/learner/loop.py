@@ -174,6 +174,8 @@ class Learner:
         self._save_last(link)
         self._trackers.close()
         if link:
+            if not self.stop.asked:  # who starts a run again that has reached its last step wants its weights served
+                self._while_waiting(link, again=False)
             log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
 

@@ -71,6 +71,7 @@ def create_app(
         max_behind=job.groups.max_staleness,
         probe_every_s=job.proxy.probe_every_s,
         opener=opener,
+        resumed_at={name: job.run_folder.newest_checkpoint(name) for name in job.policies if name not in job.frozen},
     )
     pools = fleet.pools
     completions = Completions(

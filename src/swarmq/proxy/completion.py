@@ -110,6 +110,7 @@ class Completions:
             counts["calls"] += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
+                    await self._pools[call.policy].pushed()
                     held.callback((await self._gate.enter()).give_back)
                     begun = await self._somewhere(call, memory, partial(self._begin_on, call=call, memory=memory))
             except BaseException:

@@ -35,9 +35,15 @@ class Fleet:
         max_behind: int,
         probe_every_s: float,
         opener: Opener | None = None,
+        resumed_at: Mapping[str, int] | None = None,
     ) -> None:
-        """`engines` are opened and closed by the caller, those that come later with `opener`."""
-        self.pools = {name: Pool(given, max_behind=max_behind) for name, given in engines.items()}
+        """`engines` are opened and closed by the caller, those that come later with `opener`. `resumed_at`: policy -> the
+        version that it goes on with, where it was trained before."""
+        versions = resumed_at or {}
+        self.pools = {
+            name: Pool(given, max_behind=max_behind, resumed_at=versions.get(name, 0))
+            for name, given in engines.items()
+        }
         self.roster = roster
         self._probe_every_s = probe_every_s
         self._opener = opener

@@ -3,6 +3,9 @@
 An episode stays with the engine that has its prefix cached, unless far more is open there than elsewhere. New ones go
 where least is open; where that is the same, every proxy makes the same choice for an episode. An engine that is being
 drained gets nothing new; one that failed, or serves weights too old to train from, is asked last.
+
+Where a run goes on, engines begin with the initial model until the learner has loaded its checkpoint and pushed: what they
+sampled before would be dropped as stale, so calls wait for the push.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
+import structlog
 
 from swarmq.engine.protocol import Engine
 from swarmq.errors import EngineError
@@ -30,6 +34,12 @@ LATELY = 0.2
 """Weight of the newest answer in an engine's pace."""
 CROWDED = 16
 """An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
+
+PUSHED_WITHIN_S = 540.0
+"""For so long after the start calls wait for the weights that a run goes on with; then they go on without, as where no learner
+comes. The collector gives an episode without a model call up a little later (`groups.silence_s`)."""
+
+log = structlog.get_logger()
 
 
 class EngineView(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,10 +123,16 @@ class Lane:
 
 
 class Pool:
-    def __init__(self, engines: Sequence[Engine], *, max_behind: int = 1_000_000) -> None:
-        """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice."""
+    def __init__(self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0) -> None:
+        """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice.
+        `resumed_at`: the version that the run goes on with; 0 for one that begins."""
         self.lanes = [Lane(engine) for engine in engines]
         self._max_behind = max_behind
+        self._resumed_at = resumed_at
+        self._waits_until = time.monotonic() + PUSHED_WITHIN_S
+        self._pushed = asyncio.Event()
+        if not resumed_at:
+            self._pushed.set()
 
     def order(self, favourite: Lane | None, episode_id: str = "") -> list[Lane]:
         """Lanes in the order to try them; none that is draining."""
@@ -140,5 +156,19 @@ class Pool:
     def num_healthy(self) -> int:
         return sum(lane.healthy and not lane.draining for lane in self.lanes)
 
+    async def pushed(self) -> None:
+        """Return once an engine has had the weights that the run goes on with, or PUSHED_WITHIN_S after the start."""
+        if self._pushed.is_set():
+            return
+        try:
+            async with asyncio.timeout(self._waits_until - time.monotonic()):
+                await self._pushed.wait()
+        except TimeoutError:
+            if not self._pushed.is_set():
+                log.warning("weights_not_pushed", version=self._resumed_at, consequence="calls wait for them no longer")
+            self._pushed.set()
+
     async def probe(self) -> None:
         await asyncio.gather(*(lane.probe() for lane in self.lanes))
+        if any((lane.version or 0) >= self._resumed_at for lane in self.lanes):
+            self._pushed.set()

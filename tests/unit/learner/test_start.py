@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,8 @@ TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
 class SharedGpu:
     """Has no room for a learner while its engines are awake."""
 
+    failing: Mapping[str, str] = {}
+
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, too_small: bool = False) -> None:
         self.seen: list[str] = []
         self.too_small = too_small
@@ -36,6 +38,9 @@ class SharedGpu:
 
     def repair(self, _: object, version: int) -> None:
         self.seen.append(f"repaired with {version}")
+
+    def ensure(self, _: object, version: int) -> None:
+        self.seen.append(f"brought to {version}")
 
     def next(self, **_: object) -> None:
         self.seen.append("asked for a batch")
@@ -89,7 +94,19 @@ def test_engines_that_were_left_in_doubt_get_weights_before_anything_is_replayed
     learner = gpu.start(tiny_qwen, tmp_path, sleep=True)
     monkeypatch.setattr(learner, "_control", None)
     learner.run(gpu)
-    assert gpu.seen[-3:] == ["awake", "repaired with 0", "asked for a batch"]
+    assert gpu.seen[-4:-1] == ["awake", "repaired with 0", "asked for a batch"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_run_that_has_reached_its_last_step_is_served_with_its_weights_when_it_is_started_again(
+    stopped: bool, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = SharedGpu(monkeypatch)
+    learner = gpu.start(tiny_qwen, tmp_path, sleep=False)
+    monkeypatch.setattr(learner, "_control", None)
+    learner.stop.asked = stopped
+    learner.run(gpu)
+    assert gpu.seen[-1] == ("repaired with 0" if stopped else "brought to 0")
 
 
 @pytest.mark.parametrize("turn", [Engines.sleep, Engines.wake])
