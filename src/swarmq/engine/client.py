@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
+from swarmq.engine.faults import unreached
 from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.engine.versions import check_server
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
@@ -259,7 +260,7 @@ class VllmEngine:
             raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             self._info = None  # whoever listens there next may serve another model
-            raise EngineError(f"the engine at {self.url} cannot be reached ({error!r}): is vLLM running?") from error
+            raise unreached(self.url, error) from error
 
     async def _asked(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
         """The beginning of an answer. A busy server may close an idle connection in the moment in which we ask over it."""

@@ -42,6 +42,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from swarmq.engine.faults import unreached
 from swarmq.engine.versions import check_server
 from swarmq.engine.weights_plugin import UNTOUCHED
 from swarmq.errors import EngineError, EngineRefusedError
@@ -395,7 +396,7 @@ class EngineControl:
                 f"engine {self.url!r}: no address of a vLLM, which is like http://127.0.0.1:8000"
             ) from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"engine {self.url} cannot be reached: {error}") from error
+            raise unreached(self.url, error) from error
 
 
 def _unwell(error: EngineRefusedError) -> EngineError:

@@ -207,7 +207,9 @@ async def test_a_server_out_of_the_range_is_named_before_anything_is_asked_of_it
 
 async def test_nobody_there_is_an_engine_error_and_unhealthy():
     async with VllmEngine.open("http://127.0.0.1:9", deadline_s=1) as engine:
-        with pytest.raises(EngineError, match="cannot be reached"):
+        with pytest.raises(
+            EngineError, match=r"9 cannot be reached: nothing answers there \(Connection refused\); is vLLM"
+        ):
             await engine.info()
         assert not await engine.healthy()
 
