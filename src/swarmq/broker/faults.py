@@ -59,7 +59,9 @@ def translate(error: Exception, where: str) -> BrokerError:
         case TimeoutError():
             return BrokerLostError(f"RabbitMQ at {where} does not answer: is it running, and is the port right?")
         case _:
-            return BrokerLostError(f"RabbitMQ at {where} cannot be reached ({text}): start it or correct the url")
+            return BrokerLostError(
+                f"RabbitMQ at {where} cannot be reached ({text}): start it (`swarmq up` starts a run's own) or correct the url"
+            )
 
 
 def broker_text(error: BaseException) -> str:

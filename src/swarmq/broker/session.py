@@ -52,9 +52,10 @@ async def open_session(url: str, *, name: str) -> AsyncIterator[Session]:
     """A fresh session. Raises BrokerLostError when the broker cannot be reached, BrokerError when it refuses us."""
     where = address(url)
     query = {"heartbeat": str(HEARTBEAT_S), **URL(url).query, "name": name}
-    connection = await _opened(aio_pika.connect(URL(url).with_query(query)), where)
+    connection = aio_pika.Connection(URL(url).with_query(query))
     session = None
     try:
+        await _opened(connection.connect(), where)
         session = await _opened(Session.on(connection, where), where)
         yield session
     finally:

@@ -132,14 +132,20 @@ def resolved(run: Path) -> SwarmJob:
 async def broker_of(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
     """A session with the broker of a run. Raises ConfigError for a run whose own RabbitMQ ended with it."""
     from swarmq.broker.amqp import AmqpBroker
+
+    check_up(job)
+    async with AmqpBroker.open(job.broker.url or "", name=name) as broker:
+        yield broker
+
+
+def check_up(job: SwarmJob) -> None:
+    """Raises ConfigError for a run whose own RabbitMQ ended with it."""
     from swarmq.broker.node_files import read_identity
 
-    url, folder = job.broker.url or "", job.run_folder
+    folder = job.run_folder
     node = read_identity(folder.broker)
-    if node and urlsplit(url).port == node.amqp_port and not _is_held(folder.lock):
+    if node and urlsplit(job.broker.url or "").port == node.amqp_port and not _is_held(folder.lock):
         raise ConfigError(f"run {job.run!r} is not up, nor is its RabbitMQ: `swarmq up {folder.job}` goes on with it")
-    async with AmqpBroker.open(url, name=name) as broker:
-        yield broker
 
 
 def _is_held(path: Path) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import click
 
-from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
+from swarmq.cli.base import RUN, broker_of, check_up, main, resolved, run_until_signalled
+from swarmq.config import SwarmJob
+
+LOOK_EVERY_S = 1.0
 
 
 @main.command()
@@ -39,4 +43,16 @@ async def _watch(run: Path, *, once: bool) -> None:
 
     job = resolved(run)
     async with broker_of(job, "swarmq watch") as broker:
-        await (glance(job, broker) if once else watch(job, broker))
+        if once:
+            await glance(job, broker)
+            return
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_until_ended(job))
+            tasks.create_task(watch(job, broker))
+
+
+async def _until_ended(job: SwarmJob) -> None:
+    """Raises ConfigError when the run has ended, and its RabbitMQ with it."""
+    while True:
+        check_up(job)
+        await asyncio.sleep(LOOK_EVERY_S)

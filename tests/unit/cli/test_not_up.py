@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,6 +17,8 @@ from swarmq.broker import amqp
 from swarmq.broker.node_files import Identity
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError
+from swarmq.observe import monitor
+from swarmq.testing import MemoryBroker
 
 PORT = 1
 """Where nobody listens."""
@@ -59,3 +64,22 @@ def test_one_that_is_up_is_asked_and_so_is_a_broker_of_somebody_elses(run: RunFo
         assert swarmq("status", run.path).output == "swarmq: cannot be reached\n"
     (run.broker / "node.json").unlink()
     assert swarmq("status", run.path).output == "swarmq: cannot be reached\n"
+
+
+def test_watching_ends_with_the_run_and_says_how_to_go_on(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = run.lock.open()
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    @asynccontextmanager
+    async def serve(*_: object, **__: object) -> AsyncIterator[MemoryBroker]:
+        yield MemoryBroker()
+
+    async def up_for_a_moment(*_: object) -> None:
+        held.close()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(amqp.AmqpBroker, "open", serve)
+    monkeypatch.setattr(monitor, "watch", up_for_a_moment)
+    assert swarmq("watch", run.path).output == (
+        f"swarmq: run 'math' is not up, nor is its RabbitMQ: `swarmq up {run.job}` goes on with it\n"
+    )
