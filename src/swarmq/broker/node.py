@@ -117,6 +117,14 @@ class PrivateNode:
         assert self._broker is not None
         return await self._broker.wait()
 
+    async def turns_away(self) -> bool:
+        """Whether it serves nobody: its process may outlive what makes it a broker. The management API is asked first, because a
+        broker logs every connection that is opened to look."""
+        known = self.identity
+        return not await probe.manages(
+            HOST, known.management_port, user=known.user, password=known.password
+        ) and await probe.turns_away(HOST, known.amqp_port)
+
     async def ctl(self, *arguments: str) -> str:
         """Output of `rabbitmqctl`. Raises BrokerError when it fails."""
         assert self._server is not None

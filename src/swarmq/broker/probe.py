@@ -1,4 +1,4 @@
-"""Looks at a starting server, which has no way to tell us that it is up."""
+"""Looks at a server, which has no way to tell us that it is up, or up no longer."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import base64
 
 LOOK_S = 5.0
+PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 
 async def connects(host: str, port: int) -> bool:
@@ -17,15 +18,31 @@ async def connects(host: str, port: int) -> bool:
     return True
 
 
+async def turns_away(host: str, port: int) -> bool:
+    """Whether a connection is refused, or ended at its first word. A server that is merely slow does neither."""
+    try:
+        async with asyncio.timeout(LOOK_S):
+            reader, writer = await asyncio.open_connection(host, port)
+            try:
+                writer.write(PROTOCOL_HEADER)
+                return not await reader.read(1)
+            finally:
+                writer.close()
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
 async def speaks_amqp(host: str, port: int) -> bool:
     """Whether a METHOD frame answers the protocol header: the broker is ready for clients."""
-    return await _ask(host, port, b"AMQP\x00\x00\x09\x01", 1) == b"\x01"
+    return await _ask(host, port, PROTOCOL_HEADER, 1) == b"\x01"
 
 
 async def manages(host: str, port: int, *, user: str, password: str) -> bool:
     """Whether the management API knows this user."""
     login = base64.b64encode(f"{user}:{password}".encode()).decode()
-    request = f"GET /api/overview HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n"
+    request = f"GET /api/whoami HTTP/1.0\r\nAuthorization: Basic {login}\r\n\r\n"
     return b" 200 " in await _ask(host, port, request.encode(), 16)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -22,6 +23,13 @@ MAX_DEATHS = 5
 DEATH_WINDOW_S = 120.0
 BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Before the first, second, ... start after a death."""
+LOOK_EVERY_S = 2.0
+LOOKS = 15
+"""A broker that turns connections away at so many looks in a row does not come back by itself."""
+FULL_BYTES = 10_000_000
+"""With less on its disk a broker is stopped: parts of one that cannot write end for good, while its process lives."""
+ROOM_BYTES = 100_000_000
+"""That it starts with."""
 
 
 class DaemonFailedError(SwarmqError):
@@ -102,16 +110,46 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
 
 
 async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
-    """Start the private RabbitMQ again when it dies: same url, same queues; everybody else waits and connects again."""
+    """Start the private RabbitMQ again when it dies, and when it has a full disk or takes no connections, though it lives: same url,
+    same queues; everybody else waits and connects again."""
 
     async def ended() -> str:
-        return f"died with status {await node.wait()}"
+        turned_away = 0
+        while turned_away < LOOKS:
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    return f"died with status {await node.wait()}"
+            except TimeoutError:
+                if _free(node.folder) < FULL_BYTES:
+                    return "has no room left on its disk"
+                turned_away = turned_away + 1 if await node.turns_away() else 0
+        return f"has taken no connections for {LOOKS * LOOK_EVERY_S:g} s, though its process lives"
 
     async def restart() -> None:
         await node.stop()
+        await _has_room(node.folder, warn)
         await node.start()
 
     await _keep("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+
+
+async def _has_room(folder: Path, warn: Callable[[str], None]) -> None:
+    """Return when the disk has room for a broker that starts."""
+    told = False
+    while (free := _free(folder)) < ROOM_BYTES:
+        if not told:
+            warn(
+                f"the broker waits for room: {folder} has {free / 1e6:.0f} MB free, it starts with {ROOM_BYTES / 1e6:.0f}"
+            )
+        told = True
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # the folder is gone: the next start says so
+        return ROOM_BYTES
 
 
 async def _keep(

@@ -1,0 +1,87 @@
+"""A private broker is started again when it no longer serves, also where its process lives."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from swarmq.broker.node import PrivateNode
+from swarmq.up import keeping
+from swarmq.up.keeping import keep_broker
+
+
+class Node:
+    """A node whose process lives."""
+
+    def __init__(self, folder: Path, *, deaf: bool = False) -> None:
+        self.folder, self.deaf = folder, deaf
+        self.asked = 0
+        self.happened: list[str] = []
+        self.started = asyncio.Event()
+
+    async def wait(self) -> int:
+        return await asyncio.get_running_loop().create_future()
+
+    async def turns_away(self) -> bool:
+        self.asked += 1
+        return self.deaf
+
+    async def stop(self) -> None:
+        self.happened.append("stop")
+
+    async def start(self) -> None:
+        self.happened.append("start")
+        self.deaf = False
+        self.started.set()
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(keeping, "FULL_BYTES", 0)
+    monkeypatch.setattr(keeping, "ROOM_BYTES", 0)
+
+
+async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) -> None:
+    node, told = Node(tmp_path, deaf=True), list[str]()
+    keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), told.append))
+    async with asyncio.timeout(30):
+        await node.started.wait()
+        assert node.asked == keeping.LOOKS
+        while node.asked < 3 * keeping.LOOKS:  # noqa: ASYNC110 - it is looked at
+            await asyncio.sleep(0.001)
+    keeper.cancel()
+    assert node.happened == ["stop", "start"]
+    (line,) = told
+    assert line.startswith("the broker has taken no connections for ")
+    assert line.endswith("though its process lives; starting it again")
+
+
+async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, told = Node(tmp_path), list[str]()
+    monkeypatch.setattr(keeping, "FULL_BYTES", 10**18)
+    monkeypatch.setattr(keeping, "ROOM_BYTES", 10**18)
+    waits = asyncio.Event()
+
+    def warn(text: str) -> None:
+        told.append(text)
+        if "waits" in text:
+            waits.set()
+
+    keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), warn))
+    async with asyncio.timeout(30):
+        await waits.wait()
+        await asyncio.sleep(0.01)
+        assert node.happened == ["stop"]
+        monkeypatch.setattr(keeping, "FULL_BYTES", 0)
+        monkeypatch.setattr(keeping, "ROOM_BYTES", 0)
+        await node.started.wait()
+    keeper.cancel()
+    assert told[0] == "the broker has no room left on its disk; starting it again"
+    assert told[1].startswith(f"the broker waits for room: {tmp_path} has ")
+    assert len(told) == 2
