@@ -343,6 +343,11 @@ async def test_events_reach_every_listener_of_their_run_and_nobody_else(bench: B
             assert [await anext(listener), await anext(listener)] == [mine, last]
 
 
+async def test_a_broker_that_takes_messages_is_not_blocked(bench: Bench) -> None:
+    assert not await bench.broker.blocked()
+    assert await bench.broker.emit(Event(run=bench.run, source="x", name="state", at=0.0))
+
+
 async def test_an_event_without_listeners_harms_nobody(bench: Bench) -> None:
     await bench.broker.emit(Event(run=bench.run, source="x", name="warning", at=0.0))
     await publish_ends(bench, 1)

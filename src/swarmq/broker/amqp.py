@@ -102,8 +102,11 @@ class AmqpBroker:
         await self._park(delivery.arrival, reason)
         await delivery.ack()
 
-    async def emit(self, event: Event) -> None:
-        await self._emitter.emit(event)
+    async def blocked(self) -> bool:
+        return await self._publisher.blocked()
+
+    async def emit(self, event: Event) -> bool:
+        return await self._emitter.emit(event)
 
     def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         return listening(self._url, run, name=f"{self._name}.events")

@@ -33,13 +33,14 @@ class Emitter:
         self._channel: AbstractChannel | None = None
         self._lock = asyncio.Lock()
 
-    async def emit(self, event: Event) -> None:
+    async def emit(self, event: Event) -> bool:
         session = self._link.current
         if session is None or await session.blocked():
-            return
+            return False
         task = asyncio.create_task(self._send(session, event))
         try:
             await asyncio.wait({task}, timeout=EMIT_S)
+            return task.done() and not task.cancelled() and task.exception() is None
         finally:
             task.cancel()
             task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())

@@ -49,8 +49,12 @@ class Broker(Protocol):
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         """Park a message that cannot be used in `swarmq.dead`, with the reason, and acknowledge it."""
 
-    async def emit(self, event: Event) -> None:
-        """Tell whoever listens. Best effort: dropped when the broker is away, never raises, never blocks long."""
+    async def blocked(self) -> bool:
+        """Whether publishers wait because the broker is low on memory or disk. False where it is away."""
+
+    async def emit(self, event: Event) -> bool:
+        """Tell whoever listens; whether the broker was there to be told. Best effort: dropped when it is away or takes no
+        messages, never raises, never blocks long."""
 
     def events(self, run: str) -> AbstractAsyncContextManager[AsyncIterator[Event]]:
         """Events of a run from now on."""

@@ -31,6 +31,10 @@ FULL_DELAY_S = 1.0
 QUIET_S = 60.0
 """A full queue takes one message in, rejects the next, and so on: one warning per queue and minute is enough."""
 
+LOOK_S = 0.05
+NOBODY = "swarmq.nobody"
+"""No queue has this name."""
+
 APP_ID = f"swarmq/{__version__}"
 CONTENT_TYPE = "application/msgpack"
 
@@ -57,6 +61,20 @@ class Publisher:
                 f"RabbitMQ has not confirmed {kind} {headers.get(KEY_HEADER, '')} to {queue} within {deadline_s:g} s: {trouble}"
             ) from error
 
+    async def blocked(self) -> bool:
+        """Whether the broker holds up what is published. It tells that to publishers alone, so something is published that reaches
+        nobody."""
+        if (session := self._link.current) is None:
+            return False
+        asking = asyncio.create_task(session.call(_ask(session.channel)))
+        try:
+            while not (blocked := await session.blocked()) and not asking.done():
+                await asyncio.wait({asking}, timeout=LOOK_S)
+            return blocked
+        finally:
+            asking.cancel()
+            asking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
     async def _attempt(self, queue: str, body: bytes, *, kind: str, headers: dict[str, Any]) -> bool:
         """Whether it is confirmed; False asks for another attempt."""
         session = await self._link.session()
@@ -79,6 +97,12 @@ class Publisher:
             self._warned[queue] = now
             log.warning("queue full, waiting", queue=queue)
         await asyncio.sleep(random.uniform(0.1, FULL_DELAY_S))
+
+
+async def _ask(channel: AbstractChannel) -> None:
+    """Return when the broker takes messages. It may confirm the first one in the moment in which it blocks, but not the second."""
+    for _ in range(2):
+        await channel.default_exchange.publish(AmqpMessage(b""), NOBODY, mandatory=False)
 
 
 async def send(

@@ -31,25 +31,28 @@ class Stored(msgspec.Struct, kw_only=True):
 
 
 class MemoryBroker:
-    """Implements `swarmq.broker.Broker`. `interrupt` and `away` are its faults."""
+    """Implements `swarmq.broker.Broker`. `interrupt`, `away` and `alarm` are its faults."""
 
     def __init__(self) -> None:
         self._queues: dict[str, _Queue] = {}
         self._feeds: list[tuple[str, Feed]] = []
         self._present = asyncio.Event()
         self._present.set()
+        self._room = asyncio.Event()
+        self._room.set()
         self._orphans: dict[str, list[_Consumer]] = {}
         """Deleted queue -> consumers that wait for it to be made again."""
         self._books: dict[str, asyncio.Lock] = {}
         self._receipts: dict[str, set[str]] = {}
         self.emitted: list[Event] = []
-        """Every event, for tests to look at."""
+        """Every event that was not dropped, for tests to look at."""
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         body = encode(message)
         try:
             async with asyncio.timeout(deadline_s):
                 await self._present.wait()
+                await self._room.wait()
                 await self._queue(queue).up.wait()
         except TimeoutError:
             raise UnconfirmedError(f"not confirmed within {deadline_s} s: broker or queue are away") from None
@@ -82,12 +85,17 @@ class MemoryBroker:
         self._park(delivery.arrival, reason)
         await delivery.ack()
 
-    async def emit(self, event: Event) -> None:
+    async def blocked(self) -> bool:
+        return self._present.is_set() and not self._room.is_set()
+
+    async def emit(self, event: Event) -> bool:
+        if not (self._present.is_set() and self._room.is_set()):
+            return False
         self.emitted.append(event)
-        if self._present.is_set():
-            for run, feed in self._feeds:
-                if run == event.run:
-                    feed.put(encode(event))
+        for run, feed in self._feeds:
+            if run == event.run:
+                feed.put(encode(event))
+        return True
 
     @asynccontextmanager
     async def events(self, run: str) -> AsyncIterator[AsyncIterator[Event]]:
@@ -131,6 +139,13 @@ class MemoryBroker:
         for queue in self._queues.values():
             queue.paused = gone
             queue.push()
+
+    def alarm(self, *, on: bool) -> None:
+        """It is low on memory or disk, or no longer: publishers wait, consumers go on."""
+        if on:
+            self._room.clear()
+        else:
+            self._room.set()
 
     def delete(self, queue: str) -> None:
         """Delete a queue with all that is in it, under its consumers' feet; they wait for it to be declared again."""

@@ -149,8 +149,9 @@ async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
                     for number in range(5, 10)
                 ]
                 await logs.seen(BLOCKED)
+                assert await broker.blocked()
                 assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5)}
-                await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))
+                assert not await broker.emit(Event(run=run_name, source="x", name="state", at=0.0))
                 with pytest.raises(BrokerError, match=r"not confirmed .*alarm"):
                     await broker.publish(topology.inbox(run_name), end(run_name, 5), deadline_s=0.5)
                 assert not any(task.done() for task in waiting)
@@ -160,6 +161,18 @@ async def test_an_alarm_blocks_publishers_visibly_and_consumers_not_at_all(
         assert await drain(broker, run_name, 5) == {f"e{number}:end" for number in range(5, 10)}
         assert logs.count(BLOCKED) == 1
         await logs.seen("publisher no longer blocked")
+
+
+async def test_who_publishes_nothing_can_ask_whether_an_alarm_is_on(node: PrivateNode, run_name: str) -> None:
+    async with opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
+        assert not await broker.blocked()
+        await node.ctl("set_disk_free_limit", "900000000000000")
+        try:
+            assert await broker.blocked()
+        finally:
+            await node.ctl("set_disk_free_limit", "50MB")
+        while await broker.blocked():  # noqa: ASYNC110 - RabbitMQ takes its time to look
+            await asyncio.sleep(0.1)
 
 
 async def test_a_full_queue_makes_publishers_wait_and_drops_nothing(node: PrivateNode, run_name: str, logs) -> None:
@@ -204,7 +217,7 @@ async def test_a_broker_that_can_never_work_is_refused_at_once(node: PrivateNode
 
 async def test_an_unreachable_broker_is_waited_for_and_then_named(node: PrivateNode, logs) -> None:
     async with TcpRelay.to("127.0.0.1", 1) as relay:
-        with pytest.raises(BrokerError, match=rf"127\.0\.0\.1:{relay.port} cannot be reached .*start it or correct"):
+        with pytest.raises(BrokerError, match=rf"127\.0\.0\.1:{relay.port} cannot be reached .*start it .*or correct"):
             async with AmqpBroker.open(relayed(node, relay), name="x", deadline_s=3.0):
                 pass
     assert logs.count(WAITING) == 1

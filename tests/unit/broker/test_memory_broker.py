@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from swarmq.broker import topology
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
-from swarmq.messages import EpisodeEnd
+from swarmq.errors import BrokerError, BrokerLostError, UnconfirmedError, UnroutableError
+from swarmq.messages import EpisodeEnd, Event
 from swarmq.testing import MemoryBroker
 
 INBOX = topology.inbox("r")
@@ -76,8 +76,19 @@ async def test_a_purge_leaves_what_consumers_hold(broker: MemoryBroker) -> None:
 
 
 async def test_events_are_kept_for_the_test_to_see(broker: MemoryBroker) -> None:
-    from swarmq.messages import Event
-
     event = Event(run="r", source="x", name="state", at=0.0)
     await broker.emit(event)
     assert broker.emitted == [event]
+
+
+async def test_an_alarm_holds_publishers_and_drops_events_and_consumers_go_on(broker: MemoryBroker) -> None:
+    await broker.publish(INBOX, end(1))
+    broker.alarm(on=True)
+    assert await broker.blocked()
+    assert not await broker.emit(Event(run="r", source="x", name="state", at=0.0))
+    with pytest.raises(UnconfirmedError):
+        await broker.publish(INBOX, end(2), deadline_s=0.0)
+    async with broker.consume(INBOX, prefetch=1) as deliveries:
+        assert (await anext(deliveries)).message == end(1)
+    broker.alarm(on=False)
+    await broker.publish(INBOX, end(2))
