@@ -93,11 +93,12 @@ class FolderBroker:
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         await delivery.ack()
 
-    async def emit(self, event: Event) -> None:
+    async def emit(self, event: Event) -> bool:
         if event.name == "step":
             die_at(self.root, f"step-{event.fields['version']}")
             with (self.root / "steps.jsonl").open("ab") as file:
                 file.write(msgspec.json.encode(event.fields) + b"\n")
+        return True
 
     async def _bury(self, arrival: Arrival, reason: str) -> None:
         raise AssertionError(reason)

@@ -4,7 +4,7 @@
                                    ├─ log.append ─ ack ─ send ┘
     trainer: Next ─────────────────┘
     <policy>.control ──> orders on disk ─ ack ─ from the next batch on
-    trainer: Stepped ──> report ──> Consumed on `in`, step event          tick ──> state event, watchdog
+    trainer: Stepped ──> report ──> Consumed on `in`; step event          tick ──> state event, watchdog
 
 Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
 A record is reported on `in` once its step is done; the number in `reported` says how far that is confirmed, so a
@@ -43,6 +43,7 @@ from swarmq.learner.lock import Fence, exclusive
 from swarmq.learner.orders import Orders
 from swarmq.learner.records import BatchRecord, Hello, Identity, Index
 from swarmq.learner.reports import Reports
+from swarmq.learner.step_events import StepEvents
 from swarmq.learner.summary import describe
 from swarmq.messages import Consumed, Control, Episode, Event, EventName
 
@@ -128,6 +129,7 @@ class Desk:
         self.fence = Fence(folder / "lock")
         self.log = BatchLog(folder, Identity.of(job, policy))
         self.orders = Orders(folder / "control", job, policy)
+        self.steps = StepEvents(job.run_folder.events, broker)
         self.reports = Reports(folder / "reported", self.log)
         self.version = hello.version
         self.replay = self.log.after(hello.version)
@@ -311,7 +313,7 @@ class Desk:
         self.owed.set()
         figures = self.figures.get(stepped.version) or describe(*self.log.step(stepped.version))
         fields = {**figures, **stepped.fields, "version": stepped.version}
-        await self._emit("step", fields)
+        await self.steps.add(self._event("step", fields))
         for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
             if not stepped.fields.get("replayed"):  # those were told of when they were new
                 log.warning("sign", sign=sign.check, text=sign.text)
@@ -365,6 +367,7 @@ class Desk:
     async def _tick(self) -> None:
         stuck_said = 0.0
         while True:
+            await self.steps.settle()
             await self._state()
             now = time.monotonic()
             waited = now - (self.wanted_since or now)
@@ -396,9 +399,10 @@ class Desk:
         await self._emit("warning", {"text": text})
 
     async def _emit(self, name: EventName, fields: dict[str, Any]) -> None:
-        await self.broker.emit(
-            Event(run=self.job.run, source=f"learner.{self.policy}", name=name, at=time.time(), fields=fields)
-        )
+        await self.broker.emit(self._event(name, fields))
+
+    def _event(self, name: EventName, fields: dict[str, Any]) -> Event:
+        return Event(run=self.job.run, source=f"learner.{self.policy}", name=name, at=time.time(), fields=fields)
 
 
 async def _ack(deliveries: Sequence[Delivery]) -> None:

@@ -2,7 +2,7 @@
 
 events.jsonl ───> recall ──┐   what lasts of earlier, so that a board that is opened late has it
 broker events ──> listen ──┴> board.fold ──> screen.draw (every half second)
-                      └────> events.jsonl         (`recorded`: those that last, without a board)
+                      └────> events.jsonl         (`recorded`: those that last, without a board; learners write their steps)
 broker depths ──> poll ────> board.depths
 """
 
@@ -33,6 +33,8 @@ POLL_S = 2.0
 FRAMES_PER_S = 2
 LASTING = frozenset[EventName]({"step", "evaluated", "control", "warning"})
 """Events that are kept when nobody watches; the others say twice a second how things are, or tell of each episode."""
+RECORDED = LASTING - {"step"}
+"""What is written by who listens; learners write their steps, which they do even when nobody can hear them."""
 RECALLED_BYTES = 8 * 1024 * 1024
 """So much of the end of the event file is read when a board is opened: more steps than a curve shows."""
 GLANCE_S = 3.0
@@ -59,7 +61,7 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -> AsyncIterator[Follower]:
-    """Follow a run while the context is open; `record` gets every event as a JSON line."""
+    """Follow a run while the context is open; `record` gets every event as a JSON line, but for steps, which learners write."""
     follower = Follower(job.run)
     async with asyncio.TaskGroup() as tasks:
         listening = asyncio.Event()
@@ -113,7 +115,7 @@ async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> No
             async with broker.events(job.run) as events:
                 listening.set()
                 async for event in events:
-                    if event.name in LASTING:
+                    if event.name in RECORDED:
                         sink.write(msgspec.json.encode(event) + b"\n")
     except (OSError, BrokerError) as error:
         log.warning("events_not_recorded", path=str(job.run_folder.events), error=str(error))
@@ -163,7 +165,7 @@ async def _listen(
             async for event in events:
                 if (event.source, event.name, event.at) not in known:
                     follower.fold(event)
-                if sink:
+                if sink and event.name != "step":
                     sink.write(msgspec.json.encode(event) + b"\n")
 
 

@@ -12,6 +12,7 @@ import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.learner.doctor.signs import signs
+from swarmq.learner.step_events import StepEvents
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import follow, paces, recorded
@@ -28,41 +29,38 @@ def event(name: EventName, version: int) -> Event:
     return Event(run="r", source="learner.main", name=name, at=float(version), fields={"version": version})
 
 
-async def written(path: Path, *, steps: int) -> None:
+async def written(path: Path, *, events: int) -> None:
     async with asyncio.timeout(30):
-        while sum(one.name == "step" for one in read_events(path)) < steps:  # noqa: ASYNC110 - a task of its own writes it
+        while sum(1 for _ in read_events(path)) < events:  # noqa: ASYNC110 - a task of its own writes it
             await asyncio.sleep(0)
 
 
-async def test_steps_are_kept_over_restarts_and_what_parts_say_of_themselves_is_not(tmp_path: Path) -> None:
+async def test_warnings_are_kept_over_restarts_and_what_parts_say_of_themselves_or_record_is_not(
+    tmp_path: Path,
+) -> None:
     settings, broker = job(tmp_path), MemoryBroker()
     path = settings.run_folder.events
     async with recorded(settings, broker):
-        for one in (event("state", 1), event("episode", 1), event("step", 1)):
+        for one in (event("state", 1), event("episode", 1), event("step", 1), event("warning", 1)):
             await broker.emit(one)
-        await written(path, steps=1)
+        await written(path, events=1)
     with path.open("ab") as file:
         file.write(b'{"type": "event", "ru\n')  # cut by a full disk
     async with recorded(settings, broker):
-        await broker.emit(event("step", 2))
-        await written(path, steps=2)
-    assert list(read_events(path)) == [event("step", 1), event("step", 2)]
+        await broker.emit(event("warning", 2))
+        await written(path, events=2)
+    assert list(read_events(path)) == [event("warning", 1), event("warning", 2)]
 
 
 @pytest.mark.parametrize("broken", [math.nan, math.inf])
 async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, tmp_path: Path) -> None:
-    settings, broker = job(tmp_path), MemoryBroker()
+    steps = StepEvents(tmp_path / "events.jsonl", MemoryBroker())
     figures = {"kl_k3": 0.1, "grad_norm": 1.0, "entropy": 1.0}
-    async with recorded(settings, broker):
-        for version in range(1, 21):
-            failed = dict.fromkeys(figures, broken) | {"skipped": "gradient_not_finite"} if version == 15 else {}
-            await broker.emit(
-                Event(
-                    run="r", source="learner.main", name="step", at=0.0, fields=figures | {"version": version} | failed
-                )
-            )
-        await written(settings.run_folder.events, steps=20)
-    read = [one.fields for one in read_events(settings.run_folder.events)]
+    for version in range(1, 21):
+        failed = dict.fromkeys(figures, broken) | {"skipped": "gradient_not_finite"} if version == 15 else {}
+        fields = figures | {"version": version} | failed
+        await steps.add(Event(run="r", source="learner.main", name="step", at=0.0, fields=fields))
+    read = [one.fields for one in read_events(tmp_path / "events.jsonl")]
     assert read[14]["grad_norm"] is None
     found = {finding.check: finding for finding in signs(read, 4)}
     assert {name for name, finding in found.items() if finding.level != "ok"} == {"mismatch", "steps skipped"}
@@ -73,7 +71,7 @@ async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> N
     settings, broker = job(tmp_path), MemoryBroker()
     settings.run_folder.events.mkdir()
     async with asyncio.timeout(30), recorded(settings, broker):
-        await broker.emit(event("step", 1))
+        await broker.emit(event("warning", 1))
 
 
 async def test_the_pace_of_a_run_is_told_whenever_it_is_another_one(tmp_path: Path) -> None:
@@ -90,10 +88,8 @@ async def test_the_pace_of_a_run_is_told_whenever_it_is_another_one(tmp_path: Pa
 
 async def test_a_board_that_is_opened_late_has_the_steps_before_and_no_step_twice(tmp_path: Path) -> None:
     settings, broker = job(tmp_path), MemoryBroker()
-    async with recorded(settings, broker):
-        for one in (event("step", 1), event("state", 1), event("warning", 1), event("step", 2)):
-            await broker.emit(one)
-        await written(settings.run_folder.events, steps=2)
+    earlier = (event("step", 1), event("state", 1), event("warning", 1), event("step", 2))
+    settings.run_folder.events.write_bytes(b"".join(msgspec.json.encode(one) + b"\n" for one in earlier))
     async with asyncio.timeout(30), follow(settings, broker) as follower:
         assert not follower.board.parts, "what a part said of itself long ago is no sign of life"
         assert [warned.source for warned in follower.board.warnings] == ["learner.main"]

@@ -150,7 +150,7 @@ def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
         yield Finding(
             level="note",
             check="signs",
-            text="no step is recorded in the run's events.jsonl, which `swarmq up` writes: nothing to read",
+            text="no step is recorded in the run's events.jsonl, which its learner writes: nothing to read",
         )
         return
     yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
