@@ -6,6 +6,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -17,6 +18,13 @@ from swarmq.process import held_port, port_is_free
 
 HOST = "127.0.0.1"
 LAST_LINES = 6
+
+DISK_LIMIT_BYTES = 2_000_000_000
+"""With less free on its disk, a private node takes no messages."""
+BLOCKED = (
+    "RabbitMQ takes no messages: it is low on memory or disk, and all wait until it is not (one that `swarmq up` starts needs "
+    f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
+)
 
 CONFIG = """\
 listeners.tcp.1 = {host}:{amqp_port}
@@ -31,9 +39,8 @@ consumer_timeout = 604800000
 # A gibibyte of backlog is 850 MB of memory with RabbitMQ's default log segments, 300 MB with these.
 raft.wal_max_size_bytes = 67108864
 vm_memory_high_watermark.absolute = 1500MB
-disk_free_limit.absolute = 2GB
+disk_free_limit.absolute = {disk_limit}
 """
-
 
 TLS = """\
 listeners.ssl.1 = 0.0.0.0:{port}
@@ -57,6 +64,16 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     management_port: int
     dist_port: int
     epmd_port: int
+
+
+def check_disk(folder: Path) -> None:
+    """Raises BrokerError where a node in this folder would take no messages."""
+    free = shutil.disk_usage(folder).free
+    if free < DISK_LIMIT_BYTES:
+        raise BrokerError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, and RabbitMQ takes no messages below "
+            f"{DISK_LIMIT_BYTES / 1e9:g} GB: free some, or set `folder` to another disk"
+        )
 
 
 def take_lock(folder: Path) -> IO[str]:
@@ -139,7 +156,8 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
     if not cookie.exists():
         _write_private(cookie, secrets.token_hex(20))
         cookie.chmod(0o400)
-    _write_private(folder / "rabbitmq.conf", CONFIG.format(host=HOST, **msgspec.structs.asdict(identity)) + config)
+    settings = CONFIG.format(host=HOST, disk_limit=DISK_LIMIT_BYTES, **msgspec.structs.asdict(identity))
+    _write_private(folder / "rabbitmq.conf", settings + config)
     (folder / "advanced.config").write_text(advanced + "\n")
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
     (folder / "env.conf").write_text("")

@@ -39,7 +39,7 @@ class Warned:
 
 @dataclasses.dataclass
 class Board:
-    """Folded state of a run; `fold` is the only way it changes."""
+    """Folded state of a run; `fold` is the only way it changes, but for what the broker says of itself."""
 
     run: str
     parts: dict[str, Part] = dataclasses.field(default_factory=dict)
@@ -54,6 +54,8 @@ class Board:
     warnings: deque[Warned] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
     depths: dict[str, int] = dataclasses.field(default_factory=dict)
     """Queue -> messages that wait in it."""
+    blocked: bool = False
+    """Whether the broker takes no messages."""
     _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def fold(self, event: Event) -> None:

@@ -3,7 +3,7 @@
 events.jsonl ───> recall ──┐   what lasts of earlier, so that a board that is opened late has it
 broker events ──> listen ──┴> board.fold ──> screen.draw (every half second)
                       └────> events.jsonl         (`recorded`: those that last, without a board; learners write their steps)
-broker depths ──> poll ────> board.depths
+broker depths ──> poll ────> board.depths, board.blocked
 """
 
 from __future__ import annotations
@@ -186,6 +186,7 @@ async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:
     while True:
         try:
             depths = await broker.depths(queues)
+            follower.board.blocked = await broker.blocked()
         except BrokerError as error:
             text = {"text": str(error)}
             follower.fold(Event(run=job.run, source="broker", name="warning", at=time.time(), fields=text))

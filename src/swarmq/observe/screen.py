@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from swarmq.broker.node_files import BLOCKED
 from swarmq.observe.board import Board, sparkline
 
 STALE_S = 15.0
@@ -40,6 +41,8 @@ def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
 
 def _headline(board: Board, now: float) -> Text:
     text = Text()
+    if board.blocked:
+        text.append(f"{BLOCKED}\n", style="red")
     for source, part in sorted(board.parts.items()):
         silent_s = now - part.at
         style = "green" if silent_s < STALE_S else "red"
@@ -49,7 +52,9 @@ def _headline(board: Board, now: float) -> Text:
     for source, stage in sorted(board.stages.items()):
         text.append(f"\n{source}: ", style="dim")
         text.append(stage)
-    return text or Text("waiting for the first sign of life ...", style="dim")
+    if not (board.parts or board.stages):
+        text.append("waiting for the first sign of life ...", style="dim")
+    return text
 
 
 def _learners(board: Board, width: int) -> RenderableType:

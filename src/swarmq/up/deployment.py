@@ -29,7 +29,7 @@ from swarmq.broker.claim import claimed
 from swarmq.broker.container import find_container
 from swarmq.broker.install import find_server
 from swarmq.broker.node import PrivateNode
-from swarmq.broker.node_files import tls_listener
+from swarmq.broker.node_files import BLOCKED, check_disk, tls_listener
 from swarmq.client.invitations import host_invite
 from swarmq.config import Policy, SwarmJob, amqp_url, make_folder
 from swarmq.engine.gpus import Gpu, visible_gpus
@@ -51,6 +51,7 @@ from swarmq.up.stopping import drain_s, stop
 SERVE_S = 240.0
 """For a proxy to listen on its port."""
 PROBE_S = 0.1
+ALARM_EVERY_S = 5.0
 
 
 class Endpoints(msgspec.Struct, frozen=True, kw_only=True):
@@ -134,7 +135,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             await _daemons(deployment, proxies, stack, report)
             _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
             _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
-            async with _kept_running(deployment, broker):
+            async with _kept_running(deployment, broker, report):
                 yield deployment
 
 
@@ -162,7 +163,9 @@ def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _kept_running(deployment: Deployment, broker: AmqpBroker) -> AsyncIterator[None]:
+async def _kept_running(
+    deployment: Deployment, broker: AmqpBroker, report: Callable[[str], None]
+) -> AsyncIterator[None]:
     """While the context is open parts that die are started again, and people are told; one that cannot be ends the context."""
     warnings: asyncio.Queue[str] = asyncio.Queue()
 
@@ -175,6 +178,7 @@ async def _kept_running(deployment: Deployment, broker: AmqpBroker) -> AsyncIter
     async with asyncio.TaskGroup() as tasks:
         watchers = [
             tasks.create_task(_tell(warnings, broker, deployment.job.run)),
+            tasks.create_task(report_alarms(broker, report)),
             tasks.create_task(_learners(deployment, warn)),
             *(tasks.create_task(daemon.keep_running(warn)) for daemon in daemons if not daemon.is_learner),
             *(tasks.create_task(keep_engine(name, e, warn)) for name, e in deployment.engines.items()),
@@ -239,6 +243,7 @@ async def _broker(
     if find_server() is None and (container := await asyncio.to_thread(find_container)):
         report(f"broker: {container.place}")
         return None, container.amqp_url
+    check_disk(job.run_folder.path)
     report("broker: starting a private RabbitMQ")
     node = await stack.enter_async_context(
         PrivateNode(job.run_folder.broker, port=job.broker.port, config=tls_listener(job.broker))
@@ -349,6 +354,16 @@ async def _tell(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> N
     while True:
         text = await warnings.get()
         await broker.emit(Event(run=run, source="up", name="warning", at=time.time(), fields={"text": text}))
+
+
+async def report_alarms(broker: Broker, report: Callable[[str], None], *, every_s: float = ALARM_EVERY_S) -> None:
+    """Say when the broker begins to hold up publishers, and when that is over: nobody can tell it by an event meanwhile."""
+    before = False
+    while True:
+        if (blocked := await broker.blocked()) != before:
+            report(BLOCKED if blocked else "RabbitMQ takes messages again")
+        before = blocked
+        await asyncio.sleep(every_s)
 
 
 def _resolve(

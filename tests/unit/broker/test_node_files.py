@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.broker.node_files import environment, last_words, load_identity, take_lock, write_files
+from swarmq.broker import node_files
+from swarmq.broker.node_files import check_disk, environment, last_words, load_identity, take_lock, write_files
 from swarmq.errors import BrokerError
 
 BAD_SETTING = """\
@@ -87,3 +88,15 @@ def test_the_node_listens_on_loopback_and_waits_a_week_for_an_acknowledgement(tm
     assert "management.tcp.ip = 127.0.0.1" in settings
     assert "consumer_timeout = 604800000" in settings
     assert settings.endswith("extra = 1\n")
+
+
+def test_a_disk_on_which_rabbitmq_would_take_no_messages_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 0)
+    check_disk(tmp_path)
+    monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 10**18)
+    with pytest.raises(
+        BrokerError, match=rf"{tmp_path} has .* GB free, and RabbitMQ takes no messages below 1e\+09 GB"
+    ):
+        check_disk(tmp_path)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import math
 from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from swarmq.config import SwarmJob
 from swarmq.learner.doctor.signs import signs
 from swarmq.learner.step_events import StepEvents
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
-from swarmq.observe.monitor import follow, paces, recorded
+from swarmq.observe.monitor import follow, glance, paces, recorded
 from swarmq.testing import MemoryBroker
 
 
@@ -97,6 +99,14 @@ async def test_a_board_that_is_opened_late_has_the_steps_before_and_no_step_twic
         await broker.emit(event("step", 3))
         await follower.until(lambda board: board.version == 3)
         assert [step["version"] for step in follower.board.steps["main"]] == [1, 2, 3]
+
+
+async def test_a_board_says_that_the_broker_takes_no_messages(tmp_path: Path) -> None:
+    broker = MemoryBroker()
+    broker.alarm(on=True)
+    shown = io.StringIO()
+    await glance(job(tmp_path), broker, console=Console(file=shown, width=120))
+    assert "RabbitMQ takes no messages" in shown.getvalue()
 
 
 async def test_only_the_end_of_a_long_event_file_is_read(tmp_path: Path) -> None:
