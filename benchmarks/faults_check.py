@@ -196,7 +196,7 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
     import torch  # noqa: PLC0415  (only the verdict needs it)
     from safetensors.numpy import load_file  # noqa: PLC0415
 
-    from swarmq.learner import checkpoint  # noqa: PLC0415
+    from swarmq.learner import saved  # noqa: PLC0415
     from swarmq.learner.records import Identity  # noqa: PLC0415
     from swarmq.learner.trainer import Trainer  # noqa: PLC0415
 
@@ -208,7 +208,7 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
         if record.index.trained:
             trainer.step(record)
             digests[trainer.version] = _digest(trainer)
-    newest = checkpoint.newest(job.run_folder.checkpoints(POLICY), Identity.of(job, POLICY))
+    newest = saved.newest(job.run_folder.checkpoints(POLICY), Identity.of(job, POLICY))
     saved = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
     pushed = list(_pushes(journal)) if journal and journal.exists() else []
     return Weights(

@@ -163,6 +163,16 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     names what was overridden, or refused with 400."""
 
 
+OF_LOSSES = {
+    "mask_delta": ("tis_mask",),
+    "pull": ("tis_mask",),
+    "clip_low": ("ppo_clip", "gspo"),
+    "clip_high": ("ppo_clip", "cispo", "gspo"),
+    "dual_clip": ("ppo_clip",),
+}
+"""Constant -> the losses that have it."""
+
+
 class Loss(Settings, frozen=True, kw_only=True):
     """The policy loss and its constants (docs/learning.md)."""
 
@@ -178,6 +188,15 @@ class Loss(Settings, frozen=True, kw_only=True):
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
     kl: Weight = 0.0
     """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
+
+    def unused(self) -> dict[str, tuple[str, ...]]:
+        """Constants that were chosen and that this loss does not have -> the losses that do."""
+        plain = Loss()
+        return {
+            constant: losses
+            for constant, losses in OF_LOSSES.items()
+            if self.name not in losses and getattr(self, constant) != getattr(plain, constant)
+        }
 
 
 class LengthPenalty(Settings, frozen=True, kw_only=True):
@@ -409,12 +428,23 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         for where, size in sizes.items():
             if self.groups.min_group > size:
                 raise ValueError(f"groups.min_group: {self.groups.min_group} is more than {where} {size}")
+        for name, policy in self.policies.items():
+            if policy.train.steps_per_batch > self.groups.groups_per_batch:
+                raise ValueError(
+                    f"policies.{name}.train.steps_per_batch: {policy.train.steps_per_batch} steps share out the groups of a batch, and "
+                    f"groups.groups_per_batch is {self.groups.groups_per_batch}"
+                )
 
     @property
     def task_kinds(self) -> tuple[str, ...]:
         """Every kind that has queues: of the mix at any step, or with settings of its own."""
         points = self.mix_schedule.points if self.mix_schedule else ()
         return tuple(dict.fromkeys([*self.mix, *(kind for point in points for kind in point.mix), *self.kinds]))
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Policies that have a learner."""
+        return tuple(name for name, policy in self.policies.items() if policy.trained)
 
     @property
     def frozen(self) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
-from swarmq.learner import checkpoint, fits, kernel_check, sharding, tree
+from swarmq.learner import checkpoint, fits, kernel_check, saved, sharding, tree
 from swarmq.learner.model_files import HostCopies
 from swarmq.learner.passes import Work, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -238,7 +238,7 @@ def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
 
 def went_on(model: str, train: Train, folder: Path) -> Trainer:
     """A new trainer, after the next step from the newest checkpoint."""
-    found = checkpoint.newest(folder, Identity(run="r", policy="main", model=model))
+    found = saved.newest(folder, Identity(run="r", policy="main", model=model))
     assert found is not None
     forget()
     trainer = Trainer(str(found.path), train, initial=model)

@@ -93,7 +93,7 @@ def stop(run: Path, after: int, policy: str | None) -> None:
     swarmq stop runs/team --after 200 --policy planner
     """
     job = resolved(run)
-    chosen = [one_policy(job, policy)] if policy else [name for name, one in job.policies.items() if one.trained]
+    chosen = [one_policy(job, policy)] if policy else list(job.trained)
     run_until_signalled(_ask(run, "set", {f"policies.{name}.train.max_steps": after for name in chosen}))
 
 

@@ -26,13 +26,12 @@ from swarmq.demo.closing import Account, account_of_demo, table_of
 from swarmq.demo.make_model import made_model
 from swarmq.demo.play import Play
 from swarmq.demo.settings import DemoSize, demo_job
-from swarmq.engine.model import check_model
 from swarmq.errors import SwarmqError
 from swarmq.observe.board import Board
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.monitor import follow
 from swarmq.observe.screen import draw
-from swarmq.up import Deployment, deploy
+from swarmq.up import Deployment, check_settings, deploy, planned
 
 FRAME_S = 0.5
 PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
@@ -69,12 +68,11 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     """The whole demo. Raises SwarmqError when a part cannot start, or when an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
-    make_folder(Path(_named(options, options.run, "").folder))  # what is wrong is said before a model is made
+    check_settings(plain := _named(options, options.run, ""))  # what is wrong is said before a model is made
+    make_folder(Path(plain.folder))
     model = options.model or await made_model(options.cache, report)
     model_s = time.monotonic() - began
-    for policy in _named(options, options.run, model).policies.values():
-        if not policy.engine.urls:
-            check_model(policy.model, trained=policy.trained)  # nor is a folder made for one that cannot be served
+    planned(_named(options, options.run, model), lambda _: None)  # nor is a folder made for one that cannot be trained
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:

@@ -39,12 +39,12 @@ from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped
 from swarmq.learner.memory import GIB, WHOLE_BYTES
 from swarmq.learner.model_files import HostCopies, NotGrantedError, num_bytes, outlines
 from swarmq.learner.records import SCHEMA, Identity
+from swarmq.learner.saved import MANIFEST, Checkpoint, DamagedError, File, Manifest, all_of, check, version_of
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
 
 log = structlog.get_logger()
 
-MANIFEST = "manifest.json"
 STATE = "state"
 OPTIMIZER = "optimizer.bin"
 """As accelerate calls it."""
@@ -62,28 +62,6 @@ TOKENIZER_FILES = (
     "*.jinja",
     "*.model",
 )
-
-
-class File(msgspec.Struct, frozen=True, kw_only=True):
-    size: int
-    sha256: str
-
-
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    schema: int
-    identity: Identity
-    version: int
-    """Weight version; the batch log goes on after it."""
-    files: dict[str, File]
-    written_at: float
-    swarmq: str
-
-
-class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was found and checked."""
-
-    path: Path
-    version: int
 
 
 def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep: int) -> int:
@@ -231,26 +209,6 @@ def _write(draft: Draft, check: Callable[[], None]) -> None:
     _publish(draft)
 
 
-def newest(folder: Path, identity: Identity) -> Checkpoint | None:
-    """The newest sound checkpoint, if any.
-
-    Raises LearnerError when one is of another run, policy or model, or from a newer swarmq: that is no damage.
-    """
-    for path in reversed(_all(folder)):
-        try:
-            manifest = check(path)
-        except DamagedError as error:
-            log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
-            continue
-        if difference := identity.difference(manifest.identity):
-            raise SetUpError(
-                f"{path}: the checkpoint belongs to something else: {difference}; nothing was changed. "
-                "Use another run name or folder"
-            )
-        return Checkpoint(path=path, version=manifest.version)
-    return None
-
-
 def load(found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None) -> Trainer:
     """A policy's trainer with the checkpoint that was found, or with the initial model."""
     trainer = Trainer(
@@ -275,26 +233,6 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         )
     load_accelerator_state(str(state), [], [_optimizer(trainer)], [], [], trainer.accelerator.process_index)
     trainer.version = checkpoint.version
-
-
-class DamagedError(Exception):
-    """A checkpoint folder is incomplete or was changed; the message says where."""
-
-
-def check(path: Path) -> Manifest:
-    """The manifest, when every file is as it was written. Raises DamagedError; LearnerError for a newer schema."""
-    try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-        if manifest.schema > SCHEMA:
-            raise SetUpError(f"{path}: written by a newer swarmq (schema {manifest.schema}): upgrade swarmq")
-        for name, file in manifest.files.items():
-            if (path / name).stat().st_size != file.size or sha256(path / name) != file.sha256:
-                raise DamagedError(f"{name} is not as it was written")
-    except OSError as error:
-        raise DamagedError(f"{error.filename}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
-        raise DamagedError(f"{MANIFEST}: {error}") from error
-    return manifest
 
 
 def clean(folder: Path) -> None:
@@ -397,11 +335,11 @@ def _publish(draft: Draft) -> None:
 
 def _prune(folder: Path, version: int, keep: int) -> int:
     """Remove all but the `keep` newest up to `version`; that of the oldest one kept. Newer ones were passed over as damaged."""
-    paths = [path for path in _all(folder) if _version(path) <= version]
+    paths = [path for path in all_of(folder) if version_of(path) <= version]
     for path in paths[:-keep]:
         with _left(path):
             _remove(_aside(path))
-    return _version(paths[-keep:][0])
+    return version_of(paths[-keep:][0])
 
 
 def _aside(path: Path) -> Path:
@@ -432,11 +370,3 @@ def _say_left(path: Path, what: str) -> None:
     log.warning(
         "checkpoint_not_removed", path=str(path), what=what, consequence="it takes room until somebody removes it"
     )
-
-
-def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
-
-
-def _version(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))

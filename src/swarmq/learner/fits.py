@@ -14,7 +14,7 @@ import torch
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner import host
+from swarmq.learner import ahead, host
 from swarmq.learner.host import Room
 from swarmq.learner.memory import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
 from swarmq.learner.model import load_config, named_by, outline_of
@@ -70,21 +70,13 @@ def looked_at(train: Train) -> Train:
 
 def check_groups(train: Train) -> None:
     """Raises LearnerError when the ranks of this process's world do not make whole groups of those that share passes."""
-    if num_ranks() % train.context_parallel:
-        raise SetUpError(
-            f"train.context_parallel: {train.context_parallel} ranks share each pass, and there are {num_ranks()}: start a multiple "
-            "of that many (--num-gpus, accelerate launch --num_processes), or set it to a number that divides them"
-        )
+    ahead.check_groups(train, num_ranks())
 
 
 def shard(source: str, train: Train) -> Sharding:
     """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
     ranks = num_ranks()
-    if ranks == 1 and train.cpu_offload:
-        raise SetUpError(
-            "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; start two "
-            "ranks or more (--num-gpus, accelerate launch --num_processes), or leave train.cpu_offload out"
-        )
+    ahead.check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
         raise SetUpError(
             "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "

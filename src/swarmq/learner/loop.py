@@ -32,7 +32,7 @@ import torch.distributed
 
 from swarmq.config import SwarmJob
 from swarmq.errors import EngineError, LearnerError
-from swarmq.learner import checkpoint, records, token_log
+from swarmq.learner import checkpoint, records, saved, token_log
 from swarmq.learner.accelerator import COMMAND_TIMEOUT, make_accelerator
 from swarmq.learner.engines import Engines, Pusher
 from swarmq.learner.files import DiskFullError
@@ -125,7 +125,7 @@ class Learner:
 
     def _load(self) -> Trainer:
         """Load the trainer. Engines that take turns with the learner sleep meanwhile, as in a step."""
-        settings, found = self.settings, checkpoint.newest(self.folder, self.identity)
+        settings, found = self.settings, saved.newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
         self.engines.sleep()

@@ -18,7 +18,6 @@ import msgspec
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import Linear, LoraLayer
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,11 +25,8 @@ from swarmq.config import Lora
 from swarmq.engine.packing import Adapter, Deferred, FromFolder, Weight
 from swarmq.errors import SetUpError
 from swarmq.learner.folders import as_in_folder
+from swarmq.learner.saved import ADAPTER, SETTINGS
 
-ADAPTER = Path("adapter", "adapter.safetensors")
-"""In a checkpoint. Of all safetensors files beside a model's, vLLM believes that they are the model's."""
-SETTINGS = "train.lora"
-"""In its metadata."""
 NAME = "default"
 MARK = ".lora_"
 WRAPPED = ".base_layer"
@@ -73,27 +69,6 @@ def _check_modules(lm: Any, modules: Collection[str]) -> None:
             raise SetUpError(
                 f"train.lora.modules: this model has no layer {wanted!r} that takes adapters; it has {choices}"
             )
-
-
-def check_goes_on(folder: Path, lora: Lora | None) -> None:
-    """Raises LearnerError for a checkpoint whose training `lora` does not continue: its weights would not be those it has."""
-    was = None
-    if (file := folder / ADAPTER).is_file():
-        with safe_open(file, framework="pt") as opened:
-            told = (opened.metadata() or {}).get(SETTINGS)
-        was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
-    if was != lora:
-        raise SetUpError(
-            f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "
-            "from these weights: policies.<name>.model = this folder"
-        )
-
-
-def _words(lora: Lora | None) -> str:
-    if lora is None:
-        return "no train.lora"
-    modules = "" if lora.modules is None else f", modules = {list(lora.modules)}"
-    return f"train.lora = {{rank = {lora.rank}, alpha = {lora.alpha:g}{modules}}}"
 
 
 def load_adapter(lm: Any, folder: Path) -> None:

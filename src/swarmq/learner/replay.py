@@ -11,7 +11,7 @@ import structlog
 
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint, fits
+from swarmq.learner import batch_log, checkpoint, fits, saved
 from swarmq.learner.records import Identity
 
 log = structlog.get_logger()
@@ -56,11 +56,11 @@ def replay(
     return trainer.version
 
 
-def _sound(path: Path, identity: Identity) -> checkpoint.Checkpoint:
+def _sound(path: Path, identity: Identity) -> saved.Checkpoint:
     try:
-        manifest = checkpoint.check(path)
-    except checkpoint.DamagedError as error:
+        manifest = saved.check(path)
+    except saved.DamagedError as error:
         raise LearnerError(f"{path}: not a sound checkpoint: {error}") from error
     if difference := identity.difference(manifest.identity):
         raise LearnerError(f"{path}: the checkpoint belongs to something else: {difference}")
-    return checkpoint.Checkpoint(path=path, version=manifest.version)
+    return saved.Checkpoint(path=path, version=manifest.version)

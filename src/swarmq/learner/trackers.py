@@ -10,17 +10,18 @@ import contextlib
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import structlog
 from accelerate import Accelerator
-from accelerate.tracking import filter_trackers, get_available_trackers
+from accelerate.tracking import filter_trackers
 
 from swarmq.config import Train
-from swarmq.errors import LearnerError, SetUpError
+from swarmq.errors import LearnerError
+from swarmq.learner.ahead import check_trackers
 from swarmq.learner.files import mapped
 
 log = structlog.get_logger()
@@ -43,7 +44,7 @@ class Trackers:
         self._accelerator = accelerator
         self._failed: Counter[str] = Counter()
         """Steps in a row, by tracker."""
-        check(train.trackers)
+        check_trackers(train.trackers)
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
             return
@@ -95,16 +96,6 @@ class Trackers:
 
 def _warn(tracker: Any, error: Exception, **what: Any) -> None:
     log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
-
-
-def check(names: Sequence[str]) -> None:
-    """Raises LearnerError for trackers whose package is not installed."""
-    installed = {str(each) for each in get_available_trackers()}  # called as their packages are
-    missing = [name for name in names if name not in installed]
-    if missing:
-        raise SetUpError(
-            f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"
-        )
 
 
 def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:

@@ -44,6 +44,7 @@ from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
 from swarmq.learner.passes import Pass, Traits, Work, reweighed, work_of
 from swarmq.learner.records import BatchRecord
+from swarmq.learner.saved import check_goes_on
 from swarmq.learner.seen import Seen
 from swarmq.learner.served_teacher import Scores, ServedTeacher
 from swarmq.learner.sharding import (
@@ -419,7 +420,7 @@ def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, e
     weights hold them already; under them are weights of the type that layers compute in, which change by no small steps."""
     resumes = source != initial
     if resumes:
-        lora.check_goes_on(Path(source), train.lora)
+        check_goes_on(Path(source), train.lora)
     load = partial(load_lm, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if not train.lora:
         return load(source)

@@ -73,8 +73,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         own_url, visit = job.proxy.url(port), Visit()
         name = f"swarmq proxy.{number} {job.run}"
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=name, deadline_s=first_wait_s()))
-        trained = [name for name, policy in job.policies.items() if policy.trained]
-        await broker.declare(job.run, policies=trained, kinds=job.task_kinds)
+        await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
         opener = partial(VllmEngine.open, deadline_s=None)  # calls have one of their own
         engines = {
             name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]

@@ -1,5 +1,6 @@
 """One host, one command: `swarmq up` starts every part of a run, keeps each running, stops them in order.
 
+plan.py         what is looked at before anything is started
 deployment.py   start and resolve addresses, in order
 keeping.py      start again what dies
 stopping.py     how long each part has to stop
@@ -7,5 +8,6 @@ ports.py        the same ports at every start
 """
 
 from swarmq.up.deployment import Deployment, Endpoints, deploy
+from swarmq.up.plan import check_settings, planned
 
-__all__ = ["Deployment", "Endpoints", "deploy"]
+__all__ = ["Deployment", "Endpoints", "check_settings", "deploy", "planned"]

@@ -32,19 +32,18 @@ from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import BLOCKED, check_disk, tls_listener
 from swarmq.client.invitations import host_invite
 from swarmq.config import Policy, SwarmJob, amqp_url, make_folder
-from swarmq.engine.gpus import Gpu, visible_gpus
-from swarmq.engine.launch import EngineProcess, check_arguments, check_model, is_cuda_build, visible
-from swarmq.engine.model import Model, size_of
+from swarmq.engine.launch import EngineProcess, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
-from swarmq.learner.memory import GPU_SHARE, judges
+from swarmq.learner.memory import GPU_SHARE
 from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
-from swarmq.placement import Placement, place_all
+from swarmq.placement import Placement
 from swarmq.process import tail
 from swarmq.proxies import Proxies
 from swarmq.up.keeping import Daemon, DaemonFailedError, keep_broker, keep_engine
+from swarmq.up.plan import planned
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
 from swarmq.up.stopping import drain_s, stop
 
@@ -112,7 +111,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     """
     raise_file_limit()
     survive_full_disk()
-    placements = _planned(job, report)
+    placements = planned(job, report)
     folder = job.run_folder
     make_folder(folder.path)
     folder.path.chmod(0o700)  # prompts and completions are in it
@@ -131,26 +130,12 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             invite = host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_settings(job, deployment)
-            await broker.declare(job.run, policies=_trained(job), kinds=job.task_kinds)
+            await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await _daemons(deployment, proxies, stack, report)
             _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
             _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
             async with _kept_running(deployment, broker, report):
                 yield deployment
-
-
-def _planned(job: SwarmJob, report: Callable[[str], None]) -> dict[str, Placement]:
-    """Policy -> the GPUs of its learner and engines. Raises ConfigError for what can never work, before anything is started."""
-    served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
-    for policy in served.values():
-        check_arguments(policy)
-    models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
-    placements = _placements(job, models, visible_gpus() if models and is_cuda_build() else [])
-    for name, placement in placements.items():
-        report(f"placement of {name}: {placement}")
-    for line in untrainable_calls(job, models):
-        report(f"warning: {line}")
-    return placements
 
 
 def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
@@ -210,28 +195,6 @@ async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None
             if daemon.is_learner:
                 tasks.create_task(daemon.keep_running(warn))
     deployment.learners_done.set()
-
-
-def _placements(job: SwarmJob, models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, Placement]:
-    trained = {name: job.policies[name] for name in models if job.policies[name].trained} if gpus else {}
-    sizes = {
-        name: [size_of(judge) for judge in judges(policy.train, policy.model).values()]
-        for name, policy in trained.items()
-    }
-    return place_all(job.policies, models, gpus, judges=sizes)
-
-
-def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
-    """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
-    for name, model in models.items():
-        engine, train = job.policies[name].engine, job.policies[name].train
-        served = min(engine.max_model_len, model.max_length or engine.max_model_len)
-        if job.policies[name].trained and served > train.micro_batch_tokens:
-            yield (
-                f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
-                f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
-                "raise the latter, or lower the former to it"
-            )
 
 
 async def _broker(
@@ -311,7 +274,7 @@ async def _daemons(
         daemon("collector", ["collector", resolved]),
         *(
             daemon(f"learner.{name}", *_learner(resolved, name, deployment.placements.get(name)))
-            for name in _trained(job)
+            for name in job.trained
         ),
     ]
     for each in daemons:
@@ -391,10 +354,6 @@ def _resolve(
             for name, policy in planned.items()
         },
     )
-
-
-def _trained(job: SwarmJob) -> list[str]:
-    return [name for name, policy in job.policies.items() if policy.trained]
 
 
 def _write_private(path: Path, content: bytes) -> None:

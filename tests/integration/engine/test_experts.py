@@ -18,7 +18,7 @@ from swarmq.config import Loss, Train
 from swarmq.engine.control import EngineControl
 from swarmq.engine.push import WeightPusher
 from swarmq.errors import EngineError
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, saved
 from swarmq.learner.records import BatchRecord, Identity, Index
 from swarmq.learner.trainer import Trainer
 
@@ -39,7 +39,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=TRAIN))
     identity = Identity(run="r", policy="main", model=model)
     checkpoint.save(folder, trainer, identity, model=model, keep=1)
-    found = checkpoint.newest(folder, identity)
+    found = saved.newest(folder, identity)
     assert found is not None
     return trainer, found.path
 

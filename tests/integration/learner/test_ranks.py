@@ -20,7 +20,7 @@ from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, saved
 from swarmq.learner.records import Identity
 from swarmq.learner.trainer import Trainer
 
@@ -107,7 +107,7 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:
     """What two sharded ranks saved, one process loads: a replay and the doctor are such."""
     wanted: dict[str, torch.Tensor] = torch.load(folder / "next")
-    found = checkpoint.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
+    found = saved.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
     assert found is not None
     trainer = Trainer(str(found.path), train, initial=str(model))
     checkpoint.restore(trainer, found)

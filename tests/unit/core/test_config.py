@@ -45,6 +45,10 @@ def test_a_part_of_a_section_that_is_off_switches_it_on():
         (["run=Has Capitals"], ["run", "Has Capitals"]),
         (["mix.math=0.4"], ["mix", "0.4"]),
         (["groups.min_group=9"], ["groups.min_group"]),
+        (
+            ["policies.main.train.steps_per_batch=9"],
+            ["policies.main.train.steps_per_batch: 9", "groups_per_batch is 8"],
+        ),
         (["policies.main.model.name=x"], ["policies.main.model is a value"]),
         (["policies.main.train.ratio_band=[2.0,0.5]"], ["policies.main.train", "ratio_band", "[2, 0.5]"]),
         (["policies.main.train.betas=[0.9,3]"], ["policies.main.train.betas[1]", "< 1"]),

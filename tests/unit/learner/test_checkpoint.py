@@ -30,7 +30,7 @@ from support.tiny_model import tiny_experts
 from swarmq import cli
 from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint, loop
+from swarmq.learner import checkpoint, loop, saved
 from swarmq.learner import trainer as trainer_module
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.host import Room
@@ -88,7 +88,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = checkpoint.load(checkpoint.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
+    again = checkpoint.load(saved.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))
@@ -261,7 +261,7 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
         checkpoint.finish(draft, keep=1, check=replaced)
     assert looks == [[], ["optimizer.bin"]]
     assert not list(tmp_path.rglob("*.safetensors"))
-    assert checkpoint.newest(tmp_path, OURS) is None
+    assert saved.newest(tmp_path, OURS) is None
 
 
 class Told:
@@ -390,7 +390,7 @@ def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
     slow_disk.start()
     with pytest.raises(LearnerError, match="cannot go on"):
         learner.run(link)  # type: ignore[arg-type]
-    found = checkpoint.newest(learner.folder, learner.identity)
+    found = saved.newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -411,7 +411,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     assert link.messages == [Kept(oldest=1)]
-    found = checkpoint.newest(learner.folder, learner.identity)
+    found = saved.newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -419,7 +419,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
 def test_an_optimizer_saved_in_parts_is_refused_with_what_to_do(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     save(tmp_path, trainer)
-    found = checkpoint.newest(tmp_path, OURS)
+    found = saved.newest(tmp_path, OURS)
     assert found is not None
     (found.path / "state" / "optimizer.bin").unlink()
     with pytest.raises(LearnerError, match="saved in parts.* begin another run from the weights"):
@@ -487,11 +487,11 @@ def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp
             (folder / "manifest.json").unlink()
         case "half a manifest":
             (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:100])
-    found = checkpoint.newest(tmp_path, OURS)
+    found = saved.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 1
     save(tmp_path, trainer)
-    found = checkpoint.newest(tmp_path, OURS)
+    found = saved.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -517,12 +517,12 @@ def test_a_damaged_one_goes_when_another_stands_in_its_place(
     (tmp_path / "step-00000000" / "model.safetensors").write_bytes(b"rubbish")
 
     def look_and_remove(path: Path, **how: bool) -> None:
-        found.append(checkpoint.newest(tmp_path, OURS))
+        found.append(saved.newest(tmp_path, OURS))
         remove(path, **how)
 
     monkeypatch.setattr(checkpoint.shutil, "rmtree", look_and_remove)
     save(tmp_path, trainer)
-    assert found == [checkpoint.Checkpoint(path=tmp_path / "step-00000000", version=0)]
+    assert found == [saved.Checkpoint(path=tmp_path / "step-00000000", version=0)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
@@ -534,7 +534,7 @@ def test_one_that_was_passed_over_takes_no_place_of_a_sound_one(tiny_qwen: Path,
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000001-of-mine")
     trainer.version = 2
     assert save(tmp_path, trainer, keep=1) == 2
-    found = checkpoint.newest(tmp_path, OURS)
+    found = saved.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -559,7 +559,7 @@ def test_a_learner_and_its_successor_do_no_harm_to_each_others_drafts(tiny_qwen:
         checkpoint.finish(draw(old), keep=1, check=stand_still)
     checkpoint.finish(drawn[0], keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert checkpoint.newest(tmp_path, OURS)
+    assert saved.newest(tmp_path, OURS)
 
 
 def test_what_cannot_be_removed_is_said_once_and_ends_nothing(
@@ -594,7 +594,7 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
     draft = tmp_path / ".draft-step-00000001"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.newest(tmp_path, OURS) is None
+    assert saved.newest(tmp_path, OURS) is None
     trainer.version = 1
     save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -604,8 +604,8 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
 def test_one_of_something_else_is_refused_and_left_alone(tiny_qwen: Path, tmp_path: Path, field: str) -> None:
     save(tmp_path, Trainer(str(tiny_qwen), TRAIN))
     with pytest.raises(LearnerError, match=f"{field} is .* there and 'other' here"):
-        checkpoint.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
-    assert checkpoint.newest(tmp_path, OURS)
+        saved.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
+    assert saved.newest(tmp_path, OURS)
 
 
 def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -613,7 +613,7 @@ def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> No
     manifest = tmp_path / "step-00000000" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": 99}))
     with pytest.raises(LearnerError, match="newer swarmq"):
-        checkpoint.newest(tmp_path, OURS)
+        saved.newest(tmp_path, OURS)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs a place that cannot be written")
@@ -637,9 +637,9 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
     ):
         save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
-    assert checkpoint.newest(tmp_path, OURS) == checkpoint.Checkpoint(path=tmp_path / "step-00000000", version=0)
+    assert saved.newest(tmp_path, OURS) == saved.Checkpoint(path=tmp_path / "step-00000000", version=0)
     save(tmp_path, trainer)
-    assert (found := checkpoint.newest(tmp_path, OURS))
+    assert (found := saved.newest(tmp_path, OURS))
     assert found.version == 1
 
 

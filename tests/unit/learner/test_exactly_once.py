@@ -32,7 +32,7 @@ from swarmq.collector.records import Rules
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store
 from swarmq.config import Train
-from swarmq.learner import checkpoint
+from swarmq.learner import checkpoint, saved
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.intake import WINDOWS_KNOWN, Intake, Limits
 from swarmq.learner.records import BatchRecord, Identity
@@ -229,7 +229,7 @@ class Pipeline(RuleBasedStateMachine):
     def start_learner(self) -> None:
         """The newest sound checkpoint, the log after it, then the queue."""
         self.trainer: Any = Digester()
-        if found := checkpoint.newest(self.folder / "checkpoints", OURS):
+        if found := saved.newest(self.folder / "checkpoints", OURS):
             self.trainer.version = found.version
             self.trainer.weights = (found.path / "model.safetensors").read_bytes()
         self.log = BatchLog(self.folder / "log", OURS, segment_bytes=2000)

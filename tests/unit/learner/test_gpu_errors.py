@@ -12,7 +12,7 @@ from torch.distributed import DistNetworkError
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint, trainer
+from swarmq.learner import checkpoint, saved, trainer
 from swarmq.learner.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
 from swarmq.learner.children import _how
 from swarmq.learner.gpu_errors import gpu_errors
@@ -53,7 +53,7 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
         with pytest.raises(LearnerError, match=said):
             learner.step(batch(2))
     assert learner.version == 1
-    found = checkpoint.newest(tmp_path, identity)
+    found = saved.newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), TRAIN, initial=str(tiny_qwen))
     checkpoint.restore(again, found)

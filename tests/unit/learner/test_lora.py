@@ -24,6 +24,7 @@ from swarmq.learner.frozen import Frozen
 from swarmq.learner.lora import MARK
 from swarmq.learner.passes import Pass, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.saved import newest
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import LayoutModel, Placed
 
@@ -125,7 +126,7 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path
     trainer.step(record(1))
     checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
     trainer.step(record(2))
-    found = checkpoint.newest(tmp_path, identity)
+    found = newest(tmp_path, identity)
     assert found is not None
     assert {file.name for file in model.glob("*.json")} <= {file.name for file in found.path.glob("*.json")}
     assert not has_adapters(AutoModelForCausalLM.from_pretrained(found.path))
@@ -211,7 +212,7 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
         trainer.step(record(version, train))
         assert same(trainer)
     checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
-    found = checkpoint.newest(tmp_path, identity)
+    found = newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), train, initial=str(model))
     checkpoint.restore(again, found)

@@ -208,3 +208,25 @@ def test_without_filters_nothing_is_computed() -> None:
 def test_a_loss_without_ratios_is_not_filtered_by_them() -> None:
     tokens = Tokens(torch.full((2,), -9.0), *(torch.zeros(2),) * 2, torch.zeros(2, dtype=torch.int64), 1)
     assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0)), EVERY) is None
+
+
+OTHER = {"mask_delta": 0.99, "pull": 0.5, "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01}
+
+
+@pytest.mark.parametrize("constant", OTHER)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_depends_on_the_constants_that_it_is_said_to_have_and_on_no_other(name: str, constant: str) -> None:
+    def of(loss: Loss) -> list[float]:
+        theta = torch.tensor([-3.0, -0.1, -3.0, -0.1])
+        tokens = Tokens(
+            theta=theta,
+            mu=torch.tensor([-0.1, -3.0, -0.1, -3.0]),
+            advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
+            calls=torch.arange(4),
+            num_calls=4,
+            teacher=theta + 1,
+        )
+        return policy_loss(tokens, loss).per_token.tolist()
+
+    loss = Loss(name=name, **{constant: OTHER[constant]})
+    assert (of(loss) == of(Loss(name=name))) == (constant in loss.unused())

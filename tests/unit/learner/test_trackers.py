@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -24,11 +24,12 @@ from support.episodes import make_group
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.engine.push import PushReport
 from swarmq.errors import LearnerError
+from swarmq.learner.ahead import check_trackers
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner
 from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.summary import describe, tally
-from swarmq.learner.trackers import Trackers, check, flat
+from swarmq.learner.trackers import Trackers, flat
 from swarmq.learner.trainer import Trainer
 
 TRAIN = Train(gradient_checkpointing=False, ratio_band=(0.9, 1.1), token_log=False)
@@ -117,18 +118,19 @@ def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path
     assert (point.step, point.value) == (1, 0.5)
 
 
-def test_a_missing_package_is_an_error_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    others = [name for name in get_available_trackers() if str(name) != "wandb"]
-    monkeypatch.setattr("swarmq.learner.trackers.get_available_trackers", lambda: others)
-    check(("tensorboard",))
-    with pytest.raises(LearnerError, match=r"train.trackers: not installed: wandb; pip install wandb"):
-        check(("tensorboard", "wandb"))
+def test_a_tracker_is_installed_where_accelerate_finds_it_and_an_error_names_what_is_not() -> None:
+    every = get_args(get_args(get_type_hints(Train)["trackers"])[0])
+    missing = [name for name in every if name not in set(map(str, get_available_trackers()))]
+    check_trackers([name for name in every if name not in missing])
+    for name in missing:
+        with pytest.raises(LearnerError, match=rf"train.trackers: not installed: {name}; pip install {name}"):
+            check_trackers(("tensorboard", name))
 
 
 def test_what_a_tracker_left_in_a_folder_of_its_name_is_not_its_package(tmp_path: Path) -> None:
     """Python takes `./wandb` for a package, accelerate goes on without the tracker, and nobody hears of it."""
     (tmp_path / "trackio").mkdir()
-    told = "from swarmq.learner.trackers import check; check(('trackio',))"
+    told = "from swarmq.learner.ahead import check_trackers; check_trackers(('trackio',))"
     if "trackio" in map(str, get_available_trackers()):
         pytest.skip("it is installed")
     ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, check=False)

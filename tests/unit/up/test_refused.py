@@ -1,41 +1,126 @@
 """What cannot be trained from is refused before anything is started."""
 
 import asyncio
+import json
+from importlib import metadata
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
+from support.tiny_model import tiny_model
 from swarmq.broker import node_files
-from swarmq.config import Engine, Policy, SwarmJob
-from swarmq.errors import BrokerError, ConfigError
+from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
+from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
+from swarmq.learner.records import SCHEMA, Identity
+from swarmq.learner.saved import ADAPTER, MANIFEST, SETTINGS, File, Manifest
 from swarmq.up import deploy
 
+ELSEWHERE = Engine(urls=("http://127.0.0.1:9",))
 
-def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None:
-    engine = Engine(arguments=("--max-num-seqs", "8", "--logprobs_mode", "raw_logprobs"))
-    job = SwarmJob(run="r", folder=str(tmp_path / "run"), policies={"main": Policy(model="m", engine=engine)})
+
+def refused(job: SwarmJob) -> SwarmqError:
+    """What `up` says of it."""
 
     async def up() -> None:
         async with deploy(job, report=pytest.fail):
             pass
 
-    with pytest.raises(ConfigError, match="--logprobs_mode would"):
+    with pytest.raises(SwarmqError) as caught:
         asyncio.run(up())
+    return caught.value
+
+
+def training(folder: Path, **settings: object) -> SwarmJob:
+    policy = Policy(model="m", engine=ELSEWHERE, train=Train(**settings))
+    return SwarmJob(run="r", folder=str(folder), policies={"main": policy})
+
+
+def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None:
+    engine = Engine(arguments=("--max-num-seqs", "8", "--logprobs_mode", "raw_logprobs"))
+    job = SwarmJob(run="r", folder=str(tmp_path / "run"), policies={"main": Policy(model="m", engine=engine)})
+    error = refused(job)
+    assert isinstance(error, ConfigError)
+    assert "--logprobs_mode would" in str(error)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
     monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 10**18)
-    engine = Engine(urls=("http://127.0.0.1:9",))
-    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model="m", engine=engine)})
-
-    async def up() -> None:
-        async with deploy(job, report=pytest.fail):
-            pass
-
-    with pytest.raises(
-        BrokerError, match=r"GB free, and RabbitMQ takes no messages below .* set `folder` to another disk"
-    ):
-        asyncio.run(up())
+    job = training(tmp_path)
+    error = refused(job)
+    assert isinstance(error, BrokerError)
+    assert "GB free, and RabbitMQ takes no messages below " in str(error)
+    assert "set `folder` to another disk" in str(error)
     assert not job.run_folder.broker.exists()
+
+
+def test_a_tracker_whose_package_is_not_installed(tmp_path: Path) -> None:
+    with pytest.raises(metadata.PackageNotFoundError):
+        metadata.version("swanlab")
+    error = refused(training(tmp_path / "runs", trackers=("swanlab",)))
+    assert "policies.main.train.trackers: not installed: swanlab" in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_that_are_to_share_passes_and_are_not_there(tmp_path: Path) -> None:
+    error = refused(training(tmp_path / "runs", context_parallel=2))
+    assert "policies.main.train.context_parallel: 2 ranks share each pass, and there are 1: " in str(error)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_rank_that_is_to_offload(tmp_path: Path) -> None:
+    error = refused(training(tmp_path / "runs", sharding="full", cpu_offload=True))
+    assert "policies.main.train.cpu_offload: one rank" in str(error)
+
+
+def checkpoint(job: SwarmJob, lora: Lora) -> Path:
+    """As far as it is looked at: its weights are no model's."""
+    path = job.run_folder.checkpoints("main") / "step-00000007"
+    (path / ADAPTER).parent.mkdir(parents=True)
+    settings = {SETTINGS: msgspec.json.encode(lora).decode()}
+    save_file({"a": np.zeros(1, np.float32)}, path / ADAPTER, metadata=settings)
+    manifest = Manifest(
+        schema=SCHEMA,
+        identity=Identity.of(job, "main"),
+        version=7,
+        files={str(ADAPTER): File(size=(path / ADAPTER).stat().st_size, sha256="of no importance")},
+        written_at=0.0,
+        swarmq="0",
+    )
+    (path / MANIFEST).write_bytes(msgspec.json.encode(manifest))
+    return path
+
+
+@pytest.mark.parametrize("lora", [None, Lora(rank=8)])
+def test_adapters_other_than_those_of_the_runs_checkpoint(tmp_path: Path, lora: Lora | None) -> None:
+    path = checkpoint(job := training(tmp_path, lora=lora), Lora(rank=4))
+    error = refused(job)
+    assert isinstance(error, SetUpError)
+    assert str(error).startswith(f"{path}: was trained with train.lora = {{rank = 4, alpha = 32}}, not with ")
+
+
+def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
+    checkpoint(job := training(tmp_path), Lora())
+    other = msgspec.structs.replace(job.policies["main"], model="n")
+    error = refused(msgspec.structs.replace(job, policies={"main": other}))
+    assert "belongs to something else: model is 'm' there and 'n' here" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("role", "loss"), [("teacher", {"loss": Loss(name="distill")}), ("reference", {"loss": Loss(kl=0.1)})]
+)
+def test_a_judge_with_another_tokenizer(tmp_path: Path, role: str, loss: dict[str, Loss]) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        text = (tiny_model() / name).read_text().replace(json.dumps("<|im_start|>"), json.dumps("<|turn|>"))
+        (other / name).write_text(text)
+    train = Train(**loss, **{role: str(other)})
+    policy = Policy(model=str(tiny_model()), engine=ELSEWHERE, train=train)
+    error = refused(SwarmJob(run="r", folder=str(tmp_path / "runs"), policies={"main": policy}))
+    assert f"policies.main.train.{role}: {other} has another tokenizer than {tiny_model()}" in str(error)
+    assert not (tmp_path / "runs").exists()

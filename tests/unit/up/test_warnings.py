@@ -2,9 +2,9 @@
 
 import pytest
 
-from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.config import Engine, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.model import Model
-from swarmq.up.deployment import untrainable_calls
+from swarmq.up.plan import untrainable_calls, without_effect
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,31 @@ def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
     assert len(told) == warned
     for setting in ("policies.solver.engine.max_model_len", "policies.solver.train.micro_batch_tokens"):
         assert all(setting in line for line in told)
+
+
+def told_of(**settings: object) -> list[str]:
+    """Of a policy of this host, which has no GPU."""
+    job = SwarmJob(run="r", policies={"solver": Policy(model="m", **settings)})
+    model = Model(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=1024)
+    return list(without_effect(job, {"solver": model}, {}))
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({}, None),
+        ({"placement": "split"}, "policies.solver.placement = 'split' has no effect: there is no GPU here"),
+        ({"train": Train(sharding="full")}, "policies.solver.train.sharding = 'full' has no effect: one rank"),
+        ({"sampling": SamplingDefaults(max_tokens=1024)}, None),
+        ({"sampling": SamplingDefaults(max_tokens=1025)}, "policies.solver.sampling.max_tokens = 1025 is more than"),
+        (
+            {"train": Train(loss=Loss(clip_low=0.1))},
+            "policies.solver.train.loss.clip_low has no effect with loss.name = 'tis_mask', only with ppo_clip, gspo",
+        ),
+        ({"train": Train(loss=Loss(name="gspo", clip_low=0.1))}, None),
+    ],
+)
+def test_a_setting_that_changes_nothing_here_is_named(settings: dict[str, object], told: str | None) -> None:
+    lines = told_of(**settings)
+    assert len(lines) == (told is not None)
+    assert all(line.startswith(told or "") for line in lines)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint, fits
+from swarmq.learner import batch_log, checkpoint, fits, saved
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.doctor.mismatch import compare, explain
@@ -72,16 +72,16 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     yield from explain(compared)
 
 
-def _start(folder: Path, identity: Identity, last: int, batches: int) -> checkpoint.Checkpoint | None:
+def _start(folder: Path, identity: Identity, last: int, batches: int) -> saved.Checkpoint | None:
     """The newest sound checkpoint that `batches` were trained after; None for the initial model."""
     sound = []
     for path in sorted(folder.glob("step-*")):
         try:
-            manifest = checkpoint.check(path)
-        except checkpoint.DamagedError:
+            manifest = saved.check(path)
+        except saved.DamagedError:
             continue
         if not identity.difference(manifest.identity) and manifest.version < last:
-            sound.append(checkpoint.Checkpoint(path=path, version=manifest.version))
+            sound.append(saved.Checkpoint(path=path, version=manifest.version))
     enough = [each for each in sound if each.version <= last - batches]
     return enough[-1] if enough else None
 
