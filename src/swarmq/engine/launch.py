@@ -25,6 +25,7 @@ import structlog
 
 from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
+from swarmq.engine.last_words import root_cause
 from swarmq.engine.model import Model, check_model
 from swarmq.engine.overrides import check_arguments
 from swarmq.engine.versions import check_version
@@ -162,13 +163,17 @@ class EngineProcess:
                 if healthy:
                     break
                 if process.returncode is not None:
-                    raise await self._failed(f"ended with status {process.returncode} while it started")
+                    cause = root_cause(self.log_path, begin_at)
+                    raise await self._failed(f"ended with status {process.returncode} while it started", cause)
                 await asyncio.sleep(POLL_S)
             await engine.status()
 
-    async def _failed(self, what: str) -> EngineError:
+    async def _failed(self, what: str, cause: str = "") -> EngineError:
         await self._stop()
-        return EngineError(f"vLLM for {self._policy.model} {what}; the end of {self.log_path}:\n{tail(self.log_path)}")
+        what = f"vLLM for {self._policy.model} {what}"
+        if cause:
+            return EngineError(f"{what}: {cause}; its log is {self.log_path}")
+        return EngineError(f"{what}; the end of {self.log_path}:\n{tail(self.log_path)}")
 
     async def _stop(self) -> None:
         if self._process is not None:

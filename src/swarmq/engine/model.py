@@ -13,12 +13,15 @@ from typing import Any
 
 import msgspec
 
+from swarmq.engine.weight_files import check_weight_files
 from swarmq.errors import EngineError, MissingExtraError
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 CONDITIONAL = "ForConditionalGeneration"
 """Of models that take images and have a `vision_config`; encoder-decoders end so too."""
 SMALL_FILES = ["config.json", "tokenizer_config.json", "chat_template.*", "tokenizer.*", "generation_config.json"]
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""Files of which a tokenizer has one."""
 TOOL_PARSERS = {"<tool_call>": "hermes", "[TOOL_CALLS]": "mistral", "<|python_tag|>": "llama3_json"}
 """What a chat template writes around a tool call -> vLLM's parser of it."""
 
@@ -62,8 +65,9 @@ def check_model(name: str, *, trained: bool) -> Model:
     config = _read_json(folder / "config.json", f"{name} is not a Hugging Face model folder")
     architectures = config.get("architectures") or ["none named"]
     _check_architecture(name, config, architectures, trained=trained)
-    if is_folder and not any(folder.glob("*.safetensors")):
-        raise EngineError(f"{folder} has no weights (*.safetensors): save the model with save_pretrained()")
+    if is_folder:
+        check_weight_files(folder)
+        _check_vocabulary(folder)
     template = _chat_template(folder, name)
     return Model(
         name=name,
@@ -78,6 +82,15 @@ def check_model(name: str, *, trained: bool) -> Model:
         tool_call_parser=next((parser for mark, parser in TOOL_PARSERS.items() if mark in template), None),
         reasoning_parser=_reasoning_parser(template),
     )
+
+
+def _check_vocabulary(folder: Path) -> None:
+    own_code = _read_json(folder / "tokenizer_config.json", f"{folder} has no tokenizer").get("auto_map")
+    if not own_code and not any(path for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        raise EngineError(
+            f"the tokenizer of {folder} has no vocabulary (tokenizer.json or the like): fetch all of the model's files, or save its "
+            "tokenizer there with save_pretrained()"
+        )
 
 
 def _check_architecture(name: str, config: Mapping[str, Any], architectures: Sequence[Any], *, trained: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 from swarmq.engine import packing
+from swarmq.engine.weight_files import weight_files
 
-INDEX = "model.safetensors.index.json"
 PIECE = 1 << 24
 """Elements that are looked at in one go: a whole embedding in another type may be more than a GPU has room for."""
 
@@ -21,7 +20,7 @@ Shape = tuple[int, ...]
 
 
 class ServedFolder:
-    """What vLLM has loaded its model from: where there is an index, the files in it, and not others that lie beside them."""
+    """What vLLM has loaded its model from."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,7 +35,7 @@ class ServedFolder:
     @contextlib.contextmanager
     def weights(self) -> Iterator[dict[str, torch.Tensor]]:
         """By name. They are views of the files, of which only what is used is read."""
-        facts = [path.stat() for path in self._paths()]
+        facts = [path.stat() for path in weight_files(self.path)]
         files = [(each.st_ino, each.st_size, each.st_mtime_ns) for each in facts]
         if files != self._files:
             self._files, self._checksums = files, {}
@@ -52,13 +51,8 @@ class ServedFolder:
     @contextlib.contextmanager
     def _opened(self) -> Iterator[dict[str, Any]]:
         with contextlib.ExitStack() as stack:
-            files = [stack.enter_context(safe_open(path, framework="pt")) for path in self._paths()]
+            files = [stack.enter_context(safe_open(path, framework="pt")) for path in weight_files(self.path)]
             yield {name: file for file in files for name in file.keys()}  # noqa: SIM118 - it is no mapping
-
-    def _paths(self) -> list[Path]:
-        index = self.path / INDEX
-        named = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else ()
-        return [self.path / name for name in sorted(named)] or sorted(self.path.glob("*.safetensors"))
 
 
 def checksum(tensor: torch.Tensor, dtype: torch.dtype) -> int:

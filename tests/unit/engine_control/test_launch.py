@@ -7,7 +7,9 @@ import socket
 from pathlib import Path, PosixPath
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from swarmq.config import Engine, Policy
 from swarmq.engine import launch
@@ -132,7 +134,8 @@ async def test_a_missing_model_is_an_error_before_anything_starts(tmp_path):
 def model(tmp_path):
     (tmp_path / "config.json").write_text('{"architectures": ["AForCausalLM"]}')
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "x"}')
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "model.safetensors")
     return str(tmp_path)
 
 
@@ -159,6 +162,54 @@ async def test_a_log_without_room_is_no_reason_why_an_engine_does_not_start(mode
     monkeypatch.setattr(launch.sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="ended with status 1 while it started"):
         async with EngineProcess(Policy(model=model), port=free_port(), log_path=WithoutRoom("/dev/null")):
+            pass
+
+
+CORE = "(EngineCore pid=7) ERROR 11-23 15:27:13 [core.py:1510]"
+WRAPPER = "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}"
+TRACEBACK = ["Traceback (most recent call last):", '  File "a.py", line 3, in load', "    raise_it()"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (
+            [f"{CORE} {line}" for line in (*TRACEBACK, "a.b.SafetensorError: file not fully covered")]
+            + ["(EngineCore pid=7) Process EngineCore:", *TRACEBACK, WRAPPER],
+            "a.b.SafetensorError: file not fully covered",
+        ),
+        (
+            [
+                *TRACEBACK,
+                "a.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, no such kind",
+                "    More",
+            ],
+            "a.ValidationError: 1 validation error for ModelConfig Value error, no such kind",
+        ),
+    ],
+)
+async def test_an_engine_that_ends_says_the_error_at_the_root_of_it(tmp_path, model, monkeypatch, lines, told):
+    vllm = tmp_path / "vllm"
+    vllm.write_text("#!/bin/sh\ncat <<'END'\n" + "\n".join(lines) + "\nEND\nexit 1\n")
+    vllm.chmod(0o700)
+    log = tmp_path / "log"
+    log.write_text("TypeError: of an earlier start\n")
+    monkeypatch.setattr(launch, "is_cuda_build", lambda: False)
+    monkeypatch.setattr(launch.sys, "executable", str(vllm))
+    with pytest.raises(EngineError) as caught:
+        async with EngineProcess(Policy(model=model), port=free_port(), log_path=log):
+            pass
+    assert str(caught.value) == f"vLLM for {model} ended with status 1 while it started: {told}; its log is {log}"
+
+
+async def test_an_engine_that_names_no_error_is_told_by_the_end_of_its_log(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(launch, "is_cuda_build", lambda: False)
+    monkeypatch.setattr(launch.sys, "executable", "/bin/false")
+    log = tmp_path / "log"
+    log.write_text("TypeError: of an earlier start\n")
+    with pytest.raises(EngineError, match=rf"while it started; the end of {log}:\n"):
+        async with EngineProcess(Policy(model=model), port=free_port(), log_path=log):
             pass
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from swarmq.engine.model import check_model
 from swarmq.errors import EngineError
@@ -17,7 +19,8 @@ TEMPLATE = "{{ messages }} <tool_call>"
 def folder(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "tokenizer.json").touch()
+    save_file({"a": np.zeros(4, np.float32)}, tmp_path / "model.safetensors")
     return tmp_path
 
 
@@ -100,6 +103,7 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path):
     [
         ("config.json", "not a Hugging Face model folder"),
         ("tokenizer_config.json", "has no tokenizer"),
+        ("tokenizer.json", r"has no vocabulary \(tokenizer.json or the like\): fetch"),
         ("model.safetensors", "has no weights"),
     ],
 )
@@ -114,3 +118,42 @@ def test_a_damaged_config_is_named(folder, content):
     (folder / "config.json").write_text(content)
     with pytest.raises(EngineError, match=r"config\.json"):
         check_model(str(folder), trained=True)
+
+
+@pytest.mark.parametrize("kept", [0, 7, 8, 40, -1])
+def test_weights_that_are_cut_off_are_named(folder, kept):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:kept])
+    with pytest.raises(EngineError, match=rf"{weights} is not whole: it .* bytes.*; fetch it again"):
+        check_model(str(folder), trained=True)
+
+
+def test_a_page_in_place_of_weights_is_named(folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes((2).to_bytes(8, "little") + b"no")
+    with pytest.raises(EngineError, match=rf"{weights} is not whole: its header is none"):
+        check_model(str(folder), trained=True)
+
+
+def test_of_weights_in_several_files_those_of_the_index_count(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors"}}')
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "beside.safetensors").touch()
+    assert check_model(str(folder), trained=True)
+    (folder / "one.safetensors").unlink()
+    with pytest.raises(EngineError, match=r"one\.safetensors cannot be read \(No such file"):
+        check_model(str(folder), trained=True)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": []}'])
+def test_a_damaged_index_is_named(folder, content):
+    (folder / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(EngineError, match=r"index\.json cannot be read"):
+        check_model(str(folder), trained=True)
+
+
+def test_a_tokenizer_of_the_models_own_code_may_keep_its_vocabulary_anywhere(folder):
+    (folder / "tokenizer.json").unlink()
+    own = {"chat_template": TEMPLATE, "auto_map": {"AutoTokenizer": ["tokens.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(own))
+    assert check_model(str(folder), trained=True)
