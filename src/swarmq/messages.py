@@ -275,7 +275,7 @@ class Task(Record, frozen=True, kw_only=True, tag="task"):
     """msgpack of what the worker's function gets; nothing of swarmq looks inside."""
 
 
-Action = Literal["set", "pause", "drain", "resume", "checkpoint"]
+Action = Literal["set", "stop", "pause", "drain", "resume", "checkpoint"]
 Pace = Literal["running", "paused", "draining"]
 
 
@@ -285,7 +285,7 @@ class Command(Record, frozen=True, kw_only=True, tag="command"):
     command_id: str
     action: Action
     settings: dict[str, Any] = {}
-    """Path in the job -> new value; all of them are accepted or none."""
+    """Path in the job -> new value; all of them are accepted or none. Of `stop`: policy -> its last step, None for the present one."""
     sender: str = ""
 
 

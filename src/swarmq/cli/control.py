@@ -83,18 +83,22 @@ def checkpoint(run: Path) -> None:
 
 @main.command()
 @RUN
-@click.option("--after", type=click.IntRange(min=0), required=True, metavar="STEP", help="The last step.")
+@click.option("--after", type=click.IntRange(min=1), metavar="STEP", help="The last step; the present one by default.")
 @click.option("--policy", help="Only this one; all trained ones by default.")
-def stop(run: Path, after: int, policy: str | None) -> None:
+def stop(run: Path, after: int | None, policy: str | None) -> None:
     """Let learners end after a step, with a checkpoint.
 
+    Without --after: after the present step, and at once where they wait for data. The step
+    becomes policies.X.train.max_steps, so the run ends there again until you set that to 0 and start it again.
+
     \b
+    swarmq stop runs/demo
     swarmq stop runs/demo --after 200
     swarmq stop runs/team --after 200 --policy planner
     """
     job = resolved(run)
     chosen = [one_policy(job, policy)] if policy else list(job.trained)
-    run_until_signalled(_ask(run, "set", {f"policies.{name}.train.max_steps": after for name in chosen}))
+    run_until_signalled(_ask(run, "stop", dict.fromkeys(chosen, after)))
 
 
 async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:

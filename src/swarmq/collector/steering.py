@@ -62,12 +62,16 @@ class Steering:
     def obey(self, command: Command, *, versions: Mapping[str, int], from_grant: int) -> tuple[Control, dict[str, Any]]:
         """The state after a command, and the reply. Raises ConfigError for one that cannot be obeyed."""
         number, state = self.state.number + 1, self.state
-        if command.action == "set":
-            settings = dict(command.settings)
-            if "mix" in settings:
-                settings.setdefault("mix_schedule", None)  # constant from then on
+        if command.action in {"set", "stop"}:
             before = self.job
-            after = live.proposed(before, settings, versions)
+            if command.action == "stop":
+                settings = _last_steps(command.settings, versions)
+                after = live.proposed(before, settings, {})
+            else:
+                settings = dict(command.settings)
+                if "mix" in settings:
+                    settings.setdefault("mix_schedule", None)  # constant from then on
+                after = live.proposed(before, settings, versions)
             ahead = before.groups.max_staleness + 2
             changes = live.changes_between(
                 before,
@@ -170,6 +174,23 @@ class Steering:
 
 def refusal(error: ConfigError) -> dict[str, Any]:
     return {"state": "refused", "text": str(error).removeprefix("set: ")}
+
+
+def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[str, Any]:
+    """What to set for policies to end after the steps `asked` for. Raises ConfigError for a step that is over."""
+    settings: dict[str, Any] = {}
+    for policy, after in asked.items():
+        present = versions.get(policy, 0)
+        if isinstance(after, int) and after <= present:
+            raise ConfigError(
+                f"--after {after}: {policy} has made {present} steps; name a later one, or leave --after out to end after the present one"
+            )
+        if after is None and not present:
+            raise ConfigError(
+                f"{policy} has made no step yet: --after 1 ends it after the first, and Ctrl-C at once, with nothing to keep"
+            )
+        settings[f"policies.{policy}.train.max_steps"] = present if after is None else after
+    return settings
 
 
 def _learners(settings: Mapping[str, Any], versions: Mapping[str, int]) -> set[str]:

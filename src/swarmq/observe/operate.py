@@ -143,8 +143,16 @@ def lines(answer: Answer) -> list[str]:
     for policy, fields in sorted(answer.applied.items()):
         if "checkpoint" in fields:
             told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
-        told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
+        if answer.accepted["action"] == "stop":
+            told += [f"{policy}: ends after step {_last(change)}" for change in fields["changes"]]
+        else:
+            told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
         if pace:
             told.append(f"{policy}: after step {fields['from_step'] - 1}")
     told += [f"{policy}: its learner has not answered yet; it will obey when it is up" for policy in answer.missing]
     return told
+
+
+def _last(change: Mapping[str, Any]) -> int:
+    """A learner may be in a later step than the one that it is to end after."""
+    return int(max(change["value"], change["from_step"] - 1))

@@ -254,7 +254,7 @@ def test_a_missing_extra_is_named(monkeypatch):
         *(("worker", o) for o in ("--concurrency=0", "--processes=0", "--max-attempts=0")),
         *(("proxy", o) for o in ("--port=70000", "--number=-1")),
         ("engine start", "--port=-1"),
-        ("stop", "--after=-1"),
+        ("stop", "--after=0"),
         ("replay", "--until=-1"),
         ("doctor", "--batches=0"),
         ("token", "--days=0"),

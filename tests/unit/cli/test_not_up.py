@@ -49,7 +49,7 @@ def refuse(*_: object, **__: object) -> None:
     raise BrokerError("cannot be reached")
 
 
-@pytest.mark.parametrize("command", [("status",), ("watch",), ("pause",), ("stop", "--after", 3)])
+@pytest.mark.parametrize("command", [("status",), ("watch",), ("pause",), ("stop",), ("stop", "--after", 3)])
 def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run: RunFolder) -> None:
     name, *rest = command
     told = swarmq(name, run.path, *rest)

@@ -102,6 +102,37 @@ def test_of_a_command_with_one_wrong_setting_nothing_is_applied(steered):
     assert state(bench).number == 0
 
 
+LAST = "policies.main.train.max_steps"
+
+
+def test_a_run_that_is_to_stop_ends_after_the_present_step_or_a_later_one(steered, say):
+    bench = steered()
+    train(bench, say, 1, a=2, b=2)
+    bench.take(command(1, "stop", main=7))
+    assert (bench.core.rules.last_steps, bench.core.learning()) == ({"main": 7}, ("main",))
+    bench.take(command(2, "stop", main=None))
+    assert (bench.core.rules.last_steps, bench.core.learning()) == ({"main": 1}, ())
+    replies = bench.events("control")
+    assert [(reply["action"], reply["changes"][0]["path"], reply["learners"]) for reply in replies] == [
+        ("stop", LAST, ["main"])
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("made", "after", "why"),
+    [(1, 1, "--after 1: main has made 1 steps"), (0, None, "main has made no step yet"), (1, "x", LAST)],
+)
+def test_a_stop_that_cannot_be_is_refused_by_what_was_asked(steered, say, made, after, why):
+    bench = steered()
+    if made:
+        train(bench, say, made, a=2, b=2)
+    bench.take(command(1, "stop", main=after))
+    (reply,) = bench.events("control")
+    assert reply["state"] == "refused"
+    assert why in reply["text"]
+    assert state(bench).number == 0
+
+
 def test_a_paused_run_issues_no_tickets_until_it_is_resumed(steered, say):
     bench = steered()
     issued = bench.tickets

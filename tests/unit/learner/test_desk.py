@@ -24,7 +24,7 @@ from swarmq.learner.io_process import Desk
 from swarmq.learner.lock import exclusive
 from swarmq.learner.records import BatchRecord, Hello, decode_record
 from swarmq.learner.reports import Reports
-from swarmq.messages import Consumed, Ticket, decode
+from swarmq.messages import Change, Consumed, Control, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 READY = topology.ready("r", "main")
@@ -305,6 +305,20 @@ async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
         await trainer.tell(records.Kept(oldest=2))
         await stopped(trainer)
     assert [r.index.version for r in logged(tmp_path)] == [3]
+
+
+async def test_a_trainer_that_waits_for_data_ends_when_it_is_told_that_its_last_step_was_the_last(
+    tmp_path: Path,
+) -> None:
+    broker = await broker_with(make_group("a", (0.0, 1.0)))
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.Next())
+        assert isinstance(await trainer.hear(), records.Waiting)
+        last = Change(number=1, path="policies.main.train.max_steps", before=0, value=1, base=0)
+        await broker.publish(topology.control("r", "main"), Control(run="r", number=1, changes=(last,)))
+        assert isinstance(await trainer.hear(), records.Halt)
 
 
 async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ async def run(*, learner: bool = True) -> AsyncIterator[MemoryBroker]:
             async for delivery in deliveries:
                 state = delivery.message
                 assert isinstance(state, Control)
-                changes = [{"path": change.path, "from_step": 4} for change in state.changes]
+                changes = [{"path": one.path, "value": one.value, "from_step": 4} for one in state.changes]
                 fields = {"state": "applied", "command_id": state.command_id, "policy": "main", "changes": changes}
                 await delivery.ack()
                 await broker.emit(
@@ -62,6 +62,13 @@ async def test_the_answer_says_what_changed_and_from_which_step():
         assert lines(await ask(broker, "r", "pause"))[:1] == ["the run is paused"]
         band = await ask(broker, "r", "set", {"policies.main.train.ratio_band": [0.5, 2.0]})
         assert lines(band)[0] == "policies.main.train.ratio_band: not set -> [0.5, 2.0]"
+
+
+@pytest.mark.parametrize(("after", "last"), [(2, 3), (200, 200)])
+async def test_the_answer_to_a_stop_says_after_which_step(after, last):
+    async with run() as broker:
+        answer = await ask(broker, "r", "stop", {"main": after})
+        assert lines(answer) == [f"policies.main.train.max_steps: 0 -> {after}", f"main: ends after step {last}"]
 
 
 async def test_a_refusal_is_raised_with_its_reason():
