@@ -40,6 +40,7 @@ from swarmq.learner.link import Link, StopSignal
 from swarmq.learner.lock import Fence
 from swarmq.learner.model_files import HostCopies
 from swarmq.learner.records import Identity
+from swarmq.learner.teacher_away import trouble_of
 from swarmq.learner.tokenizers import EngineTokenizers
 from swarmq.learner.trackers import Trackers
 from swarmq.learner.trainer import Trainer
@@ -48,6 +49,9 @@ log = structlog.get_logger()
 
 ENSURE_EVERY_S = 10.0
 """While waiting for a batch: how often engines are asked whether they serve the current weights."""
+
+TEACHER_TOLD_S = 60.0
+"""Between two warnings that a batch waits for its teacher."""
 
 ROOM_S = 10.0
 """Between tries of a checkpoint that was asked for, while the disk has no room for it."""
@@ -159,6 +163,8 @@ class Learner:
     def _run(self, link: Link | None) -> None:
         if link:
             self.engines.repair(self.trainer)
+            if trouble := self._teacher_trouble():
+                self._warn(link, f"its teacher {trouble}: start it, batches wait for it")
         while True:
             began = time.monotonic()
             command = self._broadcast(self._next(link) if link else None)
@@ -187,6 +193,8 @@ class Learner:
         match link.next(idle=partial(self._while_waiting, link), idle_s=ENSURE_EVERY_S):
             case records.Batch(record=record, replayed=replayed, figures=figures):
                 self._check_tokenizers()
+                if not self._teacher_answers(link):
+                    return Command("stop")  # the batch is in the log
                 self.engines.sleep()
                 return Command("step", record, replayed, figures=figures)
             case records.Save(asked=asked):
@@ -245,6 +253,28 @@ class Learner:
             self._tokenizers.check()
         except EngineError as error:
             log.warning("tokenizers_not_compared", reason=str(error))
+
+    def _teacher_trouble(self) -> str:
+        """Of a teacher that a server has, where it is and what is wrong; empty where it answers, or there is none."""
+        url = self.settings.train.served_teacher
+        return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
+
+    def _teacher_answers(self, link: Link) -> bool:
+        """Wait until it does; False when the learner is stopped first. People are told again and again, and engines are seen to."""
+        told = -TEACHER_TOLD_S
+        while trouble := self._teacher_trouble():
+            if self.stop.asked:
+                return False
+            if (now := time.monotonic()) - told >= TEACHER_TOLD_S:
+                told = now
+                self._warn(link, f"a batch waits for its teacher {trouble}: start it, nothing is lost")
+            self._while_waiting(link, again=True)
+            select.select([self.stop.wakeup], [], [], ENSURE_EVERY_S)
+        return True
+
+    def _warn(self, link: Link, what: str) -> None:
+        log.warning("teacher_away", what=what)
+        link.tell(records.Warn(text=f"learner {self.policy}: {what}"))
 
     def _save_if_due(self, link: Link | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every

@@ -20,6 +20,7 @@ from torch import Tensor
 from swarmq.config import JUDGED_AT
 from swarmq.errors import LearnerError
 from swarmq.learner.passes import Pass, Work
+from swarmq.learner.teacher_away import base_of
 from swarmq.learner.tokenizers import check_served_judge
 from swarmq.learner.tree_attention import placed
 from swarmq.messages import Episode
@@ -61,11 +62,11 @@ ASK_S = 600.0
 
 
 class ServedTeacher:
-    """Of the server at `url`; an OpenAI base url ending in `/v1` will do as well. `policy`: the model that it teaches."""
+    """Of the server at `url`. `policy`: the model that it teaches."""
 
     def __init__(self, url: str, policy: str) -> None:
         self._policy = policy
-        self._url = url.rstrip("/").removesuffix("/v1")
+        self._url = base_of(url)
 
     def scores(self, episodes: Sequence[Episode], work: Work) -> Scores:
         """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
@@ -122,8 +123,8 @@ class ServedTeacher:
             raise LearnerError(f"train.teacher: {self._url}{path} does not answer as vLLM does: {error}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise LearnerError(
-                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it, "
-                "then start the learner again; nothing is lost"
+                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it; "
+                "the learner waits for it when it is started again, and nothing is lost"
             ) from error
 
 

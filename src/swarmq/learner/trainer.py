@@ -251,12 +251,18 @@ class Trainer:
 
     def settings(self, record: BatchRecord) -> Train:
         """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
-        little memory for it as it was."""
+        little memory for it as it was, and a teacher that is served may have another address by now."""
         assert record.settings is not None
+        teacher = self.train.served_teacher if record.settings.served_teacher else None
         most = self.train.micro_batch_tokens
         if most < record.settings.micro_batch_tokens:
             most = max(most, *(len(turn) for episode in record.episodes for turn in resolve(episode.turns)))
-        return msgspec.structs.replace(record.settings, micro_batch_tokens=most, layout=self.train.layout)
+        return msgspec.structs.replace(
+            record.settings,
+            micro_batch_tokens=most,
+            layout=self.train.layout,
+            teacher=teacher or record.settings.teacher,
+        )
 
     def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
         train_s = time.perf_counter() - began

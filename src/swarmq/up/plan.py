@@ -12,6 +12,7 @@ from swarmq.engine.model import Model, size_of
 from swarmq.errors import SetUpError
 from swarmq.learner import ahead
 from swarmq.learner.memory import judges
+from swarmq.learner.teacher_away import trouble_of
 from swarmq.placement import Placement, place_all
 
 
@@ -26,6 +27,9 @@ def planned(job: SwarmJob, report: Callable[[str], None]) -> dict[str, Placement
             ahead.check(job, name, ranks=_ranks(placements.get(name)))
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
+    for name in job.trained:
+        if (url := job.policies[name].train.served_teacher) and (trouble := trouble_of(url)):
+            report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
     for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
         report(f"warning: {line}")
     return placements

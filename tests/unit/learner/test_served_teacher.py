@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
-from swarmq.config import Loss, Train
+from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
+from swarmq.learner import loop
 from swarmq.learner.doctor.examine import layouts_agree
-from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.link import StopSignal
+from swarmq.learner.loop import Learner
+from swarmq.learner.records import Batch, BatchRecord, Index, ToIO, Warn, encode_record
+from swarmq.learner.teacher_away import trouble_of
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling
 
@@ -42,6 +46,7 @@ class Vllm(ThreadingHTTPServer):
         self.lock = threading.Lock()
         self.answers = dict[str, Any]()
         """Path -> what is answered there in place of the truth."""
+        self.away = False
 
     @property
     def url(self) -> str:
@@ -58,7 +63,10 @@ class Handler(BaseHTTPRequestHandler):
     server: Vllm
 
     def do_GET(self) -> None:
-        self._answer(self.server.answers.get(self.path, {"data": [{"id": "teacher"}]}))
+        if self.server.away:
+            self.send_error(503)
+        else:
+            self._answer(self.server.answers.get(self.path, {"data": [{"id": "teacher"}]}))
 
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -139,6 +147,57 @@ def test_a_teacher_that_is_not_there_is_named(tiny_qwen: Path) -> None:
         LearnerError, match=r"http://127\.0\.0\.1:9 does not answer \(Cannot connect .* nothing is lost"
     ):
         stepped(tiny_qwen, "http://127.0.0.1:9/v1")
+
+
+class Waiting:
+    """In the place of the I/O process: has a batch, and does as `react` says when people are told that it waits."""
+
+    def __init__(self, batch: BatchRecord, react: Callable[[], None]) -> None:
+        self._batches = [Batch(record=encode_record(batch), replayed=False)]
+        self._react = react
+        self.told: list[str] = []
+
+    def next(self, **_: Any) -> Batch | None:
+        return self._batches.pop() if self._batches else None
+
+    def tell(self, message: ToIO) -> None:
+        if isinstance(message, Warn):
+            self.told.append(message.text)
+            if len(self.told) == 3:
+                self._react()
+
+    def finish(self) -> None: ...
+
+
+@pytest.mark.parametrize("comes", [True, False], ids=["until it answers", "until it is stopped"])
+def test_a_batch_waits_for_a_teacher_that_is_away_and_people_are_told_again_and_again(
+    tmp_path: Path, tiny_qwen: Path, teacher: Vllm, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    monkeypatch.setattr(loop, "ENSURE_EVERY_S", 0.01)
+    monkeypatch.setattr(loop, "TEACHER_TOLD_S", 0.0)
+    teacher.away, stop = True, StopSignal()
+    train = msgspec.structs.replace(TRAIN, teacher=teacher.url, trackers=(), max_steps=1)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
+    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=train)
+    link = Waiting(record, (lambda: setattr(teacher, "away", False)) if comes else stop.ask)
+    learner = Learner(job, "main", pusher=None, stop=stop)
+    learner.run(link)
+    assert learner.trainer.version == comes
+    assert link.told == [
+        f"learner main: its teacher at {teacher.url} answers 503: start it, batches wait for it",
+        *[f"learner main: a batch waits for its teacher at {teacher.url} answers 503: start it, nothing is lost"] * 2,
+    ]
+
+
+def test_a_batch_of_a_teacher_that_has_moved_is_trained_with_it_where_it_is_now(tiny_qwen: Path, teacher: Vllm) -> None:
+    before, now = (msgspec.structs.replace(TRAIN, teacher=url) for url in ("http://127.0.0.1:9/v1", teacher.url))
+    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=before)
+    assert Trainer(str(tiny_qwen), now).step(record)["loss"] == stepped(tiny_qwen, teacher.url)["loss"]
+
+
+def test_who_does_not_answer_is_told_from_who_refuses(teacher: Vllm) -> None:
+    assert trouble_of(teacher.url) == trouble_of(f"{teacher.url}/none") == ""
+    assert trouble_of("http://127.0.0.1:9").startswith("does not answer (")
 
 
 def test_a_served_teacher_does_not_judge_other_temperatures(tiny_qwen: Path, teacher: Vllm) -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from swarmq.config import Engine, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.model import Model
-from swarmq.up.plan import untrainable_calls, without_effect
+from swarmq.up.plan import planned, untrainable_calls, without_effect
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,12 @@ def test_a_setting_that_changes_nothing_here_is_named(settings: dict[str, object
     lines = told_of(**settings)
     assert len(lines) == (told is not None)
     assert all(line.startswith(told or "") for line in lines)
+
+
+def test_a_served_teacher_that_does_not_answer_is_named() -> None:
+    train = Train(loss=Loss(name="distill"), teacher="http://127.0.0.1:9/v1")
+    policy = Policy(model="m", engine=Engine(urls=("http://127.0.0.1:9",)), train=train)
+    lines: list[str] = []
+    planned(SwarmJob(run="r", policies={"main": policy}), lines.append)
+    (line,) = lines
+    assert line.startswith("warning: policies.main.train.teacher: the one at http://127.0.0.1:9/v1 does not answer (")
