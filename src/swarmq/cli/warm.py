@@ -37,10 +37,16 @@ def warm_command(
 
     settings = SwarmJob.load(job, sets=sets)
     name = one_policy(settings, policy)
+    train = settings.train_of(name)
 
     def show(now: Progress) -> None:
         if now.step == 1 and now.left_out:
             click.echo(f"left out, since longer than {now.max_length} tokens: {now.left_out}")
+        if now.step == 1 and now.steps < train.warmup_steps:
+            click.echo(
+                f"warning: all of the {now.steps} steps are within policies.{name}.train.warmup_steps = {train.warmup_steps}, so the learning "
+                "rate never reaches what it is set to: lower that, or take more --epochs, more demonstrations or a smaller --batch"
+            )
         click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}")
 
     plan = WarmStart(
@@ -48,7 +54,7 @@ def warm_command(
         demonstrations=demonstrations,
         out=out,
         max_model_len=settings.policies[name].engine.max_model_len,
-        train=settings.train_of(name),
+        train=train,
         epochs=epochs,
         batch=batch,
     )

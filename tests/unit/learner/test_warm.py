@@ -14,12 +14,14 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from support.families import tokenizer_of
 from support.tiny_model import tiny_model
-from swarmq.config import Train
+from swarmq.cli import main
+from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.warm import Progress, WarmStart, demonstration, longest, read, warm
@@ -285,3 +287,17 @@ def test_a_folder_that_appears_meanwhile_is_left_alone_and_the_model_is_kept(tmp
 
 
 LONG = [{"role": "user", "content": "one " * 400}, {"role": "assistant", "content": "Too long."}]
+
+
+@pytest.mark.parametrize(("rise", "warned"), [(3, True), (2, False), (0, False)])
+def test_fewer_steps_than_the_learning_rate_takes_to_rise_are_warned_of(
+    tmp_path: Path, rise: int, warned: bool
+) -> None:
+    chats, job = tmp_path / "chats.jsonl", tmp_path / "job.toml"
+    chats.write_text("\n".join([json.dumps({"messages": CHAT})] * 2))
+    policy = Policy(model=str(tiny_model()), train=msgspec.structs.replace(TRAIN, warmup_steps=rise))
+    job.write_text(SwarmJob(run="r", policies={"main": policy}).to_toml())
+    ran = CliRunner().invoke(main, ["warm", str(job), str(chats), str(tmp_path / "out"), "--batch", "1"])
+    assert ran.exit_code == 0, ran.output
+    told = f"warning: all of the 2 steps are within policies.main.train.warmup_steps = {rise}"
+    assert (told in ran.output, "warning" in ran.output) == (warned, warned)
