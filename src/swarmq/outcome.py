@@ -20,19 +20,24 @@ MAX_REWARD = 3.4028234e38
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What an agent's function returns when one number does not say it all."""
+    """What an agent's function returns when one number does not say it all.
+
+    reward         for every trained policy of the episode
+    rewards        policy -> reward, in place of `reward`
+    success        for evaluation; None: not said
+    metrics        name -> number, shown beside the rewards
+    metadata       name -> anything, kept as text
+    agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward, for the calls with that tag
+    call_rewards   id of a call -> reward, for that call; it is the `id` of the answer, also of a response (`resp_...`)
+    """
 
     reward: float | None = None
-    """For every trained policy of the episode."""
     rewards: Mapping[str, float] | None = None
-    """Policy -> reward, in place of `reward`."""
     success: bool | None = None
     metrics: Mapping[str, float] = {}
     metadata: Mapping[str, Any] = {}
     agent_rewards: Mapping[str, Mapping[str, float]] = {}
-    """Policy -> agent tag -> reward."""
     call_rewards: Mapping[str, float] = {}
-    """call_id -> reward; the `id` of an answer is one, also that of a response (`resp_...`)."""
 
 
 class Ends(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,21 +21,27 @@ MAX_DISTINCT = 1000
 
 
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What `run_episodes_until_all_complete` did."""
+    """What `run_episodes_until_all_complete` did. It prints as one line.
+
+    episodes      attempts begun
+    finished      of them, those with a reward
+    failed        of them, those without
+    slots         repeats of tasks that are done with: finished or given up
+    given_up      of them, those whose every attempt failed
+    reward_mean   of the finished; None without any
+    success_rate  of the finished that said whether they succeeded; None where none did
+    failures      `ErrorType: message` -> how often
+    seconds       from the first attempt to the end of the last
+    """
 
     episodes: int
-    """Attempts begun."""
     finished: int
     failed: int
-    """Attempts that ended without a reward."""
     slots: int
     given_up: int
-    """Slots whose every attempt failed."""
     reward_mean: float | None
     success_rate: float | None
-    """Among the finished ones that said so."""
     failures: dict[str, int]
-    """`ErrorType: message` -> how often."""
     seconds: float
 
     def __str__(self) -> str:
@@ -48,22 +54,28 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What `evaluate` found. Repeats of one task are not independent, so errors are those of the tasks' means."""
+    """What `evaluate` found. Repeats of one task are not independent, so errors are those of the tasks' means.
+
+    n                 episodes with a reward
+    tasks             tasks with at least one of them
+    failed            slots without a reward after all attempts: never counted as 0, so look at them before the means
+    mean_reward       None where no episode has a reward
+    standard_error    None with fewer than two tasks
+    reward_interval   95 %, mean +- 1.96 standard errors
+    success_rate      None where no episode says whether it succeeded
+    success_interval  95 %, as reward_interval; Wilson's where every task was attempted once
+    reward_by_kind    kind -> mean reward
+    seconds           from the first attempt to the end of the last
+    """
 
     n: int
-    """Episodes with a reward."""
     tasks: int
-    """Tasks with at least one of them."""
     failed: int
-    """Slots without a reward after all attempts: never counted as 0, so look at them before the means."""
     mean_reward: float | None
     standard_error: float | None
-    """None with fewer than two tasks."""
     reward_interval: tuple[float, float] | None
-    """95 %, mean +- 1.96 standard errors."""
     success_rate: float | None
     success_interval: tuple[float, float] | None
-    """95 %, as reward_interval; Wilson's where every task was attempted once."""
     reward_by_kind: dict[str, float]
     seconds: float
 

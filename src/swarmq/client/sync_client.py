@@ -11,13 +11,14 @@ import atexit
 import concurrent.futures
 import contextlib
 import functools
+import inspect
 import os
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from swarmq.client.episode import Episode
+from swarmq.client.episode import AsyncEpisode, Episode
 from swarmq.client.loops import LoopThread, Make, blocking
 from swarmq.client.session import DRAIN_S, AsyncSwarmClient, OpenBroker, open_amqp
 from swarmq.errors import ClientError
@@ -25,7 +26,6 @@ from swarmq.keys import Invite
 
 P = ParamSpec("P")
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 def _blocking(
@@ -37,17 +37,26 @@ def _blocking(
     def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self._call(lambda: method(self._client, *args, **kwargs))
 
+    _sign(twin, inspect.signature(method))
     return twin
 
 
-def _then(
-    convert: Callable[[T], R], call: Callable[Concatenate[SwarmClient, P], T]
-) -> Callable[Concatenate[SwarmClient, P], R]:
+def _blocking_episode(
+    call: Callable[Concatenate[SwarmClient, P], AsyncEpisode],
+) -> Callable[Concatenate[SwarmClient, P], Episode]:
     @functools.wraps(call)
-    def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return convert(call(self, *args, **kwargs))
+    def twin(self: SwarmClient, /, *args: P.args, **kwargs: P.kwargs) -> Episode:
+        return call(self, *args, **kwargs).blocking()
 
+    _sign(twin, inspect.signature(call).replace(return_annotation="Episode"))
     return twin
+
+
+def _sign(twin: Any, signature: inspect.Signature) -> None:
+    """What `help` shows: `signature`, as that of a method of the SwarmClient."""
+    this, *others = signature.parameters.values()
+    own = this.replace(name="self", annotation=inspect.Parameter.empty)
+    twin.__signature__ = signature.replace(parameters=[own, *others])
 
 
 class SwarmClient:
@@ -106,7 +115,7 @@ class SwarmClient:
     def client_id(self) -> str:
         return self._client.client_id
 
-    begin_episode = _then(lambda ep: ep.blocking(), _blocking(AsyncSwarmClient.begin_episode))
+    begin_episode = _blocking_episode(_blocking(AsyncSwarmClient.begin_episode))
     end_episode = _blocking(AsyncSwarmClient.end_episode)
     abort_episode = _blocking(AsyncSwarmClient.abort_episode)
     fail_episode = _blocking(AsyncSwarmClient.fail_episode)

@@ -25,11 +25,15 @@ _EPOCH_BITS = 28
 
 
 class SwarmTask(msgspec.Struct, frozen=True):
-    """A piece of data to attempt. `payload` is the agent's own business."""
+    """A piece of data to attempt.
+
+    id       names it, in at most 200 characters; attempts at one id are compared with each other
+    kind     None: the only kind of the run
+    payload  the agent's own business, `ep.payload`
+    """
 
     id: str
     kind: str | None = None
-    """None: the only kind of the run."""
     payload: Any = None
 
 

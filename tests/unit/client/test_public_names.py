@@ -42,6 +42,13 @@ def test_every_public_name_can_be_had_and_is_typed():
         assert name in dir(swarmq)
 
 
+@pytest.mark.parametrize("name", ["EvalReport", "Outcome", "RunSummary", "SwarmTask"])
+def test_help_says_what_each_field_of_a_public_record_is(name):
+    record = getattr(swarmq, name)
+    told = [line.split()[0] for line in record.__doc__.splitlines() if line.startswith("    ") and line.strip()]
+    assert told == list(record.__struct_fields__)
+
+
 def test_a_name_that_does_not_exist_is_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'SwarmClints'"):
         swarmq.SwarmClints  # noqa: B018

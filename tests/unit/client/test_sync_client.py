@@ -3,11 +3,13 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import inspect
 import threading
 
 import pytest
 
 from swarmq.broker import topology
+from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.sync_client import SwarmClient
 from swarmq.errors import BrokerError, ClientError, EpisodeError, OutcomeError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
@@ -166,12 +168,20 @@ def test_an_interrupt_while_waiting_gives_the_place_in_the_line_up(broker, open_
         assert client.begin_episode({"id": "next"}).task.id == "next"
 
 
-def test_the_signatures_people_see_are_the_real_ones():
-    import inspect
-
-    from swarmq.client.session import AsyncSwarmClient
-
-    for name in ("begin_episode", "end_episode", "run_episodes_until_all_complete", "evaluate"):
-        blocking, original = getattr(SwarmClient, name), getattr(AsyncSwarmClient, name)
-        assert inspect.signature(blocking) == inspect.signature(original)
-        assert blocking.__doc__ == original.__doc__
+@pytest.mark.parametrize(
+    ("name", "returns"),
+    [
+        ("begin_episode", "Episode"),
+        ("end_episode", "None"),
+        ("run_episodes_until_all_complete", "RunSummary"),
+        ("evaluate", "EvalReport"),
+    ],
+)
+def test_the_signatures_people_see_are_the_real_ones(name, returns):
+    blocking, original = getattr(SwarmClient, name), getattr(AsyncSwarmClient, name)
+    shown = inspect.signature(blocking)
+    (this, *given), (_, *wanted) = shown.parameters.values(), inspect.signature(original).parameters.values()
+    assert (this.name, this.annotation) == ("self", inspect.Parameter.empty)
+    assert given == wanted
+    assert shown.return_annotation == returns
+    assert blocking.__doc__ == original.__doc__
