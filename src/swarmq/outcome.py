@@ -24,9 +24,9 @@ class Outcome(msgspec.Struct, frozen=True):
 
     reward         for every trained policy of the episode
     rewards        policy -> reward, in place of `reward`
-    success        for evaluation; None: not said
-    metrics        name -> number, shown beside the rewards
-    metadata       name -> anything, kept as text
+    success        whether the task was solved; None: not said
+    metrics        name -> number, kept with the episode in the batch log
+    metadata       name -> anything, kept there as text
     agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward, for the calls with that tag
     call_rewards   id of a call -> reward, for that call; it is the `id` of the answer, also of a response (`resp_...`)
     """
