@@ -1,4 +1,5 @@
-"""One line per event, as JSON in files and coloured text on a terminal; ids come from context.
+"""One line per event, as JSON in files and coloured text on a terminal, or in the words of whoever talks to a person there; ids come
+from context.
 
 A line that its disk has no room for is lost, and nobody dies of it: whoever waits for room says so, every time.
 """
@@ -8,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from typing import Any, TextIO, cast
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any, NoReturn, TextIO, cast
 
 
 class Logger:
@@ -75,3 +77,29 @@ def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(role=role, run=run)
+
+
+@contextlib.contextmanager
+def told(say: Callable[[str], None]) -> Iterator[None]:
+    """While the context is open the lines of this process's log go to `say`, as sentences, and nowhere else."""
+    import structlog  # noqa: PLC0415 - see Logger
+
+    def tell(_logger: Any, level: str, fields: MutableMapping[str, Any]) -> NoReturn:
+        say(_sentence(level, fields))
+        raise structlog.DropEvent
+
+    before = structlog.get_config()
+    structlog.configure(
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.format_exc_info, tell],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+    )
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+def _sentence(level: str, fields: MutableMapping[str, Any]) -> str:
+    event = str(fields.pop("event")).replace("_", " ")
+    facts = ", ".join(f"{name} {value}" for name, value in fields.items())
+    return ("" if level == "info" else f"{level}: ") + event + (f": {facts}" if facts else "")

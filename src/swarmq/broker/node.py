@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import IO, Any, Self
@@ -20,7 +19,6 @@ from swarmq.broker import probe
 from swarmq.broker.install import OTHER_WAYS, Server, find_server
 from swarmq.broker.node_files import HOST, Identity, environment, last_words, load_identity, take_lock, write_files
 from swarmq.errors import BrokerError
-from swarmq.logs import log
 from swarmq.process import die_with_parent, stop_group
 
 START_S = 300.0
@@ -84,7 +82,6 @@ class PrivateNode:
             raise BrokerError(f"no RabbitMQ server on this machine: `python -m swarmq.broker.install`, or {OTHER_WAYS}")
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = take_lock(self.folder)
-        began = time.monotonic()
         try:
             self._identity = load_identity(self.folder, port=self._port)
             write_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
@@ -92,8 +89,6 @@ class PrivateNode:
         except BaseException:
             await self.stop()
             raise
-        seconds = round(time.monotonic() - began, 1)
-        log.info("private broker up", port=self._identity.amqp_port, ui=self.management_url, seconds=seconds)
 
     async def stop(self) -> None:
         """End both children, the broker first, and wait for them."""

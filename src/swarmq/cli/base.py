@@ -7,6 +7,7 @@ import contextlib
 import fcntl
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
@@ -172,6 +173,11 @@ def stored(run: Path) -> SwarmJob:
             "are started one by one, `swarmq invite JOB` makes it"
         )
     return SwarmJob.load(path)
+
+
+def terminal_width() -> int | None:
+    """Columns of the terminal that a person reads; None where standard output is none."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -> str:

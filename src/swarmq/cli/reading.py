@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, main, need, one_policy, private_files, stored
+from swarmq.cli.base import RUN, main, need, one_policy, private_files, stored, terminal_width
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
@@ -150,6 +150,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     from swarmq.learner.doctor.examine import examine
     from swarmq.learner.doctor.signs import signs
     from swarmq.observe.curves import read_events
+    from swarmq.observe.lines import hanging
 
     job, folder = stored(run), RunFolder(run)
     name = one_policy(job, policy)
@@ -166,5 +167,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)
     for finding in itertools.chain(found, examine(job, name, folder, batches=batches)):
         wrong |= finding.level == "error"
-        click.echo(click.style(f"{finding.level:8}", fg=colors[finding.level]) + f"{finding.check}: {finding.text}")
+        head = f"{finding.level:8}"
+        line = hanging(head, f"{finding.check}: {finding.text}", width=terminal_width())
+        click.echo(click.style(head, fg=colors[finding.level]) + line.removeprefix(head))
     sys.exit(int(wrong))

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from swarmq.broker import Broker
-from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled
+from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
 from swarmq.cli.settings import all_settings
 from swarmq.config import SwarmJob
 
@@ -79,29 +79,37 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
 
 async def _up(job: SwarmJob) -> None:
     from swarmq.broker.amqp import AmqpBroker
+    from swarmq.logs import told
+    from swarmq.observe.lines import hanging, since
     from swarmq.observe.monitor import recorded
     from swarmq.up import deploy
+    from swarmq.up.stopping import farewell
 
     began = time.monotonic()
 
     def report(text: str) -> None:
-        click.echo(f"{time.monotonic() - began:6.1f} s  {text}")
+        click.echo(hanging(since(began), text, width=terminal_width()))
 
-    async with (
-        deploy(job, report=report) as deployment,
-        AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
-        recorded(deployment.job, broker),
-    ):
-        report(f"up. Clients join with the line in {job.run_folder.invite}:")
-        click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
-        if node := deployment.node:
-            report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
-        report("Ctrl-C stops everything")
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(_tell_pace(deployment.job, broker, report))
-            await deployment.learners_done.wait()
-            report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
-            await asyncio.Event().wait()
+    with told(report):
+        try:
+            async with (
+                deploy(job, report=report) as deployment,
+                AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
+                recorded(deployment.job, broker),
+            ):
+                report(f"up. Clients join with the line in {job.run_folder.invite}:")
+                click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
+                if node := deployment.node:
+                    report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
+                report("Ctrl-C stops everything")
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_tell_pace(deployment.job, broker, report))
+                    await deployment.learners_done.wait()
+                    report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
+                    await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            report(farewell(job))
+            raise
 
 
 async def _tell_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:

@@ -18,6 +18,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
@@ -27,8 +28,10 @@ from swarmq.demo.make_model import made_model
 from swarmq.demo.play import Play
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.errors import SwarmqError
+from swarmq.logs import told
 from swarmq.observe.board import Board
 from swarmq.observe.curves import draw_reward, read_events
+from swarmq.observe.lines import hanging, since
 from swarmq.observe.monitor import follow
 from swarmq.observe.screen import draw
 from swarmq.up import Deployment, check_settings, deploy, planned
@@ -76,6 +79,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(told(report))
         deployment = await stack.enter_async_context(deploy(job, report=report))
         start_s = time.monotonic() - began - model_s
         broker = await stack.enter_async_context(
@@ -132,7 +136,9 @@ def _named(options: DemoOptions, run: str, model: str) -> SwarmJob:
 
 def _reporter(console: Console, began: float) -> Callable[[str], None]:
     def report(text: str) -> None:
-        console.print(f"[dim]{time.monotonic() - began:6.1f} s[/]  {text}", highlight=False, soft_wrap=True)
+        head = since(began)
+        line = hanging(head, text, width=console.width if console.is_terminal else None)
+        console.print(Text.assemble((head, "dim"), line.removeprefix(head)), soft_wrap=True)
 
     return report
 

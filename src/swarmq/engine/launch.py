@@ -21,8 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-import structlog
-
 from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.last_words import root_cause
@@ -35,8 +33,6 @@ from swarmq.errors import EngineError, MissingExtraError
 from swarmq.process import die_with_parent, port_is_free, stop_group, tail
 
 __all__ = ["EngineProcess", "check_arguments", "check_model"]
-
-log = structlog.get_logger()
 
 HOST = "127.0.0.1"
 GPU_SHARE = 0.45
@@ -77,7 +73,6 @@ class EngineProcess:
         """`progress` gets a few words whenever the start enters a new stage. `gpus`: all without it."""
         self.url = f"http://{HOST}:{port}"
         self.log_path = log_path
-        self.started_s = 0.0
         """How long the last start took."""
         self.given_up = ""
         """Why `wait` ended the server; empty when it ended by itself."""
@@ -124,7 +119,6 @@ class EngineProcess:
         if not port_is_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        began = time.monotonic()
         argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
         with self.log_path.open("ab", buffering=0) as sink:
             with contextlib.suppress(OSError):  # a full disk: vLLM itself only loses lines of its log
@@ -147,8 +141,6 @@ class EngineProcess:
         except BaseException:
             await self._stop()
             raise
-        self.started_s = time.monotonic() - began
-        log.info("engine serves", url=self.url, model=model.name, seconds=round(self.started_s, 1))
 
     async def _until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
         self._progress("starting vLLM")

@@ -36,7 +36,7 @@ from swarmq.engine.launch import EngineProcess, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.learner.memory import GPU_SHARE
-from swarmq.logs import log, survive_full_disk
+from swarmq.logs import survive_full_disk
 from swarmq.messages import Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement
@@ -156,7 +156,7 @@ async def _kept_running(
 
     def warn(text: str) -> None:
         deployment.warnings.append(text)
-        log.warning("part died", what=text)
+        report(f"warning: {text}")
         warnings.put_nowait(text)
 
     node, daemons = deployment.node, deployment.daemons.values()

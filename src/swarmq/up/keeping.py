@@ -16,6 +16,7 @@ from pathlib import Path
 from swarmq.broker.node import PrivateNode
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import SwarmqError
+from swarmq.logs import log
 from swarmq.process import Deaths, die_with_parent, last_words, stop_group, tail
 
 MAX_DEATHS = 5
@@ -180,3 +181,4 @@ async def _keep(
             await asyncio.sleep(delay_s)
         else:
             failed = 0
+            log.info("started_again", part=name)

@@ -1,4 +1,4 @@
-"""How long the parts of a run have to stop, and what people are told while a learner takes its time."""
+"""How long the parts of a run have to stop, what people are told while a learner takes its time, and how the run goes on."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from swarmq.config import SwarmJob
 from swarmq.engine.model import size_of
 from swarmq.errors import SwarmqError
+from swarmq.learner.batch_log import scan
 from swarmq.learner.memory import MOMENTS_BYTES, WHOLE_BYTES
 from swarmq.up.keeping import Daemon
 
@@ -40,3 +41,25 @@ def drain_s(job: SwarmJob, name: str) -> float:
         parameters = size_of(job.policies[policy].model)
     two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
     return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MOST_DRAIN_S)
+
+
+def farewell(job: SwarmJob) -> str:
+    """What to say of a run that was stopped: how to go on with it, and after which step."""
+    if not job.run_folder.job.exists():
+        return "stopped"
+    steps = {name: _last_step(job, name) for name, policy in job.policies.items() if policy.trained}
+    if not any(steps.values()):
+        after = ""
+    elif len(steps) == 1:
+        after = f" after step {next(iter(steps.values()))}"
+    else:
+        after = f" after steps {', '.join(f'{step} ({name})' for name, step in steps.items())}"
+    return f"stopped. `swarmq up {job.run_folder.job}` goes on{after}"
+
+
+def _last_step(job: SwarmJob, policy: str) -> int:
+    """0 where there is none yet, or its batch log cannot be read."""
+    with contextlib.suppress(SwarmqError):  # the next start says so
+        indices = (place.index for place in reversed(scan(job.run_folder.batch_log(policy))))
+        return next((index.version for index in indices if index.trained), 0)
+    return 0

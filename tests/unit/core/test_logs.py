@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import structlog
+
+from swarmq.logs import log, told
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
@@ -50,3 +53,13 @@ def test_lines_are_whole_and_in_order_where_there_is_room(tmp_path: Path) -> Non
         subprocess.run([sys.executable, "-c", DAEMON], stdout=sink, stderr=sink, check=True)
     lines = (tmp_path / "log").read_text().splitlines()
     assert ["out" in line or "err" in line or line.endswith('Z"}') for line in lines] == [True] * 202
+
+
+def test_a_command_that_talks_to_a_person_says_its_log_in_the_same_words(capfd: pytest.CaptureFixture[str]) -> None:
+    before, lines = structlog.get_config(), list[str]()
+    with told(lines.append):
+        log.info("started_again", part="the broker")
+        structlog.get_logger().warning("events_not_recorded", path="runs/a", error="no space")
+    assert lines == ["started again: part the broker", "warning: events not recorded: path runs/a, error no space"]
+    assert capfd.readouterr() == ("", ""), "and nowhere else"
+    assert structlog.get_config() == before

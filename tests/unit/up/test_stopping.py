@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import Policy, SwarmJob
+from swarmq.learner.batch_log import BatchLog
 from swarmq.up.keeping import Daemon
-from swarmq.up.stopping import drain_s, stop
+from swarmq.up.stopping import drain_s, farewell, stop
+from unit.learner.test_batch_log import OURS, batch, drops
 from unit.up.test_placement import QWEN
 
 STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
@@ -67,3 +69,20 @@ async def test_so_is_a_learner_that_was_not_done(tmp_path: Path) -> None:
 
 async def test_others_are_stopped_without_a_word(tmp_path: Path) -> None:
     assert await stopped(tmp_path, "proxy", STUBBORN, grace_s=0.1) == []
+
+
+def test_who_stops_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
+    names = ("planner", "executor")
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={name: Policy(model="m") for name in names})
+    assert farewell(job) == "stopped", "before there is a folder there is nothing to go on with"
+    job.run_folder.path.mkdir()
+    job.run_folder.job.write_text(job.to_toml())
+    again = f"stopped. `swarmq up {job.run_folder.job}` goes on"
+    assert farewell(job) == again
+    log = BatchLog(job.run_folder.batch_log("planner"), OURS)
+    for record in (batch(1), batch(2), drops(3, 3)):
+        log.append(record)
+    log.close()
+    assert farewell(job) == f"{again} after steps 2 (planner), 0 (executor)"
+    alone = SwarmJob(run="r", folder=str(tmp_path), policies={"planner": Policy(model="m")})
+    assert farewell(alone) == f"{again} after step 2"
