@@ -20,7 +20,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -32,13 +31,13 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import Engine, Groups, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.recipe import Architecture, Recipe
+from swarmq.demo.recipe import Architecture, Recipe, user_cache
 from swarmq.demo.task import SPLIT_SIZE, Problem, Split, problems, score, solution
 from swarmq.learner.batch_log import records
 from swarmq.observe.monitor import Follower, follow
 from swarmq.up import Deployment, deploy
 
-CACHE = Path(".cache/demo-models")
+CACHE = user_cache()
 OPENER, CLOSER = "opener", "closer"
 RECIPES = {
     OPENER: Recipe(steps=420, settling_steps=80),

@@ -54,10 +54,11 @@ def trained_code(folder: RunFolder) -> dict[str, int]:
 
 
 def test_a_client_is_killed_another_reward_takes_over_and_every_episode_is_accounted_for(tmp_path):
-    cache = tmp_path / ".cache" / "demo-models"
+    cache = tmp_path / "cache" / "swarmq" / "demo-models"
     made = times(make_model(cache))
     folder, log = RunFolder(tmp_path / "runs" / "demo"), tmp_path / "demo.log"
     environment = {key: value for key, value in os.environ.items() if key != "SWARMQ_AMQP_URL"}
+    environment["XDG_CACHE_HOME"] = str(tmp_path / "cache")
 
     def swarmq(*arguments: str) -> subprocess.Popen:
         with log.open("ab") as sink:

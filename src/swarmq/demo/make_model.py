@@ -26,7 +26,7 @@ async def made_model(cache: Path, report: Callable[[str], None]) -> str:
     if is_made(folder):
         report(f"model: found in {cache}")
         return str(folder)
-    report("model: making it (once; it is kept)")
+    report(f"model: making it (once; it is kept in {cache})")
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "swarmq.demo.make_model", str(cache)),
         stdout=asyncio.subprocess.PIPE,

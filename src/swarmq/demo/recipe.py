@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -49,6 +50,12 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     steps: int
     loss: float
     """Mean negative log-probability of the demonstrated assistant tokens."""
+
+
+def user_cache() -> Path:
+    """Where models of the demo are kept, from whatever folder it is started."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "swarmq" / "demo-models"
 
 
 def model_folder(cache: Path, recipe: Recipe) -> Path:

@@ -26,6 +26,7 @@ from swarmq.config import SwarmJob, make_folder
 from swarmq.demo.closing import Account, account_of_demo, table_of
 from swarmq.demo.make_model import made_model
 from swarmq.demo.play import Play
+from swarmq.demo.recipe import user_cache
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.errors import SwarmqError
 from swarmq.logs import told
@@ -47,7 +48,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     folder: str = "runs"
     seed: int = 0
     model: str | None = None
-    cache: Path = Path(".cache/demo-models")
+    cache: Path = msgspec.field(default_factory=user_cache)
     sets: tuple[str, ...] = ()
     size: DemoSize = DemoSize()
 

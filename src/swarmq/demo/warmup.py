@@ -13,7 +13,7 @@ import functools
 import math
 import os
 import random
-import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -52,11 +52,12 @@ def warmed_model(cache: Path, recipe: Recipe, *, report: Callable[[Progress], No
     """The folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
     folder = model_folder(cache, recipe)
     if not is_made(folder):
-        making = folder.with_suffix(".making")
-        shutil.rmtree(making, ignore_errors=True)
         words, model = warm_up(recipe, report=report)
-        save(model, words, making)
-        making.rename(folder)
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as making:
+            save(model, words, Path(making) / folder.name)
+            if not is_made(folder):  # by another demo meanwhile
+                (Path(making) / folder.name).rename(folder)
     return folder
 
 

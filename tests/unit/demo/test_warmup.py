@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmq.demo.recipe import Architecture, Progress, Recipe, model_folder, recipe_digest
+from swarmq.demo.run import DemoOptions
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.demo.task import KINDS, problems
 from swarmq.demo.warmup import demonstrations, reductions, warm_up, warmed_model
@@ -108,3 +109,21 @@ def test_a_model_that_was_made_is_found_without_torch(tmp_path: Path):
     )
     said = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
     assert said.stdout.splitlines() == [f"model: found in {tmp_path}", f"{model_folder(tmp_path, Recipe())} False"]
+
+
+def test_models_are_kept_in_the_users_cache_whatever_folder_a_demo_is_started_in(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert DemoOptions().cache == tmp_path / "cache" / "swarmq" / "demo-models"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert DemoOptions().cache == tmp_path / ".cache" / "swarmq" / "demo-models"
+
+
+def test_of_two_demos_that_make_a_model_at_once_both_have_it(tmp_path: Path):
+    def another_is_faster(progress: Progress) -> None:
+        if progress.step == progress.steps:
+            warmed_model(tmp_path, MICRO, report=ignore)
+
+    folder = warmed_model(tmp_path, MICRO, report=another_is_faster)
+    assert list(tmp_path.iterdir()) == [folder]
+    assert (folder / "config.json").exists()
