@@ -1,0 +1,113 @@
+"""What the pages show in Python runs as it stands: with OpenAI's library, through the proxy, on a scripted model."""
+
+import asyncio
+import contextlib
+import re
+import sys
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from support.proxy import ROOT, served
+from swarmq import keys
+from swarmq.broker import topology
+from swarmq.client.loops import in_thread
+from swarmq.config import SwarmJob
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
+from swarmq.proxy.app import create_app
+from swarmq.testing import MemoryBroker
+from swarmq.testing.scripted_engine import ScriptedEngine
+
+PAGES = Path(__file__).parents[2]
+CLIENT, README = PAGES / "docs" / "client.md", PAGES / "README.md"
+RUN = "r1"
+pytestmark = pytest.mark.timeout(120)
+
+
+class Knows(ScriptedEngine):
+    """Answers everything with 42."""
+
+    def generate(self, *asked, **how):
+        self.say("42")
+        return super().generate(*asked, **how)
+
+
+def blocks(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@contextlib.asynccontextmanager
+async def run_of(*policies):
+    """A run in this process: its job, its invite, and a function that gives the pieces that its queue has got."""
+    job = SwarmJob.build(
+        {"run": RUN, "groups": {"group_size": 2}, "policies": {name: {"model": "x"} for name in policies}}
+    )
+    broker = MemoryBroker()
+    await broker.declare(RUN, policies=policies, kinds=["default"])
+    for number in range(100):
+        ticket = Ticket(run=RUN, ticket_id=f"ticket-{number}", kind="default")
+        await broker.publish(topology.tickets(RUN, "default"), ticket)
+    engines = {name: [Knows()] for name in policies}
+    async with served(create_app(job, root=ROOT, engines=engines, broker=broker)) as url:
+        invite = keys.Invite(
+            run=RUN,
+            client="alice",
+            secret=keys.client_secret(ROOT, "alice"),
+            amqp_url="",
+            base_url=f"{url}/v1",
+            policies=policies,
+            kinds=("default",),
+            group_size=2,
+        )
+
+        def pieces(kind):
+            return [p for one in broker.stored(topology.inbox(RUN)) if isinstance(p := decode(one.body), kind)]
+
+        yield job, invite, pieces
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+async def test_the_page_of_the_client_is_one_program_and_its_calls_are_credited(openai, monkeypatch, tmp_path, capsys):
+    names = {"__name__": "client_page"}
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path / "spool"))
+    async with run_of("planner", "executor") as (job, invite, pieces):
+        (tmp_path / "job.toml").write_text(job.to_toml())
+        monkeypatch.setenv("SWARMQ_INVITE", invite.encode())
+        await in_thread(lambda: exec(compile("\n\n".join(blocks(CLIENT, "python")), CLIENT, "exec"), names))
+        await in_thread(lambda: asyncio.run(names["main"]()))
+        ends, turns = pieces(EpisodeEnd), {turn.call_id: turn for turn in pieces(Turn)}
+    said = capsys.readouterr().out
+    for printed in (
+        "8 episodes finished, 0 failed, 0 slots given up, mean reward 1.000",
+        "reward 1.000 ± 0.000 on 2 tasks (8 episodes, 0 failed)",
+    ):
+        assert printed in CLIENT.read_text()
+        assert printed in said
+    assert Counter(begin.mode for begin in pieces(EpisodeBegin)) == {"train": 25, "eval": 8}
+    assert [end.rewards for end in ends] == [{"planner": 1.0, "executor": 1.0}] * 33
+    by_call = [call for end in ends for call in end.call_rewards]
+    assert [turns[call].policy for call in by_call] == ["planner"] * 4
+    tagged = {(turn.episode_id, turn.policy, turn.agent) for turn in turns.values() if turn.agent}
+    assert {
+        (end.episode_id, policy, tag) for end in ends for policy, tags in end.agent_rewards.items() for tag in tags
+    } == tagged
+
+
+async def test_the_first_programs_of_the_readme_train(tmp_path):
+    for block in blocks(README, "python"):
+        (tmp_path / block.split()[1].rstrip(":")).write_text(block)
+    (tmp_path / "problems.jsonl").write_text('{"id": "a", "question": "6 * 7?", "answer": "42"}\n')
+    (tmp_path / "runs" / "math").mkdir(parents=True)
+    async with run_of("main") as (_, invite, pieces):
+        (tmp_path / "runs" / "math" / "invite").write_text(invite.encode())
+        program = await asyncio.create_subprocess_exec(sys.executable, "train.py", cwd=tmp_path)
+        assert await program.wait() == 0
+        assert [end.rewards for end in pieces(EpisodeEnd)] == [{"main": 1.0}] * 2
+
+
+def test_the_job_of_the_readme_is_one():
+    (job,) = blocks(README, "toml")
+    assert SwarmJob.build(tomllib.loads(job)).run == "math"
