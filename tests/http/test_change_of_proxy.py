@@ -25,7 +25,7 @@ async def second(stage, key, answer):
     return stage.turns()[-1]
 
 
-async def test_it_goes_on_elsewhere_as_a_branch_with_a_reason_and_is_stitched_again_from_there(stages):
+async def test_a_conversation_goes_on_at_another_proxy_as_a_branch_and_is_stitched_again_from_there(stages):
     async with stages(count=2, number=0) as one, stages(count=2, number=1) as other:
         key = one.key(episode_of(0, 2))
         answer = await first(one, key)
@@ -37,7 +37,7 @@ async def test_it_goes_on_elsewhere_as_a_branch_with_a_reason_and_is_stitched_ag
         assert (other.turns()[-1].parent, other.turns()[-1].branch) == (turn.call_id, None)
 
 
-async def test_it_may_come_back_and_finds_what_was_said_here(stages):
+async def test_a_conversation_that_comes_back_to_a_proxy_continues_what_was_said_there(stages):
     async with stages(count=2, number=0) as one, stages(count=2, number=1) as other:
         key = one.key(episode_of(0, 2))
         answer = await first(one, key)

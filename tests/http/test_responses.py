@@ -200,7 +200,7 @@ async def test_the_client_s_own_accumulation_agrees(stage, agent):
     assert len(deltas) > 1
 
 
-async def test_what_is_cut_off_is_incomplete(stage, agent):
+async def test_an_answer_that_is_cut_off_is_incomplete(stage, agent):
     for streamed in (False, True):
         stage.engine.say("abcdefgh")
         answer = await agent.create(model="main", input="hi", max_output_tokens=2, stream=streamed)

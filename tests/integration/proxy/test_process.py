@@ -50,7 +50,7 @@ async def started(job_file, *arguments):
         await process.communicate()
 
 
-async def test_it_serves_and_drains(job_file):
+async def test_a_proxy_process_serves_and_drains(job_file):
     async with started(job_file) as process:
         url = await _listening(process)
         job = SwarmJob.load(job_file)

@@ -58,7 +58,7 @@ def test_a_run_that_is_not_up_is_said_to_be_so(command: tuple[object, ...], run:
     )
 
 
-def test_one_that_is_up_is_asked_and_so_is_a_broker_of_somebody_elses(run: RunFolder) -> None:
+def test_the_broker_is_asked_where_the_run_is_up_or_the_broker_is_not_its_own(run: RunFolder) -> None:
     with run.lock.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         assert swarmq("status", run.path).output == "swarmq: cannot be reached\n"

@@ -92,7 +92,7 @@ async def test_what_was_published_before_the_progress_was_written_is_not_publish
     assert len(await fed(swarm)) == 10
 
 
-async def test_it_goes_on_exactly_where_it_was_interrupted(swarm, progress):
+async def test_a_feed_goes_on_exactly_where_it_was_interrupted(swarm, progress):
     windows = itertools.count()
 
     def interrupt(done, total):
@@ -120,7 +120,7 @@ async def test_more_epochs_go_on_behind_the_earlier_ones_and_a_second_feed_does_
 
 
 @pytest.mark.parametrize("change", [{"seed": 4}, {"repeats": 3}, {"tasks": data(6)}])
-async def test_it_does_not_go_on_with_other_data_or_settings(swarm, progress, change):
+async def test_a_feed_does_not_go_on_with_other_data_or_settings(swarm, progress, change):
     options = {"tasks": data(5), "repeats": 1, "seed": 3, "progress_file": progress}
     await feed(swarm.broker, RUN, kind="math", **options)
     with pytest.raises(TaskError, match="belongs to a feed of other data.*--restart"):

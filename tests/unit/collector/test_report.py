@@ -63,7 +63,7 @@ def test_agents_that_do_not_call_the_model_are_named(make_bench, say):
     assert line.startswith("no turns: 1 episodes are open")
 
 
-def test_it_is_quiet_while_things_move_and_repeats_itself_patiently(bench, say):
+def test_the_watch_is_quiet_while_things_move_and_repeats_itself_patiently(bench, say):
     watch = Watch()
     assert lines(bench, watch, PATIENCE_S - 1) == []
     bench.take(say.begin("e0", group_size=8), say.turn(episode="e0"))

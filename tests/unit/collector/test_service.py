@@ -170,7 +170,7 @@ async def test_an_episode_with_a_turn_that_cannot_be_used_is_dropped_and_the_tur
     assert reason == "turn b of e: 1 sampled tokens but 2.0 log-probabilities"
 
 
-async def test_so_is_one_with_a_turn_that_breaks_the_core(job, broker, say, monkeypatch):
+async def test_an_episode_with_a_turn_that_breaks_the_core_is_dropped(job, broker, say, monkeypatch):
     monkeypatch.setattr(core, "Call", _Breaks)
     forwarded, reason = await episodes_beside_a_spoilt_one(job, broker, say, say.turn("b"))
     assert forwarded == ["f"]

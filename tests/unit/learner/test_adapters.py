@@ -109,7 +109,7 @@ def test_an_engine_merges_to_the_bit_what_the_learner_merges(kind: str, dtype: s
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_so_it_does_where_the_learner_keeps_in_bf16_what_it_does_not_train(
+def test_an_engine_merges_to_the_bit_where_the_learner_keeps_in_bf16_what_it_does_not_train(
     kind: str, send: Send, tmp_path: Path
 ) -> None:
     model = MODELS[kind](tmp_path / "model")

@@ -73,7 +73,7 @@ def test_an_engine_that_falls_behind_is_told_of_once_and_once_again_when_it_is_w
     assert stage.told[1:] == [f"{OTHER} serves the newest weights of main again, or has left"]
 
 
-def test_one_that_falls_behind_while_the_learner_waits_is_told_of_as_well(stage: Stage) -> None:
+def test_an_engine_that_falls_behind_while_the_learner_waits_is_told_of_as_well(stage: Stage) -> None:
     stage.step()
     stage.failing = {ONE: "gone"}
     stage.wait()

@@ -496,7 +496,7 @@ def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp
     assert found.version == 2
 
 
-def test_one_that_is_whole_is_not_written_again(tiny_qwen: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_whole_is_not_written_again(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     for version in (1, 2):
         trainer.version = version
@@ -508,7 +508,7 @@ def test_one_that_is_whole_is_not_written_again(tiny_qwen: Path, tmp_path: Path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
 
 
-def test_a_damaged_one_goes_when_another_stands_in_its_place(
+def test_a_damaged_checkpoint_goes_when_another_stands_in_its_place(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at any moment, the learner finds one."""
@@ -526,7 +526,7 @@ def test_a_damaged_one_goes_when_another_stands_in_its_place(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
-def test_one_that_was_passed_over_takes_no_place_of_a_sound_one(tiny_qwen: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.version = 4
     save(tmp_path, trainer)

@@ -138,7 +138,7 @@ def test_the_gradient_is_the_formulas(trainer: Trainer, normalisation: str) -> N
     "way",
     ["rows", "tree", "small rows", "small tree", "unfolded", "two ranks", "four ranks", "checkpointing", "chunks"],
 )
-def test_no_way_of_computing_changes_it(
+def test_no_way_of_computing_changes_the_gradient(
     trainer: Trainer, normalisation: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = msgspec.structs.replace(PLAIN, normalisation=normalisation)

@@ -111,7 +111,7 @@ hear(); say(records.Batch(record=b'asked again', replayed=True)); hear()
     assert batch == Batch(record=b"asked again", replayed=True)
 
 
-def test_one_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "DEATH_WINDOW_S", 3600.0)  # a busy machine takes long to start five
     with pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"), link("sys.exit(9)") as one:
         one.next(idle=Idle(), idle_s=60)
@@ -125,7 +125,7 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
             one.next(idle=Idle(), idle_s=60)
 
 
-def test_one_that_no_other_could_replace_says_so() -> None:
+def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> None:
     for for_good, kind in ((True, SetUpError), (False, LearnerError)):
         with link(f"hear(); say(records.Failed(text='another run', for_good={for_good})); hear()") as one:
             with pytest.raises(LearnerError, match="another run") as failure:

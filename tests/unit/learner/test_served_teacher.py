@@ -116,7 +116,7 @@ def test_a_served_teacher_teaches_what_a_loaded_one_does(tiny_qwen: Path, other_
         assert served[figure] != pytest.approx(itself[figure], rel=0.1), "this figure shows nothing"
 
 
-def test_the_doctor_asks_it_too(tiny_qwen: Path, teacher: Vllm) -> None:
+def test_the_doctor_replays_a_batch_with_a_served_teacher(tiny_qwen: Path, teacher: Vllm) -> None:
     train = msgspec.structs.replace(TRAIN, teacher=teacher.url)
     record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=train)
     assert layouts_agree(Trainer(str(tiny_qwen), train), record).level == "ok"

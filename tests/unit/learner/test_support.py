@@ -33,7 +33,7 @@ def test_every_setting_is_harmless_or_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_it_is_named_and_the_doctor_says_so(name: str) -> None:
+def test_a_setting_that_changes_the_distribution_is_named_and_an_error_of_the_doctor(name: str) -> None:
     sampling = Sampling(**{name: CHANGES[name]})
     assert altered(sampling) == [f"{name}={CHANGES[name]}"]
     turn = sampled_with(sampling)

@@ -46,13 +46,13 @@ def everywhere(schema):
 
 
 @pytest.mark.parametrize("schema", [LIST, TREE, {"$ref": "file:///etc/passwd"}, {"$ref": "#/none"}, {}, DOUBLED])
-def test_what_ends_is_let_through(schema):
+def test_a_schema_whose_expansion_ends_is_let_through(schema):
     for chat in everywhere(schema):
         check_schemas(chat)
 
 
 @pytest.mark.parametrize("schema", [ITSELF, ROUND, WITHIN, BY_NUMBER, QUOTED])
-def test_what_never_ends_is_refused(schema):
+def test_a_schema_whose_expansion_never_ends_is_refused(schema):
     for chat in everywhere(schema):
         with pytest.raises(RefusedError, match="without end"):
             check_schemas(chat)

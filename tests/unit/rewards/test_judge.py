@@ -101,5 +101,5 @@ def test_a_spent_budget_raises_and_what_is_known_stays_free(endpoint, judge):
         thrifty.score("t", "1")
 
 
-async def test_coroutines_have_it_too(judge):
+async def test_a_coroutine_gets_a_score_from_ascore(judge):
     assert await judge().ascore("t", "a") == 0.75

@@ -131,7 +131,7 @@ def test_room_that_one_subtree_leaves_is_filled_by_its_neighbours():
     assert total(lengths, divide(lengths, parents, 100)) == 2 * (10 + 5 + 50 + 30)
 
 
-def test_what_happens_to_begin_alike_does_not_keep_passes_from_being_full():
+def test_members_that_begin_alike_do_not_keep_passes_from_being_full():
     """Six members of which three begin with the same token: together those are too large for the room beside another."""
     lengths, parents = [1000, 1, 300, 300, 300, 450, 450, 450], [-1, 0, 1, 1, 1, 0, 0, 0]
     assert total(lengths, divide(lengths, parents, 2260)) == 2 * 1000 + 2 + 3 * 300 + 3 * 450

@@ -46,7 +46,7 @@ def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
         assert (a - b).norm() < 2e-4 * b.norm()
 
 
-def test_no_tokens_give_no_gradient_but_a_gradient(inputs):
+def test_a_rank_without_tokens_has_a_gradient_of_zeros(inputs):
     """A rank without work still takes part in the exchange of gradients."""
     hidden, weight, bias, _, _ = inputs
     none = torch.empty(0, dtype=torch.long)

@@ -72,7 +72,7 @@ def test_log_probabilities_and_gradient_are_the_oracles(make_model, make_group, 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_so_it_is_for_any_episodes(make_model, make_group, seed):
+def test_rows_and_trees_of_random_episodes_compute_what_the_oracle_does(make_model, make_group, seed):
     group = make_group(seed=seed, episodes=2, turns=8)
     expected, expected_gradient = oracle(make_model("mistral"), group)
     model = LayoutModel(make_model("mistral"))

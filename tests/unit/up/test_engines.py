@@ -70,7 +70,7 @@ async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so()
     assert told == ["engine main.0 was given up by its learner (updating-3-restart); starting it again"]
 
 
-async def test_one_that_finds_no_memory_is_tried_again_while_its_learner_may_have_it() -> None:
+async def test_an_engine_that_finds_no_memory_is_tried_again_while_its_learner_may_have_it() -> None:
     told = await kept(Mortal(False, False, True))
     assert told[1] == (
         "engine main.0 does not start (vLLM for m ended with status 1 while it started); trying again in 0 s"
@@ -78,12 +78,12 @@ async def test_one_that_finds_no_memory_is_tried_again_while_its_learner_may_hav
     assert [line.split()[2] for line in told] == ["died", "does", "died", "does", "died"]
 
 
-async def test_one_that_keeps_dying_ends_the_run() -> None:
+async def test_an_engine_that_keeps_dying_ends_the_run() -> None:
     with pytest.raises(keeping.DaemonFailedError, match="engine main.0 died 5 times"):
         await kept(Mortal(*[True] * 9))
 
 
-async def test_so_does_one_that_never_starts_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_never_starts_ends_the_run_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(EngineError, match="no free memory"):
         await kept(Mortal(*[False] * 9))

@@ -55,19 +55,19 @@ def first_line(path: Path) -> str:
         return source.readline()
 
 
-async def test_what_is_waited_for_is_told(tmp_path: Path) -> None:
+async def test_people_are_told_how_long_a_stop_waits_for_a_learner(tmp_path: Path) -> None:
     assert await stopped(tmp_path, "learner.main", OBEDIENT, grace_s=30.0) == [
         "learner.main: stopping; it has 30 s to write its checkpoint, Ctrl-C again ends it without"
     ]
 
 
-async def test_so_is_a_learner_that_was_not_done(tmp_path: Path) -> None:
+async def test_people_are_told_when_a_learner_was_not_done_in_time(tmp_path: Path) -> None:
     assert (await stopped(tmp_path, "learner.main", STUBBORN, grace_s=0.1))[1:] == [
         "learner.main: not done in time; steps since its newest checkpoint are made again from the batch log"
     ]
 
 
-async def test_others_are_stopped_without_a_word(tmp_path: Path) -> None:
+async def test_parts_other_than_learners_are_stopped_without_a_word(tmp_path: Path) -> None:
     assert await stopped(tmp_path, "proxy", STUBBORN, grace_s=0.1) == []
 
 
