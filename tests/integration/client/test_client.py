@@ -33,7 +33,7 @@ AGENT = """
 import os, pathlib, threading
 def attempt(ep):
     hang = pathlib.Path("hang").exists()
-    print("attempting", ep.task.id, flush=True)
+    os.write(1, f"attempting {ep.task.id}\\n".encode())  # at one go: logs of other threads go there, too
     if hang:
         threading.Event().wait()
     return 1.0
@@ -133,7 +133,7 @@ if __name__ == "__main__":
 async def test_a_killed_process_of_a_worker_leaves_its_task_to_the_others(run_in, script, said):
     async with run_in() as run:
         await run.issue(8)
-        (run.folder / "agent.py").write_text(AGENT.replace("ep.task.id, flush", "ep.task.id, os.getpid(), flush"))
+        (run.folder / "agent.py").write_text(AGENT.replace("{ep.task.id}", "{ep.task.id} {os.getpid()}"))
         (run.folder / "hang").touch()
         main = script(PROCESSES, run.environment)
         await run.feed("a")
