@@ -84,7 +84,8 @@ class VllmEngine:
         self.url = url.rstrip("/")
         self._session = session
         self._deadline = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_S)
-        self._lookup = aiohttp.ClientTimeout(total=LOOKUP_S, sock_connect=CONNECT_S)
+        lookup_s = min(LOOKUP_S, deadline_s or LOOKUP_S)
+        self._lookup = aiohttp.ClientTimeout(total=lookup_s, sock_connect=CONNECT_S)
         self._brief = aiohttp.ClientTimeout(total=CONNECT_S)
         self._info: EngineInfo | None = None
         self._parsing = asyncio.Lock()

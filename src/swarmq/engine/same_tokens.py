@@ -23,25 +23,15 @@ async def ids_of_all(urls: Sequence[str], text: str = PROBE) -> dict[str, list[i
     """Engine url -> its ids of `text`; without those that do not answer, which is logged."""
     async with AsyncExitStack() as opened:
         engines = [await opened.enter_async_context(VllmEngine.open(url, deadline_s=ASK_S)) for url in urls]
-        answers = zip(urls, await asyncio.gather(*(_soon(engine, text) for engine in engines)), strict=True)
+        answers = zip(urls, await asyncio.gather(*(ids_of(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
-
-
-async def _soon(engine: Engine, text: str) -> list[int] | None:
-    try:
-        async with asyncio.timeout(ASK_S):
-            return await ids_of(engine, text)
-    except TimeoutError:
-        log.info("tokenizers_not_compared", engine=engine.url, reason=f"no answer within {ASK_S:g} s")
-        return None
 
 
 async def room_of(url: str) -> int | None:
     """Tokens that the engine has room for; None where it does not answer."""
     async with VllmEngine.open(url, deadline_s=ASK_S) as engine:
-        with suppress(EngineError, TimeoutError):
-            async with asyncio.timeout(ASK_S):
-                return (await engine.info()).max_model_len
+        with suppress(EngineError):
+            return (await engine.info()).max_model_len
     return None
 
 

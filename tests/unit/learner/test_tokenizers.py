@@ -176,8 +176,8 @@ def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_mome
 ) -> None:
     monkeypatch.setattr(same_tokens, "ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as said:
-        check(tiny_model(), f"http://127.0.0.1:{silent.getsockname()[1]}")
-    assert [line["reason"] for line in said] == ["no answer within 0.1 s"]
+        check(tiny_model(), url := f"http://127.0.0.1:{silent.getsockname()[1]}")
+    assert [line["reason"] for line in said] == [f"{url}/tokenize did not answer within 0.1 s"]
 
 
 @pytest.mark.parametrize(("room", "passes"), [(32, True), (33, False), (4096, False)])
