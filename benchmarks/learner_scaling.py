@@ -31,6 +31,7 @@ from benchmarks.learner import episodes, make_model, peak
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
 from swarmq.learner import fits
+from swarmq.learner.accelerator import leave
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
@@ -47,6 +48,7 @@ def main() -> None:
     arguments = parse()
     if arguments.into:
         rank(arguments)
+        leave()
         return
     device = torch.device(arguments.device)
     name = f"scaling_{report.place(device.type)}"
@@ -172,7 +174,6 @@ def rank(arguments: argparse.Namespace) -> None:
         }
         arguments.into.write_text(json.dumps(made))
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
 
 
 def split(arguments: argparse.Namespace) -> dict[str, Any]:

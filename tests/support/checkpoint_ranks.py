@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from swarmq.config import Policy, SwarmJob, Train
+from swarmq.learner.accelerator import leave
 from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner
 from swarmq.learner.records import Kept, ToIO, Warn
@@ -63,9 +64,9 @@ def main(model: str, folder: str, sharding: Any) -> None:
         assert told.messages[2:] == [Kept(oldest=2), Kept(oldest=2, asked=3)]
         assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
     learner.trainer.accelerator.wait_for_everyone()
-    learner.trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(*sys.argv[1:])
+    leave()

@@ -22,6 +22,7 @@ from support.episodes import make_group
 from support.learner_ranks import forget, own_work
 from swarmq.config import Loss, Train
 from swarmq.learner import tree_attention
+from swarmq.learner.accelerator import leave
 from swarmq.learner.sharding import whole
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import LayoutModel
@@ -51,7 +52,6 @@ def main(models: Path, tokens: int, target: Path) -> None:
     if torch.distributed.get_rank() == 0:
         torch.save(made, target)
     torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
 
 
 def save_models(folder: Path) -> None:
@@ -158,3 +158,4 @@ def release() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    leave()

@@ -20,6 +20,7 @@ from support.episodes import make_group
 from support.learner_ranks import forget, learned, let_go, own_work
 from swarmq.config import Train
 from swarmq.errors import LearnerError
+from swarmq.learner.accelerator import leave
 from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats, pack_ids
@@ -88,7 +89,6 @@ def main(cases: Sequence[Case], target: Path) -> None:
     if trainer.accelerator.is_main_process:
         torch.save(made, target)
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
 
 
 def seen(trainer: Trainer, train: Train) -> dict[str, Any]:
@@ -131,3 +131,4 @@ def asks_once(trainer: Trainer) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(msgspec.json.decode(sys.argv[1], type=list[Case]), Path(sys.argv[2]))
+    leave()

@@ -16,6 +16,7 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.engine.packing import made
 from swarmq.engine.transfers import distinct
+from swarmq.learner.accelerator import leave
 from swarmq.learner.records import BatchRecord, Index
 from swarmq.learner.sharding import is_sharded
 from swarmq.learner.trainer import Trainer
@@ -29,9 +30,9 @@ def main(model: str, train: Train, folder: Path) -> None:
     if trainer.accelerator.is_main_process:
         pushed = {name: made(tensor).clone() for name, tensor in distinct(trainer.weights_to_push()).items()}
         save_file(pushed, folder / "pushed.safetensors")
-    trainer.accelerator.end_training()
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
+    leave()

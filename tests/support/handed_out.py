@@ -11,7 +11,7 @@ import torch
 
 from support.forks import make_group
 from swarmq.config import Train
-from swarmq.learner.accelerator import make_accelerator
+from swarmq.learner.accelerator import leave, make_accelerator
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.model import load_lm
 from swarmq.learner.sharding import is_sharded, whole
@@ -30,7 +30,6 @@ def main(sources: list[str]) -> None:
             wanted = expected(placed, warm).logprobs
         torch.testing.assert_close(judge.logprobs(placed, warm), wanted, msg=source)
         same(source, judge._model, expected)  # FSDP2 has put tensors in their places by now
-    accelerator.end_training()
 
 
 def same(source: str, made: torch.nn.Module, expected: torch.nn.Module) -> None:
@@ -56,3 +55,4 @@ def example() -> Placed:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1:])
+    leave()

@@ -33,6 +33,7 @@ from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
 from swarmq.learner import checkpoint, fits, kernel_check, saved, sharding, tree
+from swarmq.learner.accelerator import leave
 from swarmq.learner.model_files import HostCopies
 from swarmq.learner.passes import Work, work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -72,7 +73,6 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
     if trainer.accelerator.is_main_process:
         torch.save(made, target)
     trainer.accelerator.wait_for_everyone()
-    trainer.accelerator.end_training()
 
 
 def learned(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> dict[str, Any]:
@@ -270,3 +270,4 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=list[Train]), Path(sys.argv[3]))
+    leave()

@@ -23,6 +23,7 @@ from swarmq.engine.packing import CPU, made
 from swarmq.engine.served_folder import ServedFolder
 from swarmq.engine.transfers import AdaptersTransfer, distinct
 from swarmq.learner import checkpoint, fits
+from swarmq.learner.accelerator import leave
 from swarmq.learner.frozen import Frozen
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import Identity
@@ -73,7 +74,6 @@ def main(model: str, train: Train, folder: Path) -> None:
     if is_main:
         assert_adapters_travel(ours, model, folder)
     ours.accelerator.wait_for_everyone()
-    ours.accelerator.end_training()
 
 
 def assert_adapters_travel(trainer: Trainer, model: str, folder: Path) -> None:
@@ -130,3 +130,4 @@ def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
+    leave()

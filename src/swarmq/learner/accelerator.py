@@ -1,7 +1,8 @@
-"""What the ranks of a learner are to accelerate: made once, before a model is loaded."""
+"""What the ranks of a learner are to accelerate: made once, before a model is loaded, and left when none trains any more."""
 
 from __future__ import annotations
 
+import gc
 import os
 from datetime import timedelta
 
@@ -63,3 +64,15 @@ def stays_gathered(accelerator: Accelerator, train: Train, source: str) -> bool:
     held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
     log.info("sharded_layers", stay_gathered=held)
     return held
+
+
+def leave() -> None:
+    """End this process's part among the ranks, if there are several. Models and trainers must be out of use by now.
+
+    After a collective, a thread of Gloo takes the GIL to let go of what it kept of its caller. Until it has, two ways out fail:
+    a process that just ends is aborted, and a DDP model that outlives all other holders of the group waits for that thread
+    and does not give the GIL away. So models go first, and the group then, which waits without the GIL.
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        gc.collect()
+        torch.distributed.destroy_process_group()

@@ -47,8 +47,16 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """The loop of one rank; lock and collector are held already."""
+    from swarmq.learner.accelerator import leave  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+
+    _train(job, policy, is_main=is_main, no_push=no_push)
+    leave()
+
+
+def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
+    """Nothing of it is left when it returns."""
     from swarmq.learner.gpu_errors import gpu_errors  # noqa: PLC0415
-    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415
     from swarmq.learner.loop import Learner  # noqa: PLC0415
     from swarmq.learner.tokenizers import EngineTokenizers  # noqa: PLC0415
 

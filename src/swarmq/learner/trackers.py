@@ -90,8 +90,6 @@ class Trackers:
                 tracker.finish()
             except Exception as error:
                 _warn(tracker, error, consequence="its newest figures may be missing there; they are in events")
-        self._accelerator.trackers = []
-        self._accelerator.end_training()
 
 
 def _warn(tracker: Any, error: Exception, **what: Any) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from transformers import models as families
 
 from support import handed_out
 from support.forks import CONFIGS, INHERENTLY_SEQUENTIAL, SHARED, make_model
+from support.launch import launch
 
 RANKS = 3
 """Which divide no size of a weight."""
@@ -41,17 +39,9 @@ def make_untied(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_models_of_all_kinds_come_together_again_as_they_were_loaded(tmp_path: Path) -> None:
     folders = [make_router(tmp_path / "router"), make_untied(tmp_path / "untied")]
     for name in CONFIGS | INHERENTLY_SEQUENTIAL:
         make_model(name).save_pretrained(tmp_path / name)
         folders.append(tmp_path / name)
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
-    tests = str(Path(handed_out.__file__).parents[1])
-    subprocess.run(
-        [*launch, handed_out.__file__, *map(str, folders)],
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests}:{os.environ.get('PYTHONPATH', '')}"},
-        timeout=500,
-    )
+    launch(RANKS, handed_out.__file__, *map(str, folders))

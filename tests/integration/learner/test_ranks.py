@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import checkpoint_ranks, expert_ranks, learner_ranks, lora_ranks
+from support import checkpoint_ranks, expert_ranks, learner_ranks, leaving, lora_ranks
 from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
@@ -150,3 +150,8 @@ def test_ranks_go_on_together_where_one_finds_no_room_for_a_checkpoint(
     sharding: str, tiny_qwen: Path, tmp_path: Path
 ) -> None:
     launch(2, checkpoint_ranks.__file__, str(tiny_qwen), str(tmp_path), sharding)
+
+
+@pytest.mark.slow
+def test_ranks_leave_though_a_collective_of_a_backward_pass_is_under_way() -> None:
+    launch(2, leaving.__file__)

@@ -1,4 +1,4 @@
-"""Run by test_ranks on every rank: gradients of random groups whose passes are dealt out to the ranks; rank 0 saves them."""
+"""Run on every rank: gradients of random groups whose passes are dealt out to the ranks; rank 0 saves them."""
 
 import sys
 from collections.abc import Sequence
@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 
 from support.forks import make_group, make_model
+from swarmq.learner.accelerator import leave
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.timeline import Layout, PrefixTree
 
@@ -32,7 +33,6 @@ def main() -> None:
     if accelerator.is_main_process:
         torch.save(made, sys.argv[1])
     accelerator.wait_for_everyone()
-    accelerator.end_training()
 
 
 def lm(name: str) -> torch.nn.Module:
@@ -61,3 +61,4 @@ def alone(name: str, layouts: Sequence[Layout]) -> torch.Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
+    leave()
