@@ -23,8 +23,9 @@ def pieces(stage, kind):
     return [m for s in stage.broker.stored(topology.inbox("r")) if isinstance(m := decode(s.body), kind)]
 
 
-async def issue(stage, ticket_id):
-    await stage.broker.publish(topology.tickets("r", "default"), Ticket(run="r", ticket_id=ticket_id, kind="default"))
+async def issue(stage, ticket_id, **fields):
+    ticket = Ticket(run="r", ticket_id=ticket_id, kind="default", **fields)
+    await stage.broker.publish(topology.tickets("r", "default"), ticket)
 
 
 async def test_an_episode_begins_with_a_ticket_and_its_key_works(stage):
@@ -288,3 +289,20 @@ async def test_attempts_of_a_group_are_numbered_within_its_size(stage):
     assert status == 201
     status, _ = await call(stage, "POST", "/episodes", {**BEGIN, "repeat": 8})
     assert status == 201, "attempts to evaluate are in no group"
+
+
+async def test_who_names_no_size_gets_groups_of_the_size_they_have_now(stage):
+    for number, size in enumerate((4, 2, 2)):
+        await issue(stage, f"ticket-{number}", group_size=size)
+    first, second = ({"task_id": "t1", "repeat": number, "episode_id": f"e-{number}"} for number in range(2))
+    _, begun = await call(stage, "POST", "/episodes", first)
+    assert begun["group_size"] == 4
+    _, begun = await call(stage, "POST", "/episodes", second)
+    assert begun["group_size"] == 2
+    assert [begin.group_size for begin in pieces(stage, EpisodeBegin)] == [8, 4], (
+        "a change is known from the next ticket on"
+    )
+    status, begun = await call(stage, "POST", "/episodes", first)
+    assert (status, begun["repeated"]) == (201, True), "of another size than it would have now"
+    status, fault = await call(stage, "POST", "/episodes", {**first, "group_size": 4})
+    assert (status, fault["error"]["code"]) == (409, "episode_conflict")

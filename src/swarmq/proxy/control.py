@@ -170,7 +170,7 @@ class Control:
         begin = self._begin_of(asked, operator)
         entry = self._ledger.of(begin.episode_id)
         async with entry.lock:
-            if entry.begin is not None and not _same(entry.begin, begin):
+            if entry.begin is not None and not _same(entry.begin, begin, sized=asked.group_size is not None):
                 raise _conflict(f"episode {begin.episode_id} has begun otherwise: take another id")
             repeated = entry.begin is not None
             if not repeated:
@@ -200,7 +200,7 @@ class Control:
             api_key=keys.mint(keys.client_secret(self._root, claims.client), claims),
             expires_at=expires_at,
             repeated=repeated,
-            group_size=self._desks[begin.kind].group_size or self._job.group_size(begin.kind),
+            group_size=self._size(begin.kind),
             proxies=self._proxies,
         )
 
@@ -275,7 +275,7 @@ class Control:
             raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
         if asked.mode == "train" and (refusal := untrainable(policies, tuple(job.policies), job.frozen)):
             raise RefusedError(refusal, param="policies")
-        size = asked.group_size or (job.group_size(kind) if asked.mode == "train" else 1)
+        size = asked.group_size or (self._size(kind) if asked.mode == "train" else 1)
         if asked.mode == "train" and asked.repeat >= (most := max(size, self._desks[kind].group_size or 0)):
             raise RefusedError(
                 f"repeat {asked.repeat}: the attempts of a group of {most} are numbered 0 to {most - 1}; the next group of the same task "
@@ -296,6 +296,10 @@ class Control:
             silence_s=asked.silence_s,
         )
 
+    def _size(self, kind: str) -> int:
+        """Attempts that make a group now, as far as tickets have told."""
+        return self._desks[kind].group_size or self._job.group_size(kind)
+
     def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> Ends:
         """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
@@ -314,5 +318,9 @@ def _conflict(message: str) -> RefusedError:
     return RefusedError(message, status=409, code="episode_conflict")
 
 
-def _same(one: EpisodeBegin, other: EpisodeBegin) -> bool:
-    return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(other, ticket_id=None)
+def _same(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
+    """`sized`: the size of the group was asked for; else it is whatever it was when the first of them came."""
+    size = other.group_size if sized else one.group_size
+    return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(
+        other, ticket_id=None, group_size=size
+    )
