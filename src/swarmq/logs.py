@@ -59,7 +59,7 @@ def survive_full_disk() -> None:
 
 
 def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
-    """Set up structlog for a daemon. Called once, by the process's entry point."""
+    """Set up structlog for a daemon. Called once, by the process's entry point. A line is written at one go."""
     import structlog  # noqa: PLC0415 - see Logger
 
     survive_full_disk()
@@ -73,10 +73,19 @@ def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(role=role, run=run)
+
+
+def write_whole_lines() -> None:
+    """For one of several processes that print to the same place: without this, Python's `-u` has a line written in two pieces,
+    and others in between. Whoever has set structlog up keeps what they chose."""
+    import structlog  # noqa: PLC0415 - see Logger
+
+    if not structlog.is_configured():
+        structlog.configure(logger_factory=structlog.WriteLoggerFactory())
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
 from swarmq.errors import TaskError
 from swarmq.keys import Invite
-from swarmq.logs import log
+from swarmq.logs import log, write_whole_lines
 from swarmq.messages import Mode
 from swarmq.process import die_with_parent
 
@@ -131,6 +131,7 @@ def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan |
     for kind, target in targets.items():
         client.known_kind(kind)
         _check_sendable(target, _function(target))
+    write_whole_lines()
     context = multiprocessing.get_context("spawn")
     arguments = (invite.encode(), dict(targets), plan, os.getpid())
     children = [
@@ -161,6 +162,7 @@ def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
     die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
     if os.getppid() != parent:
         return
+    write_whole_lines()
     for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
         sys.stdout.write(f"{multiprocessing.current_process().name}, {kind}: {summary}\n")
 

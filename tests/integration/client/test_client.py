@@ -33,7 +33,7 @@ AGENT = """
 import os, pathlib, threading
 def attempt(ep):
     hang = pathlib.Path("hang").exists()
-    os.write(1, f"attempting {ep.task.id}\\n".encode())  # at one go: logs of other threads go there, too
+    os.write(1, f"attempting {ep.task.id}\\n".encode())  # at one go: other processes write there, too
     if hang:
         threading.Event().wait()
     return 1.0

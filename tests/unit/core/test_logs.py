@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,13 +14,15 @@ from swarmq.logs import log, told
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
-DAEMON = """
+LOGGING = """
 import sys
 from swarmq import logs
 logs.configure(role="learner", run="r")
 import structlog
 for _ in range(200):
     structlog.get_logger().warning("disk_full", what="x" * 100)
+"""
+DAEMON = f"""{LOGGING}
 print("out"), print("err", file=sys.stderr)
 """
 CLIENT = """
@@ -53,6 +56,23 @@ def test_lines_are_whole_and_in_order_where_there_is_room(tmp_path: Path) -> Non
         subprocess.run([sys.executable, "-c", DAEMON], stdout=sink, stderr=sink, check=True)
     lines = (tmp_path / "log").read_text().splitlines()
     assert ["out" in line or "err" in line or line.endswith('Z"}') for line in lines] == [True] * 202
+
+
+@pytest.mark.parametrize(
+    "program", [LOGGING, f"import swarmq.logs\nswarmq.logs.write_whole_lines(){CLIENT}"], ids=["daemon", "worker"]
+)
+def test_a_line_is_written_at_one_go_though_nothing_is_buffered(program: str) -> None:
+    """Or lines of other processes that write to the same place could get into its middle."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        process = subprocess.Popen([sys.executable, "-u", "-c", program], stdout=theirs, stderr=theirs)
+        theirs.close()
+        pieces = []
+        while piece := ours.recv(1 << 16):
+            pieces.append(piece)
+        assert process.wait() == 0
+    assert pieces
+    assert all(piece.endswith(b"\n") and piece.count(b"\n") == 1 and b"warning" in piece for piece in pieces)
 
 
 def test_a_command_that_talks_to_a_person_says_its_log_in_the_same_words(capfd: pytest.CaptureFixture[str]) -> None:
