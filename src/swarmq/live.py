@@ -125,6 +125,27 @@ def applied(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
     return live
 
 
+def lifted(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
+    """The changes without which policies that have ended train on: last steps that are reached, and are not the job file's own.
+
+    `steps` maps each trained policy to the steps that it has made.
+    """
+    ours = {f"policies.{policy}.train.max_steps": (policy, made) for policy, made in steps.items()}
+    return [
+        change
+        for change in changes
+        if change.path in ours
+        and _holds(job, change)
+        and 0 < change.value <= ours[change.path][1]
+        and not has_ended(job, *ours[change.path])
+    ]
+
+
+def has_ended(job: SwarmJob, policy: str, made: int) -> bool:
+    """Whether a policy that has made so many steps has made its last one."""
+    return 0 < job.policies[policy].train.max_steps <= made
+
+
 def stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change], int]) -> tuple[Stretch, ...]:
     """The mix over the run; `start` says from which step a change holds."""
     mix, schedule = job.mix, job.mix_schedule

@@ -60,7 +60,9 @@ def drain(run: Path) -> None:
 @main.command()
 @RUN
 def resume(run: Path) -> None:
-    """Go on after `swarmq pause` or `swarmq drain`.
+    """Go on after `swarmq pause`, `drain` or `stop`.
+
+    Learners that have ended because of a stop are started again by `swarmq up`.
 
     \b
     swarmq resume runs/demo
@@ -88,8 +90,8 @@ def checkpoint(run: Path) -> None:
 def stop(run: Path, after: int | None, policy: str | None) -> None:
     """Let learners end after a step, with a checkpoint.
 
-    Without --after: after the present step, and at once where they wait for data. The step
-    becomes policies.X.train.max_steps, so the run ends there again until you set that to 0 and start it again.
+    Without --after: after the present step, and at once where they wait for data. Engines and
+    proxy stay up. The run stays stopped, also when it is started again, until `swarmq resume`.
 
     \b
     swarmq stop runs/demo

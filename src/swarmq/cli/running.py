@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -13,6 +14,9 @@ from swarmq.broker import Broker
 from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
 from swarmq.cli.settings import all_settings
 from swarmq.config import SwarmJob
+
+if TYPE_CHECKING:
+    from swarmq.up import Deployment
 
 
 @main.command()
@@ -104,12 +108,23 @@ async def _up(job: SwarmJob) -> None:
                 report("Ctrl-C stops everything")
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_tell_pace(deployment.job, broker, report))
-                    await deployment.learners_done.wait()
-                    report("every learner has reached its last step; engines and proxy stay up until Ctrl-C")
-                    await asyncio.Event().wait()
+                    tasks.create_task(_tell_ends(deployment, report))
         except asyncio.CancelledError:
             report(farewell(job))
             raise
+
+
+async def _tell_ends(deployment: Deployment, report: Callable[[str], None]) -> None:
+    from swarmq.up.stopping import endings, last_step
+
+    job = deployment.job
+    while True:
+        await deployment.learners_done.wait()
+        report("every learner has made its last step; engines and proxy stay up until Ctrl-C")
+        for line in endings(job, {policy: last_step(job, policy) for policy in job.trained}).values():
+            report(line)
+        await deployment.learning.wait()
+        report("learners are started again")
 
 
 async def _tell_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:

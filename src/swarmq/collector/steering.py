@@ -90,8 +90,14 @@ class Steering:
             state = msgspec.structs.replace(state, checkpoints=state.checkpoints + 1)
             reply = {"learners": sorted(versions)}
         else:
-            state = msgspec.structs.replace(state, pace=PACES[command.action])
-            reply = {"pace": state.pace, "learners": sorted(versions)}
+            reply = {"pace": PACES[command.action], "learners": sorted(versions)}
+            gone = live.lifted(self.file, state.changes, versions) if command.action == "resume" else []
+            if gone:
+                reply["changes"] = [
+                    {"path": one.path, "before": one.value, "value": live.value_at(self.file, one.path)} for one in gone
+                ]
+            kept = [change for change in state.changes if change not in gone]
+            state = msgspec.structs.replace(state, pace=PACES[command.action], changes=tuple(kept))
         state = msgspec.structs.replace(state, number=number, command_id=command.command_id)
         return state, {"state": "accepted", "number": number, **reply}
 

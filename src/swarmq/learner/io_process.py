@@ -142,6 +142,8 @@ class Desk:
         self.lookout = Lookout()
         self.wanted_since: float | None = None
         """When the trainer asked for a batch; None while it has one."""
+        self.orders_due = 0
+        """Control states that waited when this process began and are not read yet: one of them may lift the last step."""
         self.heard_at = time.monotonic()
         """When an episode came that was not here before."""
         self.asked = False
@@ -154,6 +156,8 @@ class Desk:
     async def run(self, hear: Hear) -> None:
         """Until the trainer says stop. `hear` gives its next message."""
         await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
+        orders = topology.control(self.job.run, self.policy)
+        self.orders_due = (await self.broker.depths([orders]))[orders].ready
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._obey(hear))
@@ -193,6 +197,8 @@ class Desk:
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(DRAIN_S):
                             await self._publish_due()
+                    self.phase = "ended"
+                    await self._state()
                     raise StoppedError
                 case Hello():
                     raise AssertionError("a second hello")
@@ -208,6 +214,7 @@ class Desk:
         async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
             async for delivery in deliveries:
                 state = delivery.message
+                self.orders_due -= 1
                 if not isinstance(state, Control) or state.run != self.job.run:
                     await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
                     continue
@@ -255,7 +262,8 @@ class Desk:
             elif self.orders.checkpoint_due:
                 await self._say(records.Save(asked=self.orders.state.checkpoints))
             elif limit and self.version >= limit:
-                await self._say(records.Halt())
+                if self.orders_due <= 0:
+                    await self._say(records.Halt())
             elif self.orders.state.pace != "paused" and (
                 record := self.intake.take(version=self.version, at=time.time(), settings=self.orders.train)
             ):

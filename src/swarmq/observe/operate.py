@@ -132,19 +132,24 @@ async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterat
 
 def lines(answer: Answer) -> list[str]:
     """For people: what changed, and from which step."""
+    stops = answer.accepted["action"] == "stop"
     told = [
         f"{change['path']}: {shown(change['before'])} -> {shown(change['value'])}"
         for change in answer.accepted.get("changes", [])
+        if not stops  # a learner that is in the step after that one ends with it, and says so
     ]
-    if "changes" in answer.accepted and not told:
+    if "changes" in answer.accepted and not answer.accepted["changes"]:
         told.append("nothing to change: the run has these settings already")
     if pace := answer.accepted.get("pace"):
         told.append(f"the run is {pace}")
     for policy, fields in sorted(answer.applied.items()):
         if "checkpoint" in fields:
             told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
-        if answer.accepted["action"] == "stop":
-            told += [f"{policy}: ends after step {_last(change)}" for change in fields["changes"]]
+        if stops:
+            told += [
+                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq resume` lets it train on"
+                for change in fields["changes"]
+            ]
         else:
             told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
         if pace:

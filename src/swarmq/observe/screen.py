@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmq.broker.node_files import BLOCKED
-from swarmq.observe.board import Board, sparkline
+from swarmq.observe.board import Board, Part, sparkline
 
 STALE_S = 15.0
 """A part that has not spoken for this long is shown as silent."""
@@ -44,17 +44,23 @@ def _headline(board: Board, now: float) -> Text:
     if board.blocked:
         text.append(f"{BLOCKED}\n", style="red")
     for source, part in sorted(board.parts.items()):
-        silent_s = now - part.at
-        style = "green" if silent_s < STALE_S else "red"
+        style, state = _life(part, now)
         text.append("● ", style=style)
-        text.append(source if silent_s < STALE_S else f"{source} (silent {silent_s:.0f} s)")
-        text.append("   ")
+        text.append(f"{source}{state}   ")
     for source, stage in sorted(board.stages.items()):
         text.append(f"\n{source}: ", style="dim")
         text.append(stage)
     if not (board.parts or board.stages):
         text.append("waiting for the first sign of life ...", style="dim")
     return text
+
+
+def _life(part: Part, now: float) -> tuple[str, str]:
+    """Its colour, and what is behind its name."""
+    if part.fields.get("phase") == "ended":
+        return "dim", " (ended)"
+    silent_s = now - part.at
+    return ("green", "") if silent_s < STALE_S else ("red", f" (silent {silent_s:.0f} s)")
 
 
 def _learners(board: Board, width: int) -> RenderableType:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq import keys
+from swarmq import keys, live
 from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker, first_wait_s
 from swarmq.broker.claim import claimed
@@ -37,7 +37,7 @@ from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
 from swarmq.learner.memory import GPU_SHARE
 from swarmq.logs import survive_full_disk
-from swarmq.messages import Event
+from swarmq.messages import Change, Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement
 from swarmq.process import tail
@@ -45,7 +45,7 @@ from swarmq.proxies import Proxies
 from swarmq.up.keeping import Daemon, DaemonFailedError, keep_broker, keep_engine
 from swarmq.up.plan import planned
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
-from swarmq.up.stopping import drain_s, stop
+from swarmq.up.stopping import drain_s, last_step, stop
 
 SERVE_S = 240.0
 """For a proxy to listen on its port."""
@@ -85,8 +85,9 @@ class Deployment:
         self.engines, self.placements = engines, placements
         self.daemons: dict[str, Daemon] = {}
         self.warnings: list[str] = []
-        self.learners_done = asyncio.Event()
-        """Set when every learner has reached its last step."""
+        self.learners_done, self.learning = asyncio.Event(), asyncio.Event()
+        """The one is set while every learner has made its last step, the other while some have steps to go."""
+        self.learning.set()
 
     def endpoints(self) -> Endpoints:
         assert self.job.broker.url
@@ -164,7 +165,7 @@ async def _kept_running(
         watchers = [
             tasks.create_task(_tell(warnings, broker, deployment.job.run)),
             tasks.create_task(report_alarms(broker, report)),
-            tasks.create_task(_learners(deployment, warn)),
+            tasks.create_task(keep_learners(deployment, broker, warn)),
             *(tasks.create_task(daemon.keep_running(warn)) for daemon in daemons if not daemon.is_learner),
             *(tasks.create_task(keep_engine(name, e, warn)) for name, e in deployment.engines.items()),
             *([tasks.create_task(keep_broker(node, warn))] if node else []),
@@ -188,13 +189,39 @@ async def refuse_twin(broker: Broker, run: str) -> None:
         )
 
 
-async def _learners(deployment: Deployment, warn: Callable[[str], None]) -> None:
-    """Keep them running until each has reached its last step, and say so."""
+async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[str], None]) -> None:
+    """Keep them running until each has made its last step, and start those again that are given further steps."""
+    learners = [daemon for daemon in deployment.daemons.values() if daemon.is_learner]
+    ended: set[str] = set()
+
+    async def keep(daemon: Daemon) -> None:
+        while True:
+            await daemon.keep_running(warn)
+            ended.add(daemon.name)
+            if len(ended) == len(learners):
+                deployment.learning.clear()
+                deployment.learners_done.set()
+            await _steps_to_go(deployment.job, daemon.name.partition(".")[2], broker)
+            await daemon.start()
+            ended.remove(daemon.name)
+            deployment.learners_done.clear()
+            deployment.learning.set()
+
     async with asyncio.TaskGroup() as tasks:
-        for daemon in deployment.daemons.values():
-            if daemon.is_learner:
-                tasks.create_task(daemon.keep_running(warn))
-    deployment.learners_done.set()
+        for daemon in learners:
+            tasks.create_task(keep(daemon))
+
+
+async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
+    """Return when the collector says that a policy which had made its last step has another one to make."""
+    made = await asyncio.to_thread(last_step, job, policy)
+    async with broker.events(job.run) as events:
+        async for event in events:
+            if event.source == "collector" and event.name == "state" and "changes" in event.fields:
+                changes = msgspec.convert(event.fields["changes"], list[Change])
+                if not live.has_ended(live.applied(job, changes), policy, made):
+                    return
+    await asyncio.Event().wait()  # the broker is gone for good, which others say
 
 
 async def _broker(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from swarmq import live
+from swarmq.collector import ledger
 from swarmq.config import SwarmJob
 from swarmq.engine.model import size_of
 from swarmq.errors import SwarmqError
@@ -47,17 +49,37 @@ def farewell(job: SwarmJob) -> str:
     """What to say of a run that was stopped: how to go on with it, and after which step."""
     if not job.run_folder.job.exists():
         return "stopped"
-    steps = {name: _last_step(job, name) for name, policy in job.policies.items() if policy.trained}
-    if not any(steps.values()):
-        after = ""
+    steps = {policy: last_step(job, policy) for policy in job.trained}
+    ended = endings(job, steps)
+    going = {policy: step for policy, step in steps.items() if policy not in ended}
+    if not going:
+        then = "serves its weights again"
+    elif not any(steps.values()):
+        then = "goes on"
     elif len(steps) == 1:
-        after = f" after step {next(iter(steps.values()))}"
+        then = f"goes on after step {next(iter(going.values()))}"
     else:
-        after = f" after steps {', '.join(f'{step} ({name})' for name, step in steps.items())}"
-    return f"stopped. `swarmq up {job.run_folder.job}` goes on{after}"
+        then = f"goes on after step{'s' if len(going) > 1 else ''} " + ", ".join(
+            f"{step} ({policy})" for policy, step in going.items()
+        )
+    return ". ".join([f"stopped. `swarmq up {job.run_folder.job}` {then}", *ended.values()])
 
 
-def _last_step(job: SwarmJob, policy: str) -> int:
+def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
+    """For each policy that has made its last step, how it trains on. `steps` maps trained policies to the steps that they have made."""
+    folder = job.run_folder
+    changes = ledger.changes(folder.inbox)
+    now, lifted = live.applied(job, changes), {one.path for one in live.lifted(job, changes, steps)}
+    told = {}
+    for policy, step in steps.items():
+        path = f"policies.{policy}.train.max_steps"
+        command = f"swarmq resume {folder.path}" if path in lifted else f"swarmq set {folder.path} {path}=0"
+        if live.has_ended(now, policy, step):
+            told[policy] = f"{policy} has made its last step, {step}: while the run is up, `{command}` lets it train on"
+    return told
+
+
+def last_step(job: SwarmJob, policy: str) -> int:
     """0 where there is none yet, or its batch log cannot be read."""
     with contextlib.suppress(SwarmqError):  # the next start says so
         indices = (place.index for place in reversed(scan(job.run_folder.batch_log(policy))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from swarmq.collector import effects as do
@@ -9,6 +10,7 @@ from swarmq.collector.core import Core
 from swarmq.collector.records import Rules
 from swarmq.collector.report import figures
 from swarmq.config import SwarmJob
+from swarmq.live import lifted
 from swarmq.messages import Command, Control
 from unit.collector.twin_store import TwinStore
 
@@ -131,6 +133,42 @@ def test_a_stop_that_cannot_be_is_refused_by_what_was_asked(steered, say, made, 
     assert reply["state"] == "refused"
     assert why in reply["text"]
     assert state(bench).number == 0
+
+
+def test_a_run_that_was_stopped_trains_on_when_it_is_resumed(steered, say):
+    bench = steered()
+    train(bench, say, 1, a=2, b=2)
+    bench.take(command(1, "stop", main=None))
+    assert bench.core.learning() == ()
+    bench.take(command(2, "resume"))
+    assert bench.core.learning() == ("main",)
+    assert bench.events("control")[-1]["changes"] == [{"path": LAST, "before": 1, "value": 0}]
+    assert state(bench).changes == ()
+    bench.restart()
+    assert bench.core.learning() == ("main",)
+
+
+def test_a_last_step_that_is_ahead_outlives_a_pause(steered, say):
+    bench = steered()
+    train(bench, say, 1, a=2, b=2)
+    bench.take(command(1, "stop", main=7), command(2, "pause"), command(3, "resume"))
+    assert bench.core.rules.last_steps == {"main": 7}
+    assert "changes" not in bench.events("control")[-1]
+
+
+def test_a_last_step_of_the_job_file_is_not_lifted_by_a_resume(steered, say):
+    bench = steered()
+    train(bench, say, 1, a=2, b=2)
+    bench.take(command(1, **{LAST: 9}))
+    assert lifted(job(), state(bench).changes, {"main": 9})
+    tree = msgspec.to_builtins(job())
+    tree["policies"]["main"]["train"]["max_steps"] = 9
+    file = SwarmJob.build(tree)
+    assert not lifted(file, state(bench).changes, {"main": 9}), "the file was edited since"
+    (change,) = state(bench).changes
+    later = msgspec.structs.replace(change, base=9, before=9, value=12)
+    assert not lifted(file, [later], {"main": 12}), "the file's own last step is over, too"
+    assert lifted(job(), [change], {"main": 8}) == []
 
 
 def test_a_paused_run_issues_no_tickets_until_it_is_resumed(steered, say):

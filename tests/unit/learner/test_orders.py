@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from tests.unit.learner.test_desk import READY, broker_with, desk, logged, stopped
 
 from support.episodes import make_group
-from swarmq.broker import topology
+from swarmq.broker import Deliveries, topology
 from swarmq.learner import records
 from swarmq.messages import Change, Control
 from swarmq.testing import MemoryBroker
@@ -19,6 +22,22 @@ CONTROL = topology.control("r", "main")
 def faster(number: int = 1, rate: float = 1e-3, **fields: object) -> Control:
     change = Change(number=number, path=RATE, before=1e-6, value=rate, base=1e-6)
     return Control(run="r", number=number, changes=(change,), command_id=f"c{number}", **fields)  # type: ignore[arg-type]
+
+
+class SlowControl(MemoryBroker):
+    """Its control queue is read once `control_is_read` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.control_is_read = asyncio.Event()
+        self.control_is_read.set()
+
+    @asynccontextmanager
+    async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Deliveries]:
+        if queue == CONTROL:
+            await self.control_is_read.wait()
+        async with super().consume(queue, prefetch=prefetch) as consumer:
+            yield consumer
 
 
 async def answered(broker: MemoryBroker, number: int) -> dict:
@@ -119,6 +138,28 @@ async def test_a_learner_halts_after_the_step_that_was_named(tmp_path: Path) -> 
         assert isinstance(await trainer.hear(), records.Halt)
         await stopped(trainer)
     assert len(logged(tmp_path)) == 1
+
+
+async def test_a_learner_that_was_stopped_and_resumed_while_it_was_away_trains_on(tmp_path: Path) -> None:
+    change = Change(number=1, path="policies.main.train.max_steps", before=0, value=1, base=0)
+    broker = SlowControl()
+    await broker.declare("r", policies=["main"], kinds=["default"])
+    for episode in (*make_group("a"), *make_group("b")):
+        await broker.publish(READY, episode)
+    async with desk(tmp_path, broker) as trainer:
+        await trainer.batch()
+        await broker.publish(CONTROL, Control(run="r", number=1, changes=(change,), command_id="c1"))
+        await answered(broker, 1)
+        await trainer.tell(records.Stepped(version=1))
+        await stopped(trainer)
+    assert [event.fields["phase"] for event in broker.emitted if event.name == "state"][-1] == "ended"
+    await broker.publish(CONTROL, Control(run="r", number=2, command_id="c2"))
+    broker.control_is_read.clear()
+    async with desk(tmp_path, broker, version=1) as trainer:
+        await trainer.tell(records.Next())
+        assert isinstance(await trainer.hear(), records.Waiting), "its order on disk is no longer the newest"
+        broker.control_is_read.set()
+        assert isinstance(await trainer.hear(), records.Batch)
 
 
 async def test_what_is_no_control_state_is_parked(tmp_path: Path) -> None:

@@ -134,6 +134,13 @@ def test_a_part_that_went_silent_is_said_to_be():
     assert "proxy.0 (silent 30 s)" in text_of(board, now=130.0)
 
 
+def test_a_learner_that_has_ended_is_not_said_to_be_silent():
+    board = Board(run="r")
+    board.fold(event("state", at=100.0, phase="ended", version=37))
+    assert "learner.main (ended)" in text_of(board, now=1000.0)
+    assert "silent" not in text_of(board, now=1000.0)
+
+
 def test_the_token_rate_is_measured_over_the_window_and_added_over_proxies():
     board = Board(run="r")
     for at in (0.0, 50.0, 60.0):

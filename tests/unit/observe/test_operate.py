@@ -68,7 +68,7 @@ async def test_the_answer_says_what_changed_and_from_which_step():
 async def test_the_answer_to_a_stop_says_after_which_step(after, last):
     async with run() as broker:
         answer = await ask(broker, "r", "stop", {"main": after})
-        assert lines(answer) == [f"policies.main.train.max_steps: 0 -> {after}", f"main: ends after step {last}"]
+        assert lines(answer) == [f"main: ends after step {last}, with a checkpoint; `swarmq resume` lets it train on"]
 
 
 async def test_a_refusal_is_raised_with_its_reason():

@@ -8,10 +8,17 @@ import os
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from swarmq.collector.effects import SaveControl
+from swarmq.collector.store import Store
 from swarmq.config import Policy, SwarmJob
+from swarmq.keys import Invite
 from swarmq.learner.batch_log import BatchLog
+from swarmq.messages import Change, Control, Event
+from swarmq.testing import MemoryBroker
+from swarmq.up.deployment import Deployment, keep_learners
 from swarmq.up.keeping import Daemon
 from swarmq.up.stopping import drain_s, farewell, stop
 from unit.learner.test_batch_log import OURS, batch, drops
@@ -86,3 +93,92 @@ def test_who_stops_a_run_is_told_how_it_goes_on(tmp_path: Path) -> None:
     assert farewell(job) == f"{again} after steps 2 (planner), 0 (executor)"
     alone = SwarmJob(run="r", folder=str(tmp_path), policies={"planner": Policy(model="m")})
     assert farewell(alone) == f"{again} after step 2"
+
+
+LAST = "policies.main.train.max_steps"
+
+
+def ended_at_two(folder: Path, *changes: Change, **train: int) -> SwarmJob:
+    """A run whose only policy has made two steps; `changes` were made while it was up."""
+    job = SwarmJob.build({"run": "r", "folder": str(folder), "policies": {"main": {"model": "m", "train": train}}})
+    job.run_folder.path.mkdir()
+    job.run_folder.job.write_text(job.to_toml())
+    log = BatchLog(job.run_folder.batch_log("main"), OURS)
+    for record in (batch(1), batch(2)):
+        log.append(record)
+    log.close()
+    store = Store(job.run_folder.inbox, run="r")
+    with store.transaction():
+        store.write(SaveControl(msgspec.msgpack.encode(Control(run="r", number=1, changes=changes))))
+    store.close()
+    return job
+
+
+def test_a_run_that_was_stopped_is_said_to_train_on_once_it_is_resumed(tmp_path: Path) -> None:
+    job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=1, base=0))
+    folder = job.run_folder
+    assert farewell(job) == (
+        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
+        f"up, `swarmq resume {folder.path}` lets it train on"
+    )
+
+
+def test_a_run_that_has_reached_its_files_last_step_is_said_to_train_on_once_that_is_set(tmp_path: Path) -> None:
+    job = ended_at_two(tmp_path, max_steps=2)
+    folder = job.run_folder
+    assert farewell(job) == (
+        f"stopped. `swarmq up {folder.job}` serves its weights again. main has made its last step, 2: while the run is "
+        f"up, `swarmq set {folder.path} {LAST}=0` lets it train on"
+    )
+
+
+def test_a_run_whose_last_step_is_ahead_goes_on(tmp_path: Path) -> None:
+    job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=3, base=0))
+    assert farewell(job) == f"stopped. `swarmq up {job.run_folder.job}` goes on after step 2"
+
+
+def test_of_two_policies_only_the_one_with_steps_to_go_is_said_to_go_on(tmp_path: Path) -> None:
+    job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=2, base=0))
+    both = msgspec.structs.replace(job, policies={**job.policies, "judge": Policy(model="m")})
+    assert farewell(both) == (
+        f"stopped. `swarmq up {job.run_folder.job}` goes on after step 0 (judge). main has made its last step, 2: while "
+        f"the run is up, `swarmq resume {job.run_folder.path}` lets it train on"
+    )
+
+
+async def test_a_learner_that_has_ended_is_started_again_for_further_steps(tmp_path: Path) -> None:
+    job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=2, base=0))
+    starts = tmp_path / "starts"
+    program = f"open({str(starts)!r}, 'a').write('x')"
+    daemon = Daemon("learner.main", [sys.executable, "-c", program], tmp_path / "log")
+    await daemon.start()
+    deployment = Deployment(
+        job,
+        None,
+        Invite(
+            run="r", client="host", secret=b"s", amqp_url="", base_url="", policies=("main",), kinds=(), group_size=2
+        ),
+        engines={},
+        placements={},
+    )
+    deployment.daemons["learner.main"] = daemon
+    broker, told = MemoryBroker(), list[str]()
+    ended = Change(number=1, path=LAST, before=0, value=2, base=0)
+
+    async def say(*changes: Change) -> None:
+        fields = {"changes": msgspec.to_builtins(changes), "versions": {"main": 1}}  # 2 is not reported yet
+        await broker.emit(Event(run="r", source="collector", name="state", at=0.0, fields=fields))
+        await asyncio.sleep(0)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        keeping = tasks.create_task(keep_learners(deployment, broker, told.append))
+        await deployment.learners_done.wait()
+        for _ in range(20):
+            await say(ended)
+        assert not deployment.learning.is_set()
+        while not deployment.learning.is_set():
+            await say()
+        await deployment.learners_done.wait()
+        keeping.cancel()
+    assert starts.read_text() == "xx"
+    assert told == []
