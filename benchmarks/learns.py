@@ -38,7 +38,7 @@ from swarmq.demo.recipe import Architecture, Recipe
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.demo.warmup import demonstrate, reductions
 from swarmq.learner.warm import WarmStart, warm
-from swarmq.observe.curves import read_events
+from swarmq.observe.curves import read_events, reward_limits
 from swarmq.observe.monitor import follow
 from swarmq.up import deploy
 
@@ -244,8 +244,9 @@ def draw(runs: list[dict[str, Any]], path: Path) -> None:
             axes.plot(range(1, len(one["rewards"]) + 1), one["rewards"], color=f"C{color}", linewidth=0.8, alpha=0.6)
             held_out = {int(version): reward for version, reward in one["held_out"].items()}
             axes.plot(list(held_out), list(held_out.values()), "o-", color=f"C{color}", label=f"seed {one['seed']}")
-        axes.set(title=loss, xlabel="optimizer step", ylim=(-0.02, 1.05))
+        axes.set(title=loss, xlabel="optimizer step")
         axes.grid(alpha=0.25)
+    panels[0][0].set_ylim(reward_limits(*(one["rewards"] for one in runs), *(one["held_out"].values() for one in runs)))
     panels[0][0].set_ylabel("reward (dots: held out)")
     panels[0][0].legend(loc="lower right", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 from swarmq.live import shown
@@ -152,17 +153,17 @@ def control_line(fields: dict[str, Any]) -> str:
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-def sparkline(values: list[float], width: int, *, low: float | None = None, high: float | None = None) -> str:
-    """The newest values as `width` or fewer block characters; several values share a block when there are more. Those that are not
-    finite have none."""
-    if not (values := [value for value in values if math.isfinite(value)]):
-        return ""
-    per_block = -(-len(values) // width)
-    means = [
-        sum(chunk) / len(chunk)
-        for chunk in (values[max(0, end - per_block) : end] for end in range(len(values), 0, -per_block))
-    ][::-1]
-    floor = min(means) if low is None else low
-    span = (max(means) if high is None else high) - floor
+def condense(values: Sequence[float], width: int) -> list[float]:
+    """The values as `width` or fewer, the newest last: means of several where there are more. Those that are not finite are left out."""
+    finite = [value for value in values if math.isfinite(value)]
+    per_block = max(1, -(-len(finite) // width))
+    chunks = (finite[max(0, end - per_block) : end] for end in range(len(finite), 0, -per_block))
+    return [sum(chunk) / len(chunk) for chunk in chunks][::-1]
+
+
+def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
+    """A block character for each value, from `low` to `high`; the smallest and the largest value by default."""
+    floor = min(values, default=0.0) if low is None else low
+    span = (max(values, default=0.0) if high is None else high) - floor
     top = len(BLOCKS) - 1
-    return "".join(BLOCKS[round(top * min(max((v - floor) / span, 0), 1))] if span > 0 else BLOCKS[0] for v in means)
+    return "".join(BLOCKS[round(top * min(max((v - floor) / span, 0), 1))] if span > 0 else BLOCKS[0] for v in values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, count, cycle
@@ -100,13 +101,23 @@ def draw_reward(
     if held_out:
         axes.plot(list(held_out), list(held_out.values()), "o--", color=HELD_OUT, linewidth=1.2, label="held-out")
     _draw_marks(axes, at_step)
-    axes.set(ylabel="reward", ylim=(-0.02, max([1.05, *steps.values()])))
+    axes.set(
+        ylabel="reward", ylim=reward_limits(steps.values(), held_out.values(), *map(dict.values, by_kind.values()))
+    )
     axes.set_title(title, pad=18)
     axes.set_xlabel("\n".join(["optimizer step", *words]), linespacing=1.4)
     axes.grid(alpha=0.25)
     figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def reward_limits(*curves: Iterable[float]) -> tuple[float, float]:
+    """Where an axis of rewards begins and ends: from 0 to 1, and as far beyond as they lie."""
+    values = [value for value in chain(*curves) if math.isfinite(value)]
+    low, high = min([0.0, *values]), max([1.0, *values])
+    margin = 0.04 * (high - low)
+    return low - margin, high + margin
 
 
 def _draw_marks(axes: Any, at_step: Mapping[int, Sequence[Mark]]) -> None:

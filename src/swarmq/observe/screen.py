@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmq.broker.node_files import BLOCKED
-from swarmq.observe.board import Board, Part, sparkline
+from swarmq.observe.board import Board, Part, condense, sparkline
 
 STALE_S = 15.0
 """A part that has not spoken for this long is shown as silent."""
@@ -125,7 +125,10 @@ def _add_curve(table: Table, heading: str) -> None:
 
 
 def _curve(values: list[float], width: int) -> Text:
-    return Text(sparkline(values, max(CURVE_WIDTH, width // 4), low=0.0), style="green")
+    """Rewards, from 0 or the lowest to 0 or the highest; those below 0 are red."""
+    means = condense(values, max(CURVE_WIDTH, width // 4))
+    blocks = sparkline(means, low=min(0.0, *means, 0.0), high=max(0.0, *means, 0.0))
+    return Text.assemble(*((block, "red" if mean < 0 else "green") for block, mean in zip(blocks, means, strict=True)))
 
 
 def _flow(board: Board, width: int) -> RenderableType:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from swarmq.messages import Event
-from swarmq.observe.board import BLOCKS, Board, sparkline
+from swarmq.observe.board import BLOCKS, Board, condense, sparkline
 from swarmq.observe.screen import STALE_S, draw
 
 
@@ -157,10 +157,45 @@ def test_a_restarted_proxy_does_not_make_the_rate_negative():
 
 
 def test_a_sparkline_rises_where_the_values_rise():
-    assert sparkline([0.0, 0.5, 1.0], 10, low=0.0, high=1.0) == BLOCKS[0] + BLOCKS[4] + BLOCKS[7]
-    assert len(sparkline([float(i) for i in range(1000)], 40)) <= 40
-    assert sparkline([], 10) == ""
-    assert set(sparkline([2.0, 2.0], 10)) == {BLOCKS[0]}
+    assert sparkline([0.0, 0.5, 1.0], low=0.0, high=1.0) == BLOCKS[0] + BLOCKS[4] + BLOCKS[7]
+    assert sparkline([]) == ""
+    assert set(sparkline([2.0, 2.0])) == {BLOCKS[0]}
+
+
+def test_many_values_are_condensed_to_means_whose_last_is_of_the_newest():
+    assert condense([float(i) for i in range(5)], 3) == [0.0, 1.5, 3.5]
+    assert len(condense([1.0] * 1000, 40)) == 40
+    assert condense([math.nan, 1.0, math.inf], 10) == [1.0]
+    assert condense([], 10) == []
+
+
+def curves_of(rewards, *, evaluated=()):
+    """The curves that the screen draws, those of evaluation rounds behind those of steps."""
+    board = Board(run="r")
+    for version, reward in enumerate(rewards, 1):
+        board.fold(event("step", version=version, reward=reward))
+    for version, reward in enumerate(evaluated, 1):
+        kinds = {"math": {"tasks": 8, "reward": reward, "pass": {}}}
+        board.fold(event("evaluated", "collector", version=version, kinds=kinds))
+    return re.findall(f"[{BLOCKS}]{{2,}}", text_of(board))
+
+
+def test_rewards_below_zero_and_above_one_have_a_shape():
+    falling = BLOCKS[7] + BLOCKS[4] + BLOCKS[0]
+    assert curves_of([0.5, -0.0, -0.5], evaluated=[1.0, 0.0, -1.0]) == [falling, falling]
+    assert curves_of([-0.25, -0.5, -1.0]) == [BLOCKS[5] + BLOCKS[4] + BLOCKS[0]], "0 is the top"
+    assert curves_of([0.0, 2.0, 4.0]) == [BLOCKS[0] + BLOCKS[4] + BLOCKS[7]]
+    assert curves_of([-0.5, -0.5]) == [BLOCKS[0] * 2]
+    assert curves_of([0.5, 0.5]) == [BLOCKS[7] * 2]
+
+
+def test_rewards_below_zero_are_red():
+    board = Board(run="r")
+    for version, reward in enumerate((-1.0, 1.0), 1):
+        board.fold(event("step", version=version, reward=reward))
+    console = Console(file=io.StringIO(), width=120, force_terminal=True, color_system="standard")
+    console.print(draw(board, now=0.0, width=120))
+    assert f"\x1b[31m{BLOCKS[0]}\x1b[0m\x1b[32m{BLOCKS[7]}\x1b[0m" in console.file.getvalue()
 
 
 @pytest.mark.parametrize("width", [80, 100, 109, 110, 120])
