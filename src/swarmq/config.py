@@ -137,8 +137,9 @@ class Engine(Settings, frozen=True, kw_only=True):
     urls: tuple[str, ...] = ()
     """Engines that run elsewhere; empty starts `count` of our own."""
     count: Count = 1
-    max_model_len: Count = 2048
-    """Tokens of prompt and answer together; a model made for fewer is served with its own limit."""
+    max_model_len: Count | None = None
+    """Tokens of prompt and answer together; a model made for fewer is served with its own limit. Without it `swarmq up`
+    takes as many as the model, the learner's passes and the GPU's memory allow, and says which of them decided."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     gpu_memory_utilization: Share | None = None
     """Share of a GPU's memory that one engine takes; chosen by `placement` without it."""
@@ -157,7 +158,8 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     """Training episodes are sampled like this; evaluation keeps the agent's wishes."""
 
     temperature: Factor = 1.0
-    max_tokens: Count = 512
+    max_tokens: Count | None = None
+    """Longest answer of one call; without it as long as the agent asks for, and no longer than the engine has room for."""
     conflicts: Literal["override", "refuse"] = "override"
     """A call of a training episode that asks for other sampling is answered as the run samples, with a header that
     names what was overridden, or refused with 400."""
@@ -344,7 +346,7 @@ class Kind(Settings, frozen=True, kw_only=True):
     advantage: Advantage | None = None
     """In place of `policies.X.train.advantage`."""
     max_tokens: Count | None = None
-    """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens`."""
+    """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens` allows."""
     episode_tokens: Count | None = None
     """Most tokens that the calls of one episode may sample together: the last one is cut, later ones are refused."""
     episode_calls: Count | None = None

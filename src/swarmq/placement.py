@@ -3,7 +3,8 @@
 shared   learner and engine on the same GPU: side by side where both fit, else the engine sleeps while the learner steps
 split    some GPUs each: rollouts go on during the step, at full speed
 
-On several GPUs the plan also says whether the learner's ranks share the model out, or hold the whole of it each.
+On several GPUs the plan also says whether the learner's ranks share the model out, or hold the whole of it each. Before it comes the
+context, the longest call, where the settings leave it open: the longest with which the plan stays as it is for short ones.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import msgspec
 
 from swarmq.config import Policy, Train
 from swarmq.engine.gpus import Gpu
+from swarmq.engine.launch import CONTEXT
 from swarmq.engine.model import Model
 from swarmq.errors import ConfigError
 from swarmq.learner.memory import GIB, HEADROOM, Shape, learner_bytes, or_less, state_bytes
@@ -32,7 +34,11 @@ DRIVER = 2 * GIB
 """What a GPU may lack though nobody uses it: the driver's."""
 LEAST_CACHED = 8
 """An engine is worth starting when its cache holds this many of the longest calls."""
+LEAST_CONTEXT = 2048
+"""Tokens of the longest call that a plan has room for where nobody has chosen, if the model was made for as many."""
+CONTEXT_STEP = 1024
 HALF_BYTES = 2
+FULL_BYTES = 4
 DIGITS = 3
 """Shares of a GPU are told to a thousandth."""
 
@@ -142,7 +148,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         """`judged_by`: parameters of the frozen models that the learner holds beside its own."""
         train, shape = policy.train, shape_of(model)
         weights = HALF_BYTES * model.parameters
-        length = min(policy.engine.max_model_len, model.max_length or policy.engine.max_model_len)
+        asked = policy.engine.max_model_len or LEAST_CONTEXT
+        length = min(asked, model.max_length or asked)
         cache = LEAST_CACHED * length * HALF_BYTES * model.cached_values
         ways = [(n, full) for n in range(1, num_gpus + 1) for full in _ways(train, n)] if policy.trained else []
         return cls(
@@ -175,6 +182,113 @@ def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
     return (True,) if train.sharding == "full" else (False, True)
 
 
+class Context(msgspec.Struct, frozen=True, kw_only=True):
+    """The longest call of a policy, where `engine.max_model_len` leaves it open."""
+
+    tokens: int
+    """Of prompt and answer together."""
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens for prompt and answer, {self.reason}"
+
+    def applied(self, policy: Policy) -> Policy:
+        return msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, max_model_len=self.tokens))
+
+
+def contexts(
+    policies: Mapping[str, Policy],
+    models: Mapping[str, Model],
+    gpus: Sequence[Gpu],
+    *,
+    judges: Mapping[str, Sequence[int]] | None = None,
+    host_cache: int,
+) -> dict[str, Context]:
+    """Of every policy whose model is known and whose settings name none. `host_cache`: bytes of an engine's cache without a GPU;
+    `judges` as `place_all` has them. Raises ConfigError where not even a short call fits."""
+    open_ = {name: model for name, model in models.items() if policies[name].engine.max_model_len is None}
+    if not gpus:
+        return {name: _without_gpu(policies[name], model, host_cache) for name, model in open_.items()}
+    places = _dealt_out(models, gpus)
+    return {
+        name: _with_gpus(policies[name], model, *places[name], judged_by=(judges or {}).get(name))
+        for name, model in open_.items()
+    }
+
+
+def _bound(policy: Policy, model: Model) -> Context:
+    """What the longest call cannot be longer than, wherever it is served."""
+    made_for = model.max_length or LEAST_CONTEXT
+    budget = policy.train.micro_batch_tokens
+    if policy.trained and budget < made_for:
+        why = f"as many as the learner computes in one pass (train.micro_batch_tokens); the model was made for {made_for:,}"
+        return Context(tokens=budget, reason=why)
+    whole = (
+        "all that the model was made for" if model.max_length else "since its config does not say what it was made for"
+    )
+    return Context(tokens=made_for, reason=whole)
+
+
+def _without_gpu(policy: Policy, model: Model, host_cache: int) -> Context:
+    bound = _bound(policy, model)
+    entry = (HALF_BYTES if policy.engine.dtype in {"bfloat16", "float16"} else FULL_BYTES) * model.cached_values
+    room = host_cache // entry if entry else bound.tokens
+    if min(room, CONTEXT) >= bound.tokens:
+        return bound
+    made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
+    if room < CONTEXT:
+        tokens = max(room // CONTEXT_STEP * CONTEXT_STEP, min(room, CONTEXT_STEP), 1)
+        return Context(tokens=tokens, reason=f"as many as the engine's cache in host memory holds; {made_for}")
+    return Context(tokens=CONTEXT, reason=f"a modest number, as there is no GPU; {made_for}")
+
+
+def _with_gpus(
+    policy: Policy,
+    model: Model,
+    gpus: Sequence[Gpu],
+    first: int,
+    share: float,
+    *,
+    judged_by: Sequence[int] | None,
+) -> Context:
+    bound = _bound(policy, model)
+
+    def plan(tokens: int) -> tuple[object, ...] | None:
+        """What is not to change for the sake of longer calls; None where they have no room."""
+        own = Context(tokens=tokens, reason="").applied(policy)
+        try:
+            made = place(own, model, gpus, first=first, share=share, judged_by=judged_by)
+        except ConfigError:
+            return None
+        asked = policy.engine.gpu_memory_utilization
+        needs = Needs.of(own, model, num_gpus=len(gpus), judged_by=judged_by)
+        fixed = needs.engine - needs.weights
+        if asked and needs.weights / len(made.engines[0]) + fixed > asked * min(gpu.total for gpu in gpus):
+            return None
+        return made.kind, made.learner, made.engines, made.sleep, made.sharding
+
+    least = min(LEAST_CONTEXT, bound.tokens)
+    wanted = plan(least)
+    if wanted and plan(bound.tokens) == wanted:
+        return bound
+    shorter = range(bound.tokens // CONTEXT_STEP * CONTEXT_STEP, least, -CONTEXT_STEP) if wanted else ()
+    tokens = next((tokens for tokens in shorter if plan(tokens) == wanted), least)
+    made_for = f"the model was made for {model.max_length:,}" if model.max_length else bound.reason
+    why = f"since GPU memory has room for {LEAST_CACHED} such calls" + (" beside the learner" if policy.trained else "")
+    return Context(tokens=tokens, reason=f"{why}; {made_for}")
+
+
+def _dealt_out(models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, tuple[Sequence[Gpu], int, float]]:
+    """Policy -> its GPUs, the number of the first, and its share of each: dealt out evenly, shared when there are too few."""
+    share = 1 / -(-len(models) // len(gpus))
+    dealt = {}
+    for number, name in enumerate(models):
+        first = number * len(gpus) // len(models)
+        after = max((number + 1) * len(gpus) // len(models), first + 1)
+        dealt[name] = (gpus[first:after], first, share)
+    return dealt
+
+
 def place_all(
     policies: Mapping[str, Policy],
     models: Mapping[str, Model],
@@ -187,16 +301,11 @@ def place_all(
     `judges`: policy -> parameters of its learner's frozen models, where they are known."""
     if not gpus or not models:
         return {}
-    placements = {}
-    crowd = -(-len(models) // len(gpus))
-    for number, (name, model) in enumerate(models.items()):
-        first = number * len(gpus) // len(models)
-        after = max((number + 1) * len(gpus) // len(models), first + 1)
-        judged_by = (judges or {}).get(name)
-        placements[name] = place(
-            policies[name], model, gpus[first:after], first=first, share=1 / crowd, judged_by=judged_by
-        )
-    return placements
+    dealt = _dealt_out(models, gpus)
+    return {
+        name: place(policies[name], model, own, first=first, share=share, judged_by=(judges or {}).get(name))
+        for name, (own, first, share), model in ((name, dealt[name], model) for name, model in models.items())
+    }
 
 
 def place(

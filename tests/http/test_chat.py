@@ -2,12 +2,15 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 from urllib.parse import unquote
 
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from support.proxy import events
+from swarmq.client.ask import ask_async
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
 from swarmq.testing.scripted_engine import END, ScriptedEngine, decode, encode
@@ -205,6 +208,35 @@ async def test_training_keeps_to_the_run_s_sampling_and_says_so(stage):
     assert sampled.sampling == {"temperature": 0.8, "max_tokens": 200, "logprobs": 0}
     [turn] = stage.turns()
     assert (turn.sampling.temperature, turn.sampling.max_tokens) == (0.8, 200)
+
+
+@pytest.mark.parametrize(("asked", "sampled"), [(3000, 3000), (None, 4083), (9999, 4083)])
+async def test_a_run_that_sets_no_limit_lets_an_answer_be_as_long_as_asked_and_as_there_is_room(stages, asked, sampled):
+    async with stages(sampling={"max_tokens": None}) as stage:
+        stage.engine.say("x")
+        body = {"model": "main", "messages": [HI]} | ({"max_tokens": asked} if asked else {})
+        _, headers, _ = await stage.post(body)
+        assert stage.engine.requests[-1].sampling["max_tokens"] == sampled
+        assert headers.get("x-swarmq-overridden") == ("max_tokens" if asked and asked > sampled else None)
+
+
+async def test_who_watches_a_run_hears_that_it_cuts_what_agents_ask_for(stage):
+    async with stage.broker.events("r") as heard:
+        stage.engine.say("x")
+        await stage.ask(HI, max_tokens=999)
+        warning = await anext(event async for event in heard if event.name == "warning")
+    assert "answers of 999 tokens (max_tokens) and get 200 at most" in warning.fields["text"]
+
+
+async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage):
+    ep = SimpleNamespace(base_url=f"{stage.url}/v1", api_key=stage.key(), model="main", ca=b"", episode_id="e")
+    for _ in range(2):
+        stage.engine.say("x")
+    with capture_logs() as lines:
+        for _ in range(2):
+            await ask_async(ep, "hi", max_tokens=999)
+    [line] = [line for line in lines if line["event"] == "sampled_otherwise_than_asked"]
+    assert line["overridden"] == "max_tokens"
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,8 @@ import http.client
 import ssl
 import urllib.error
 import urllib.request
+from collections.abc import Callable
+from email.message import Message
 from typing import Any
 
 import msgspec
@@ -31,14 +33,23 @@ class HttpError(SwarmqError):
 
 
 def post_json(
-    url: str, body: Any, *, token: str, timeout_s: float, headers: dict[str, str] | None = None, ca: bytes = b""
+    url: str,
+    body: Any,
+    *,
+    token: str,
+    timeout_s: float,
+    headers: dict[str, str] | None = None,
+    ca: bytes = b"",
+    hear: Callable[[Message], None] | None = None,
 ) -> Any:
-    """The JSON of the answer. Raises HttpError with what the server said."""
+    """The JSON of the answer; `hear` gets its headers. Raises HttpError with what the server said."""
     sent = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
     request = urllib.request.Request(url, msgspec.json.encode(body), sent, method="POST")  # noqa: S310 - from the invite
     context = ssl.create_default_context(cadata=ca or None) if url.startswith("https:") else None
     try:
         with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310
+            if hear is not None:
+                hear(answer.headers)
             return msgspec.json.decode(answer.read())
     except urllib.error.HTTPError as error:
         with error:

@@ -37,9 +37,14 @@ __all__ = ["EngineProcess", "check_arguments", "check_model"]
 HOST = "127.0.0.1"
 GPU_SHARE = 0.45
 """Of a GPU's memory, where nobody has chosen."""
+CONTEXT = 4096
+"""Most tokens of a call where nobody has chosen, and without a GPU."""
 POLL_S = 0.2
 WATCH_S = 15.0
 STOP_GRACE_S = 10.0
+
+CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable: GiB of an engine's cache without a GPU."""
 
 MOST_API_SERVERS = 8
 """Processes between one engine core and its callers. One spends 0.1 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
@@ -190,10 +195,11 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
     """Python's command line for vLLM. The user's own arguments come last and win; raises ConfigError where they must not."""
     check_arguments(policy)
     engine = policy.engine
+    asked = engine.max_model_len or CONTEXT
     options = {
         "--host": HOST,
         "--port": str(port),
-        "--max-model-len": str(min(engine.max_model_len, model.max_length or engine.max_model_len)),
+        "--max-model-len": str(min(asked, model.max_length or asked)),
         "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
@@ -233,7 +239,7 @@ def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[s
         wanted |= {
             "OMP_NUM_THREADS": str(1 if model.hidden_size < ONE_THREAD_BELOW else _num_cores()),
             "TORCHDYNAMO_DISABLE": "1",  # sampling would be compiled inside the first request: 3 s
-            "VLLM_CPU_KVCACHE_SPACE": str(_kv_cache_gib()),
+            CPU_CACHE: str(_kv_cache_gib()),
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
@@ -251,6 +257,11 @@ def visible(gpus: Sequence[int] | None) -> dict[str, str]:
 
 def _num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_cache_bytes(given: Mapping[str, str]) -> int:
+    """Keys and values that an engine without a GPU has room for, as its environment says or `environment` chooses."""
+    return int(float(given.get(CPU_CACHE) or _kv_cache_gib()) * (1 << 30))
 
 
 def _kv_cache_gib() -> int:

@@ -56,9 +56,10 @@ class EngineTokenizers:
         if (room := asyncio.run(room_of(url))) is None:
             return False
         if turns_long(config, room) != ours:
+            ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
             raise SetUpError(
-                f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len says "
-                f"{self._max_model_len}: {self._model} turns positions (longrope) by other factors there; set it to {room}"
+                f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len {ours_is}: "
+                f"{self._model} turns positions (longrope) by other factors there; set it to {room}"
             )
         return True
 

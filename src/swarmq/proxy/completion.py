@@ -214,6 +214,8 @@ class Completions:
                 names=call.names,
                 cuts=call.cuts,
             )
+            if tuned.cut_from and setting.max_tokens:
+                self._meter.cut(call.policy, asked=tuned.cut_from, limit=setting.max_tokens)
             reserved = Reservation(memory.budget, choices, tuned.record.max_tokens or 0) if allowed else None
             if call.stream and (rests or not rendered.parsed) and lane.together > 1:
                 tuned.params.setdefault("stream_interval", lane.together)

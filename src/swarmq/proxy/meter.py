@@ -43,6 +43,9 @@ class Meter:
     _warned: set[str] = dataclasses.field(default_factory=set)
     _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
     """Policy, engine, reason -> what was wrong, since the last look at alerts."""
+    _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    """Policy and its longest answer -> the `max_tokens` that an agent asked for, since the last look at alerts."""
+    _cuts_told: set[tuple[str, int]] = dataclasses.field(default_factory=set)
 
     def total(self, name: str) -> int:
         """Over all kinds."""
@@ -62,6 +65,11 @@ class Meter:
         self.unusable[error.reason] += 1
         self._flaws.setdefault((policy, engine, error.reason), []).append(str(error))
 
+    def cut(self, policy: str, *, asked: int, limit: int) -> None:
+        """An agent asked for longer answers than the settings allow."""
+        if (policy, limit) not in self._cuts_told:
+            self._cuts[policy, limit] = max(asked, self._cuts.get((policy, limit), 0))
+
     def fields(self) -> dict[str, Any]:
         return {
             "calls": self.total("calls"),
@@ -78,14 +86,21 @@ class Meter:
         }
 
     def alerts(self) -> list[str]:
-        """A line for each engine whose answers could not be used since the last look, and for each policy whose drift has
-        come above the threshold; the latter again only after it was well below."""
+        """A line for each engine whose answers could not be used since the last look, for each limit that cuts what agents ask
+        for (once), and for each policy whose drift has come above the threshold; the last again only after it was well below."""
         lines = [
             f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
             for (policy, engine, reason), said in self._flaws.items()
         ]
         self._flaws.clear()
+        lines += [
+            f"policy {policy}: agents ask for answers of {asked} tokens (max_tokens) and get {limit} at most, as "
+            f"policies.{policy}.sampling.max_tokens or their kind's max_tokens says: raise it, leave it out, or ask for fewer"
+            for (policy, limit), asked in self._cuts.items()
+        ]
+        self._cuts_told |= self._cuts.keys()
+        self._cuts.clear()
         for policy, window in self._recent.items():
             if len(window) < self.window:
                 continue

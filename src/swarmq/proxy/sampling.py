@@ -70,6 +70,8 @@ class Effective(msgspec.Struct, frozen=True, kw_only=True):
     """For the engine."""
     record: Sampling
     overridden: tuple[str, ...]
+    cut_from: int = 0
+    """The `max_tokens` that was asked for, where the run's settings allow fewer; else 0."""
 
 
 def effective(
@@ -97,24 +99,28 @@ def effective(
     params = {key: value for key, value in rendered.items() if key != "prompt_logprobs"}
     params["logprobs"] = (chat.get("top_logprobs") or 0) if chat.get("logprobs") else 0
     overridden: list[str] = []
+    cut_from = 0
     if mode == "train":
         overridden = _conflicts(chat, params, setting)
         params = {key: value for key, value in params.items() if key in KEPT}
         params["temperature"] = setting.temperature
-        limit = min(asked or setting.max_tokens, setting.max_tokens, room)
-        if asked and asked > setting.max_tokens:
+        longest = setting.max_tokens or room
+        limit = min(asked or longest, longest, room)
+        if asked and setting.max_tokens and asked > setting.max_tokens:
             overridden.append("max_tokens")
+            cut_from = asked
         overridden = [names.get(name, name) for name in overridden]
         if overridden and setting.conflicts == "refuse":
+            most = f" and up to {setting.max_tokens} tokens" if setting.max_tokens else ""
             raise RefusedError(
-                f"this run samples its training episodes at temperature {setting.temperature:g}, top_p 1, without penalties "
-                f"and up to {setting.max_tokens} tokens: leave out {', '.join(overridden)}",
+                f"this run samples its training episodes at temperature {setting.temperature:g}, top_p 1, without penalties"
+                f"{most}: leave out {', '.join(overridden)}",
                 code="sampling_conflict", param=overridden[0],
             )  # fmt: skip
     else:
         if chat.get("temperature") is None:
             params["temperature"] = setting.temperature
-        limit = asked or min(setting.max_tokens, room)
+        limit = asked or min(setting.max_tokens or room, room)
         if limit > room and not cuts:
             raise too_long(prompt_tokens, max_model_len, wanted=limit)
         limit = min(limit, room)
@@ -123,7 +129,7 @@ def effective(
     if limit < wanted and (name := names.get("max_tokens", "max_tokens")) not in overridden:
         overridden.append(name)
     params["max_tokens"] = limit
-    return Effective(params=params, record=record_of(params), overridden=tuple(overridden))
+    return Effective(params=params, record=record_of(params), overridden=tuple(overridden), cut_from=cut_from)
 
 
 def record_of(params: Json) -> Sampling:

@@ -27,8 +27,8 @@ class Tuning:
     def sampling(self, policy: str, kind: str) -> SamplingDefaults:
         """Of an episode of this kind; empty: the client did not say."""
         setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
-        limit = min(setting.max_tokens, own.max_tokens) if own and own.max_tokens else setting.max_tokens
-        return msgspec.structs.replace(setting, max_tokens=limit)
+        limit = _least(setting.max_tokens, own.max_tokens if own else None)
+        return msgspec.structs.replace(setting, max_tokens=limit or None)
 
     def episode_tokens(self, claims: Claims) -> int:
         """Tokens that the episode may sample: the least of what its key and its kind allow; 0: no limit."""

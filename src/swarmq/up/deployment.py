@@ -112,7 +112,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
     """
     raise_file_limit()
     survive_full_disk()
-    placements = planned(job, report)
+    given, (job, placements) = job, planned(job, report)
     folder = job.run_folder
     make_folder(folder.path)
     folder.path.chmod(0o700)  # prompts and completions are in it
@@ -130,7 +130,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             resolved = _resolve(job, url, engines, proxies, placements)
             invite = host_invite(resolved, tuple(map(job.proxy.url, proxies.values())))
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
-            _write_settings(job, deployment)
+            _write_settings(given, deployment)
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await _daemons(deployment, proxies, stack, report)
             _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.engine.gpus import Gpu, visible_gpus
-from swarmq.engine.launch import check_arguments, check_model, is_cuda_build
+from swarmq.engine.launch import check_arguments, check_model, cpu_cache_bytes, is_cuda_build
 from swarmq.engine.model import Model, size_of
 from swarmq.errors import SetUpError
 from swarmq.learner import ahead
 from swarmq.learner.memory import judges
 from swarmq.learner.teacher_away import trouble_of
-from swarmq.placement import Placement, place_all
+from swarmq.placement import Context, Placement, contexts, place_all
 
 
-def planned(job: SwarmJob, report: Callable[[str], None]) -> dict[str, Placement]:
-    """Policy -> the GPUs of its learner and engines. Raises SwarmqError for what can never work."""
+class Planned(NamedTuple):
+    """What `planned` decides."""
+
+    job: SwarmJob
+    """With the context of every policy whose settings leave it open."""
+    placements: dict[str, Placement]
+    """Policy -> the GPUs of its learner and engines."""
+
+
+def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
+    """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for what can never work."""
     gpus = check_settings(job)
     served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
     models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
-    placements = _placements(job, models, gpus)
+    judged_by = _judges(job, models) if gpus else {}
+    host_cache = cpu_cache_bytes(os.environ)
+    lengths = contexts(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
+    job = _with_contexts(job, lengths)
+    placements = place_all(job.policies, models, gpus, judges=judged_by)
     for name in job.trained:
         with _named_by(name):
             ahead.check(job, name, ranks=_ranks(placements.get(name)))
     for name, placement in placements.items():
         report(f"placement of {name}: {placement}")
+    for name, length in lengths.items():
+        report(f"context of {name}: {length} (policies.{name}.engine.max_model_len sets another)")
     for name in job.trained:
         if (url := job.policies[name].train.served_teacher) and (trouble := trouble_of(url)):
             report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
     for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
         report(f"warning: {line}")
-    return placements
+    return Planned(job, placements)
 
 
 def check_settings(job: SwarmJob) -> list[Gpu]:
@@ -64,20 +83,25 @@ def _named_by(policy: str) -> Iterator[None]:
         raise SetUpError(f"{whose}{error}") from error
 
 
-def _placements(job: SwarmJob, models: Mapping[str, Model], gpus: Sequence[Gpu]) -> dict[str, Placement]:
-    trained = {name: job.policies[name] for name in models if job.policies[name].trained} if gpus else {}
-    sizes = {
+def _judges(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
+    """Trained policy -> parameters of the frozen models that its learner holds."""
+    trained = {name: job.policies[name] for name in models if job.policies[name].trained}
+    return {
         name: [size_of(judge) for judge in judges(policy.train, policy.model).values()]
         for name, policy in trained.items()
     }
-    return place_all(job.policies, models, gpus, judges=sizes)
+
+
+def _with_contexts(job: SwarmJob, lengths: Mapping[str, Context]) -> SwarmJob:
+    found = {name: length.applied(job.policies[name]) for name, length in lengths.items()}
+    return msgspec.structs.replace(job, policies={**job.policies, **found})
 
 
 def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
     """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
     for name, model in models.items():
         served, train = _room(job, name, model), job.policies[name].train
-        if job.policies[name].trained and served > train.micro_batch_tokens:
+        if job.policies[name].trained and served and served > train.micro_batch_tokens:
             yield (
                 f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
                 f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
@@ -94,7 +118,8 @@ def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mappi
             yield f"{whose}.placement = 'split' has no effect: {here}"
         if policy.train.sharding == "full" and _ranks(placement) == 1:
             yield f"{whose}.train.sharding = 'full' has no effect: one rank, without further GPUs, has nobody to share the model with"
-        if policy.sampling.max_tokens > (room := _room(job, name, models.get(name))):
+        room = _room(job, name, models.get(name))
+        if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:
             yield (
                 f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} is more than the engine has room for, prompt and answer "
                 f"together: {room} tokens ({whose}.engine.max_model_len, or fewer where the model was made for fewer)"
@@ -106,7 +131,7 @@ def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mappi
             )
 
 
-def _room(job: SwarmJob, policy: str, model: Model | None) -> int:
-    """Tokens of the longest call; `model` is None where it is served elsewhere."""
-    asked = job.policies[policy].engine.max_model_len
-    return min(asked, (model.max_length if model else None) or asked)
+def _room(job: SwarmJob, policy: str, model: Model | None) -> int | None:
+    """Tokens of the longest call, as far as that is known; `model` is None where it is served elsewhere."""
+    limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
+    return min((limit for limit in limits if limit), default=None)

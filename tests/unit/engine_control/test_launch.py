@@ -26,7 +26,7 @@ LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_c
 @pytest.mark.parametrize(("limit", "served"), [(None, "2048"), (512, "512"), (4096, "2048")])
 def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, served):
     model = msgspec.structs.replace(SMALL, max_length=limit)
-    words = arguments(Policy(model="m"), model, port=81, cuda=False, cores=2)
+    words = arguments(Policy(model="m", engine=Engine(max_model_len=2048)), model, port=81, cuda=False, cores=2)
     assert words[words.index("--max-model-len") + 1] == served
 
 

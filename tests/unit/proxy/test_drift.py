@@ -141,3 +141,15 @@ async def test_the_proxy_s_state_and_its_warning_say_how_much_drifted(stages):
     assert "policy main: 50% of the last 2 turns" in warning.fields["text"]
     assert state.fields["branches"] == {"template_rewrote_history": 1}
     assert (state.fields["repaired"], state.fields["drift_rate"]) == (1, 0.5)
+
+
+def test_that_answers_are_cut_is_told_once_for_each_limit_with_the_longest_wish():
+    meter = Meter()
+    for asked in (600, 4000, 700):
+        meter.cut("main", asked=asked, limit=512)
+    (line,) = meter.alerts()
+    assert "answers of 4000 tokens (max_tokens) and get 512 at most" in line
+    meter.cut("main", asked=9000, limit=512)
+    assert meter.alerts() == []
+    meter.cut("main", asked=9000, limit=1024)
+    assert len(meter.alerts()) == 1

@@ -20,7 +20,7 @@ from swarmq.engine.model import Model, count_parameters
 from swarmq.errors import ConfigError
 from swarmq.learner import fits
 from swarmq.learner.memory import GIB, HEADROOM, state_bytes
-from swarmq.placement import ASLEEP, DIGITS, Needs, Placement, place, place_all, shape_of
+from swarmq.placement import ASLEEP, DIGITS, LEAST_CONTEXT, Needs, Placement, contexts, place, place_all, shape_of
 from swarmq.up.deployment import _resolve
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
@@ -343,3 +343,65 @@ def test_a_gpu_that_does_not_tell_its_memory_is_left_out_aloud_and_the_others_ke
     assert os.environ["CUDA_VISIBLE_DEVICES"] == named
     assert os.environ["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID", "CUDA would count unlike GPUs otherwise than nvidia-smi"
     assert [line["gpu"] for line in told] == ([] if visible == "0" else ["1" if visible in {None, "1"} else "GPU-b"])
+
+
+def context_of(
+    own: Policy, size: float, gpus: list[Gpu], *, made_for: int | None, host_cache: int = 1 << 40
+) -> tuple[int, str]:
+    made = msgspec.structs.replace(model(size), max_length=made_for)
+    found = contexts({"main": own}, {"main": made}, gpus, host_cache=host_cache)["main"]
+    return found.tokens, found.reason
+
+
+@pytest.mark.parametrize(
+    ("own", "size", "gpus", "made_for", "tokens", "reason"),
+    [
+        (policy(), 1.7, [H200], 40960, 16384, "as many as the learner computes in one pass"),
+        (policy(), 4, [H200], 262144, 16384, "the model was made for 262,144"),
+        (policy(), 1.7, [H200], 8192, 8192, "all that the model was made for"),
+        (policy(), 1.7, [H200], None, LEAST_CONTEXT, "its config does not say"),
+        (policy(trained=False), 1.7, [H200], 40960, 40960, "all that the model was made for"),
+        (policy(), 5.5, [H200], 40960, 5120, "GPU memory has room for 8 such calls beside the learner"),
+        (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory has room for 8 such calls"),
+        (policy(engine=Engine(gpu_memory_utilization=0.1)), 1.7, [H200], 40960, 5120, "GPU memory"),
+        (policy(), 1.7, [], 40960, 4096, "a modest number, as there is no GPU; the model was made for 40,960"),
+        (policy(), 1.7, [], 512, 512, "all that the model was made for"),
+    ],
+)
+def test_the_longest_call_follows_from_the_model_the_learner_and_memory_and_says_which(
+    own: Policy, size: float, gpus: list[Gpu], made_for: int | None, tokens: int, reason: str
+) -> None:
+    found, why = context_of(own, size, gpus, made_for=made_for)
+    assert (found, reason in why) == (tokens, True), (found, why)
+
+
+def test_without_a_gpu_the_longest_call_fits_the_cache_in_host_memory() -> None:
+    assert context_of(policy(), 4, [], made_for=40960, host_cache=GIB)[0] == 3072
+
+
+def test_a_context_that_was_chosen_stays() -> None:
+    chosen = policy(engine=Engine(max_model_len=30000))
+    assert contexts({"main": chosen}, {"main": model(1.7)}, [H200], host_cache=GIB) == {}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.tuples(ANY_POLICY, st.sampled_from([0.6, 1.7, 4, 9])), min_size=1, max_size=3),
+    st.lists(ANY_GPU, min_size=1, max_size=4),
+    st.sampled_from([None, 1024, 8192, 40960, 262144]),
+)
+def test_longer_calls_never_cost_a_policy_its_place(
+    wanted: list[tuple[Policy, float]], gpus: list[Gpu], made_for: int | None
+) -> None:
+    """Whatever fits with short calls fits in the same way with those that it gets."""
+    models = {str(n): msgspec.structs.replace(model(size), max_length=made_for) for n, (_, size) in enumerate(wanted)}
+    short = {str(n): own for n, (own, _) in enumerate(wanted)}
+    try:
+        before = place_all(short, models, gpus)
+    except ConfigError:
+        return
+    found = contexts(short, models, gpus, host_cache=GIB)
+    after = place_all({n: found[n].applied(own) if n in found else own for n, own in short.items()}, models, gpus)
+    assert [(p.kind, p.learner, p.engines, p.sleep, p.sharding) for p in after.values()] == [
+        (p.kind, p.learner, p.engines, p.sleep, p.sharding) for p in before.values()
+    ]
