@@ -27,7 +27,7 @@ from urllib.parse import quote
 import msgspec
 
 from swarmq.errors import ConfigError, KeyRefusedError
-from swarmq.messages import Mode
+from swarmq.messages import Mode, Task
 from swarmq.sheets import changing, write_whole
 
 PREFIX = "sq1"
@@ -182,6 +182,21 @@ def client_secret(root: bytes, client: str) -> bytes:
 
 def operator_secret(root: bytes, name: str) -> bytes:
     return hmac.digest(root, f"operator:{name}".encode(), hashlib.sha256)
+
+
+def task_secret(root: bytes) -> bytes:
+    return hmac.digest(root, b"tasks", hashlib.sha256)
+
+
+def seal_task(secret: bytes, task: Task) -> Task:
+    """The task with its seal: whoever gives it back can count its attempts on, and change nothing else of it."""
+    facts = (task.run, task.slot, task.kind, task.group_size, task.mode, bytes(task.payload))
+    seal = hmac.digest(secret, msgspec.msgpack.encode(facts), hashlib.sha256)
+    return msgspec.structs.replace(task, seal=seal)
+
+
+def is_sealed(secret: bytes, task: Task) -> bool:
+    return hmac.compare_digest(seal_task(secret, task).seal, task.seal)
 
 
 def operator_member(name: str) -> str:

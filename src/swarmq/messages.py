@@ -273,6 +273,8 @@ class Task(Record, frozen=True, kw_only=True, tag="task"):
     attempt: int = 0
     payload: msgspec.Raw = msgspec.Raw(b"\xc0")
     """msgpack of what the worker's function gets; nothing of swarmq looks inside."""
+    seal: bytes = b""
+    """Proves to the collector that it was fed, when an invited client gives it back (`keys.seal_task`)."""
 
 
 Action = Literal["set", "stop", "pause", "drain", "resume", "checkpoint"]

@@ -27,6 +27,8 @@ from swarmq.errors import BrokerError
 
 ANSWER_S = 20.0
 MANAGEMENT_PORT = {"http": 15672, "https": 15671}
+NOBODY_YET = {"password_hash": "", "tags": ""}
+"""A new user: nobody can log in before all of its rights and limits stand."""
 MAX_CONNECTIONS = 256
 MAX_CHANNELS = 512
 """A client uses one connection to publish and one for each queue it takes from; an invite may be used on many machines."""
@@ -70,20 +72,27 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
     ) -> str:
         """Make the user of a client, with a client's rights and no more; returns its name."""
         user = topology.user_of(run, client)
-        self._rights(
-            user, write=_exactly(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
-        )
-        own = rf"^{re.escape(user)}\.(in|dead|(tasks|eval)\..+)$"
-        self._put(
-            f"topic-permissions/{self._vhost}/{quote(user)}", {"exchange": topology.CLIENTS, "write": own, "read": "^$"}
-        )
+        self._put(f"users/{quote(user)}", NOBODY_YET)
+        self.grant(user)
         self._put(f"user-limits/{quote(user)}/max-connections", {"value": max_connections})
         self._put(f"user-limits/{quote(user)}/max-channels", {"value": max_channels})
         self._put(f"users/{quote(user)}", {"password": password, "tags": ""})
         return user
 
+    def grant(self, user: str) -> None:
+        """Give a client's user a client's rights, and take others that it had."""
+        run = user.partition(".")[0]
+        self._rights(
+            user, write=_exactly(topology.CLIENTS), read=rf"^swarmq\.{re.escape(run)}\.(tickets|tasks|eval)\..*$"
+        )
+        own = rf"^{re.escape(user)}\.(in|(tasks|eval)\..+)$"
+        self._put(
+            f"topic-permissions/{self._vhost}/{quote(user)}", {"exchange": topology.CLIENTS, "write": own, "read": "^$"}
+        )
+
     def add_viewer(self, name: str, password: str) -> None:
         """Make a user for the management UI that sees how full queues are, and no message."""
+        self._put(f"users/{quote(name)}", NOBODY_YET)
         self._rights(name, write="^$", read="^$")
         self._put(f"users/{quote(name)}", {"password": password, "tags": "management"})
 
@@ -102,8 +111,6 @@ class Management(msgspec.Struct, frozen=True, kw_only=True):
         return sum(one.get("user") == user for one in self._ask("GET", "connections") or [])
 
     def _rights(self, user: str, *, write: str, read: str) -> None:
-        """A user without password first: nobody can log in before all of its rights and limits stand."""
-        self._put(f"users/{quote(user)}", {"password_hash": "", "tags": ""})
         self._put(f"permissions/{self._vhost}/{quote(user)}", {"configure": "^$", "write": write, "read": read})
 
     @property

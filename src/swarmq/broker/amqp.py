@@ -58,6 +58,7 @@ class AmqpBroker:
         self._url = url
         self._name = name
         self._stack = stack
+        self._user = user
         self._publisher = Publisher(link, user=user)
         self._emitter = Emitter(link)
         self._control: Link | None = None
@@ -99,6 +100,9 @@ class AmqpBroker:
         return receipts(self._url, book, name=self._name)
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
+        if self._user:
+            await self._refuse(delivery.arrival, reason)
+            return
         await self._park(delivery.arrival, reason)
         await delivery.ack()
 
@@ -124,9 +128,12 @@ class AmqpBroker:
                 await session.call(channel.declare_queue(name, durable=True, arguments=arguments))
             dead = await channel.get_queue(topology.DEAD, ensure=False)
             await session.call(dead.bind(topology.DEAD, routing_key=""))
-            for name, key in topology.client_bindings(run, bound).items():
+            for key, name in topology.client_bindings(run, bound).items():
                 queue = await channel.get_queue(name, ensure=False)
                 await session.call(queue.bind(topology.CLIENTS, routing_key=key))
+            for key, name in topology.old_client_bindings(run, bound).items():
+                queue = await channel.get_queue(name, ensure=False)
+                await session.call(queue.unbind(topology.CLIENTS, routing_key=key))
 
         await self._until_done(declare)
 
@@ -151,13 +158,26 @@ class AmqpBroker:
 
     async def _bury(self, arrival: Arrival, reason: str) -> None:
         """Park what could not be decoded. If its session is lost meanwhile it comes again and is parked twice."""
+        if self._user:
+            with suppress(BrokerLostError):
+                await self._refuse(arrival, reason)
+            return
         log.warning("message parked", queue=arrival.queue, reason=reason[:MAX_REASON])
         await self._park(arrival, reason)
         with suppress(BrokerLostError):
             await arrival.settler.ack(arrival.tag, through=False)
 
+    async def _refuse(self, arrival: Arrival, reason: str) -> None:
+        """Invited clients publish no dead letters: RabbitMQ parks what they refuse, and vouches for its queue and content. The
+        reason stays in the client's log."""
+        log.warning("message refused", queue=arrival.queue, reason=reason[:MAX_REASON])
+        await arrival.settler.reject(arrival.tag)
+
     async def _park(self, arrival: Arrival, reason: str) -> None:
-        headers = {**arrival.headers, REASON_HEADER: reason[:MAX_REASON], QUEUE_HEADER: arrival.queue}
+        # Of the sender's headers only the key: others, e.g. CC, would make RabbitMQ do what the sender may not.
+        headers = {REASON_HEADER: reason[:MAX_REASON], QUEUE_HEADER: arrival.queue}
+        if key := arrival.headers.get(KEY_HEADER):
+            headers[KEY_HEADER] = str(key)
         if arrival.sender:
             headers[SENDER_HEADER] = arrival.sender
         await self._publisher.publish(topology.DEAD, arrival.body, kind=arrival.kind, headers=headers, deadline_s=None)

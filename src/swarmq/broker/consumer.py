@@ -87,6 +87,12 @@ class Intake:
         if held:
             await self._session.call(held[-1].message.ack(multiple=through))
 
+    async def reject(self, tag: int) -> None:
+        if self._session.lost.done():
+            raise self._session.lost_error()
+        if held := self._unacked.pop(tag, None):
+            await self._session.call(held.message.reject(requeue=False))
+
     async def _on_message(self, message: AbstractIncomingMessage) -> None:
         """Nothing but bookkeeping: the driver only logs what is raised here."""
         tag = message.delivery_tag

@@ -2,6 +2,14 @@
 
 Everything reads with `basic.get` and acknowledges only what was dealt with; the rest returns when the session closes, so
 looking loses nothing, and two people looking at once merely see fewer letters each.
+
+Where a letter came from is never taken from headers that its sender could have written:
+
+| it came by           | so it was parked by                       | queue        | sender                          |
+|---|---|---|---|
+| exchange swarmq.dead | RabbitMQ: rejected, or delivered too often | its x-death  | its routing key, or our header  |
+| the default exchange | a process of ours                          | our header   | our header                      |
+| swarmq.clients       | a client, which older versions allowed     | its own word | its routing key                 |
 """
 
 from __future__ import annotations
@@ -18,7 +26,8 @@ from swarmq.broker import topology
 from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
 from swarmq.broker.publisher import send
 from swarmq.broker.session import Session, open_session
-from swarmq.errors import BrokerError
+from swarmq.errors import BrokerError, MessageError
+from swarmq.messages import decode
 
 LIST_LIMIT = 1000
 SHOWN_BYTES = 400
@@ -39,6 +48,8 @@ class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     body: bytes
     headers: dict[str, Any]
+    sender: str = ""
+    """The invited client's user, `<run>.<client>`, as RabbitMQ has verified it; empty: a process of the run itself."""
 
 
 class Requeued(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,14 +80,14 @@ def show(letter: DeadLetter) -> str:
         content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
         content = f"{len(letter.body)} bytes that are no record: {letter.body[:SHOWN_BYTES]!r}"
-    head = {"id": letter.id, "key": letter.key, "kind": letter.kind, "queue": letter.queue, "reason": letter.reason}
+    head = {name: getattr(letter, name) for name in ("id", "key", "kind", "queue", "sender", "reason")}
     return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
 
 
 async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
     """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here.
 
-    Raises BrokerError for an id that no letter has; nothing was sent then."""
+    Those of an invited client go back as its own, and are checked as at their first arrival. Raises BrokerError for an id that no letter has; nothing was sent then."""
     sent, left = 0, {}
     async with open_session(url, name=CONNECTION) as session:
         chosen = [(letter, message) async for letter, message in _read(session) if ids is None or letter.id in ids]
@@ -125,31 +136,50 @@ async def _read(
 
 
 def _letter(message: AbstractIncomingMessage) -> DeadLetter:
-    headers = message.headers
+    headers, key = message.headers, message.routing_key or ""
+    queue, sender = str(headers.get(QUEUE_HEADER, "")), str(headers.get(SENDER_HEADER, ""))
+    reason = str(headers.get(REASON_HEADER, "no reason given"))
+    if message.exchange == topology.DEAD:
+        deaths: Any = headers.get("x-death")
+        death = deaths[0] if deaths else {}  # RabbitMQ puts its newest in front
+        queue, reason = str(death.get("queue", "")), _death(str(death.get("reason", "")), message.body)
+        if key != queue:  # it was not published to its queue by name, as operators do
+            sender = topology.sender_of(key)
+    elif message.exchange == topology.CLIENTS:
+        sender = topology.sender_of(key)
+        reason = f"parked by {sender}, who says: {reason}"
     return DeadLetter(
         id=message.message_id or "",
         key=str(headers.get(KEY_HEADER, "")),
         kind=message.type or "",
-        queue=str(headers.get(QUEUE_HEADER) or headers.get("x-first-death-queue", "")),
-        reason=str(headers.get(REASON_HEADER) or f"dead-lettered by the broker: {_death(headers)}"),
+        queue=queue,
+        reason=reason,
         body=message.body,
         headers=headers,
+        sender=sender,
     )
 
 
-def _death(headers: dict[str, Any]) -> str:
-    if headers.get("x-first-death-reason") == "delivery_limit":
+def _death(reason: str, body: bytes) -> str:
+    if reason == "delivery_limit":
         return f"delivered more than {topology.DELIVERY_LIMIT} times without an acknowledgement"
-    return str(headers.get("x-first-death-reason", "no reason given"))
+    if reason != "rejected":
+        return f"dead-lettered by the broker: {reason or 'no reason given'}"
+    try:
+        decode(body)
+    except MessageError as error:
+        return f"refused by a client: {error}"
+    return "refused by a client, whose log and whose episode at this slot say why"
 
 
 async def _send_back(session: Session, letter: DeadLetter) -> str | None:
     """None when it is confirmed in its queue, else why not."""
-    if not letter.queue:
-        return "its queue is unknown"
-    kept = {name: value for name, value in letter.headers.items() if name in (KEY_HEADER, SENDER_HEADER)}
+    queue = topology.reach_of_client(letter.sender, letter.queue) if letter.sender else letter.queue
+    if not queue:
+        return f"client {letter.sender} may not send to {letter.queue!r}" if letter.sender else "its queue is unknown"
+    headers = {KEY_HEADER: letter.key} | ({SENDER_HEADER: letter.sender} if letter.sender else {})
     try:
-        await session.call(send(session.channel, letter.queue, letter.body, kind=letter.kind, headers=kept))
+        await session.call(send(session.channel, queue, letter.body, kind=letter.kind, headers=headers))
     except PublishError:
-        return f"queue {letter.queue} does not exist"
+        return f"queue {queue} does not exist"
     return None

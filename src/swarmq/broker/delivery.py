@@ -35,6 +35,9 @@ class Settler(Protocol):
 
     async def ack(self, tag: int, *, through: bool) -> None: ...
 
+    async def reject(self, tag: int) -> None:
+        """Let the broker park it in `swarmq.dead`."""
+
 
 class Arrival(NamedTuple):
     """One message as it came, not yet decoded."""

@@ -1,11 +1,13 @@
 """What an invited client may say: who it is, when its episodes begin and end, and that a task is to be tried again.
 
 RabbitMQ vouches for the sender (topology.CLIENTS); what is inside the message is the client's own word and is held
-against that here, at every consumer, before anything is done with it.
+against that here, at every consumer, before anything is done with it. That a task which comes back was fed, its seal
+says (keys.py): the collector looks at it.
 """
 
 from __future__ import annotations
 
+from swarmq.broker import topology
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Task
 
 NAME_MARK = "@"
@@ -28,7 +30,7 @@ def objection(user: str, queue: str, message: Message) -> str:
             if message.client_id.partition(NAME_MARK)[0] != client:
                 return f"client {client!r} sent it in the name of {message.client_id!r}"
         case Task():
-            if not message.attempt:
+            if queue != topology.returned(run) or not message.attempt:
                 return f"client {client!r} may give a task back, not add one"
         case _:
             return f"client {client!r} may not send a {type(message).__name__}"

@@ -10,7 +10,8 @@
     collector              ──> swarmq.<run>.eval.<kind>       ──> workers, competing
     `swarmq up`            ─── swarmq.<run>.claim             ─── itself: the name is taken while this exclusive queue exists
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
-    an invited client      ──> [swarmq.clients] <run>.<client>.in | .tasks.<kind> | .eval.<kind> | .dead ──> the queues of these names
+    an invited client      ──> [swarmq.clients] <run>.<client>.in                          ──> swarmq.<run>.in
+                                          <run>.<client>.tasks.<kind> | .eval.<kind> ──> swarmq.<run>.returned ──> collector
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
 Queues are addressed by name through the default exchange, so publishing needs no right but to write, and a wrong
@@ -81,6 +82,11 @@ def evals(run: str, kind: str) -> str:
     return f"swarmq.{run}.eval.{kind}"
 
 
+def returned(run: str) -> str:
+    """Where tasks go that invited clients give back; the collector puts those that were fed on their queues again."""
+    return f"swarmq.{run}.returned"
+
+
 def claim(run: str) -> str:
     return f"swarmq.{run}.claim"
 
@@ -91,9 +97,9 @@ def user_of(run: str, client: str) -> str:
 
 
 def client_key(user: str, queue: str) -> str:
-    """The routing key by which an invited client reaches a queue of its run, or the dead letters."""
+    """The routing key with which an invited client publishes what is meant for a queue of its run."""
     run = user.partition(".")[0]
-    return f"{user}.{'dead' if queue == DEAD else queue.removeprefix(f'swarmq.{run}.')}"
+    return f"{user}.{queue.removeprefix(f'swarmq.{run}.')}"
 
 
 def sender_of(key: str) -> str:
@@ -102,13 +108,27 @@ def sender_of(key: str) -> str:
 
 
 def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
-    """Queue -> the routing keys by which invited clients reach it."""
-    given_back = {name(run, kind): f"{run}.*.{what}.{kind}" for kind in kinds for name, what in GIVEN_BACK}
-    return {inbox(run): f"{run}.*.in", DEAD: "*.*.dead"} | given_back
+    """Routing key of invited clients -> the queue that it leads to."""
+    given_back = {f"{run}.*.{what}.{kind}": returned(run) for kind in kinds for what in ("tasks", "eval")}
+    return {f"{run}.*.in": inbox(run)} | given_back
 
 
-GIVEN_BACK = ((tasks, "tasks"), (evals, "eval"))
-"""Queues from which workers take, and to which they return what is to be tried again."""
+def old_client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
+    """Bindings of older versions, to be removed: clients reached the dead letters, and other clients' tasks, unchecked."""
+    given_back = {
+        f"{run}.*.{what}.{kind}": name(run, kind)
+        for kind in kinds
+        for name, what in ((tasks, "tasks"), (evals, "eval"))
+    }
+    return {"*.*.dead": DEAD} | given_back
+
+
+def reach_of_client(user: str, queue: str) -> str:
+    """The queue to which a message of this client for `queue` may go; empty if there is none."""
+    run = user.partition(".")[0]
+    if queue in (inbox(run), returned(run)):
+        return queue
+    return returned(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
 
 
 def event_key(run: str, source: str, name: str) -> str:
@@ -118,7 +138,7 @@ def event_key(run: str, source: str, name: str) -> str:
 def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Queue name -> arguments, for all queues of a run."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
-    competing = [name(run, kind) for kind in kinds for name in (tickets, tasks, evals)]
+    competing = [returned(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, evals))]
     return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
 
 

@@ -40,11 +40,11 @@ async def _dead_list(job: SwarmJob) -> None:
 
     from swarmq.broker.dead import letters
 
-    table = Table("kind", "queue", "key", "reason", box=None)
+    table = Table("kind", "from", "queue", "key", "reason", box=None)
     table.add_column("id", no_wrap=True)
     found = await letters(job.broker.url or "")
     for letter in found:
-        table.add_row(letter.kind, letter.queue, letter.key, letter.reason, letter.id)
+        table.add_row(letter.kind, letter.sender, letter.queue, letter.key, letter.reason, letter.id)
     Console().print(table if found else "no dead letters")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from swarmq import live
+from swarmq import keys, live
 from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
@@ -136,6 +136,7 @@ async def _feed(
                 seed=seed,
                 progress_file=default_progress_file(folder.path, job.run, chosen, source_mark(data)),
                 source=source_mark(data),
+                secret=keys.task_secret(keys.load_root(folder.root_secret)),
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
             )

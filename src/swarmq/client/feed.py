@@ -18,6 +18,7 @@ from pathlib import Path
 
 import msgspec
 
+from swarmq import keys
 from swarmq.broker import Broker, topology
 from swarmq.client.tasks import SwarmTask, fed_id, own_id
 from swarmq.errors import TaskError
@@ -47,6 +48,7 @@ async def feed(
     seed: int | None = None,
     progress_file: Path,
     source: str = "",
+    secret: bytes | None = None,
     resume: bool = True,
     report: Callable[[int, int], None] = lambda _confirmed, _total: None,
 ) -> int:
@@ -54,6 +56,7 @@ async def feed(
 
     Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
     `source_mark`). Raises TaskError for a task that is of another kind, and for an id that comes twice.
+    With `secret` (`keys.task_secret`) invited clients, too, can give tasks back to be tried again.
     `report(confirmed, total)` is called as it goes. With `resume` it goes on behind what `progress_file` says was
     confirmed: more epochs may be asked for then, but not other data, repeats or seed (TaskError). Without, it begins
     again with the same slots, of which those that were trained are not trained again.
@@ -75,7 +78,8 @@ async def feed(
             await receipts.clear()
         for begin in range(start, total, WINDOW):
             window = range(begin, min(begin + WINDOW, total))
-            await receipts.publish(queue, list(plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)))
+            planned = plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)
+            await receipts.publish(queue, [keys.seal_task(secret, task) if secret else task for task in planned])
             _write(progress_file, Fed(data=data, confirmed=window.stop))
             await receipts.clear()
             report(window.stop, total)

@@ -15,7 +15,7 @@ from swarmq.broker.faults import address
 from swarmq.config import RunFolder, SwarmJob, amqp_url, make_folder
 from swarmq.errors import ConfigError
 from swarmq.keys import Invite
-from swarmq.members import Member, Members
+from swarmq.members import Member, Members, read_members
 from swarmq.sheets import write_whole
 
 HOST_CLIENT = "local"
@@ -126,6 +126,13 @@ def remove_client(folder: RunFolder, name: str, management: Management) -> None:
         members.remove(name, now=time.time())  # the keys first: they need nobody's help
         if member.broker_user:
             management.remove(member.broker_user)
+
+
+def renew_clients(folder: RunFolder, management: Management) -> None:
+    """Give clients that were invited by an older version the rights of this one. Raises BrokerError."""
+    for member in read_members(folder.clients).values():
+        if member.broker_user and member.removed_at is None:
+            management.grant(member.broker_user)
 
 
 def _check_url(what: str, url: str, schemes: tuple[str, ...]) -> None:

@@ -52,6 +52,8 @@ TRIES_HERE = 2
 """Attempts at a task before it goes back to its queue."""
 EVAL_SHARE = 4
 """A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
+MAX_DOUBLINGS = 6
+"""Of the pause before an attempt; another client says how many attempts there were."""
 REMEMBERED = 10_000
 """Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
 
@@ -137,7 +139,7 @@ class Worker:
         try:
             for left_here in reversed(range(TRIES_HERE)):
                 if task.attempt:
-                    await asyncio.sleep(self._retry_pause_s * 2 ** (task.attempt - 1))
+                    await asyncio.sleep(self._retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
                 await self._outage.may_begin()
                 try:
                     ep = await self._begin(task)

@@ -5,6 +5,7 @@
     depths ──5 s──> look ──┤                                      │
     confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
         ^─────────────────────────────────────────────────────────────────────────────┘
+    returned ──> give_back: sealed? ──> tasks, eval
 
 Order is the promise: committed, then acknowledged; committed, then published; confirmed, then marked. A crash between
 any two of them is a redelivery or a second publish. When the store cannot commit (disk full), nothing is acknowledged:
@@ -25,6 +26,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from swarmq import keys
 from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.collector.calls import assemble
 from swarmq.collector.core import Core
@@ -91,6 +93,7 @@ class Collector:
             others = [
                 tasks.create_task(self._intake(topology.inbox(self.job.run))),
                 tasks.create_task(self._intake(topology.control(self.job.run))),
+                tasks.create_task(self._give_back()),
                 tasks.create_task(self._ticker()),
                 tasks.create_task(self._warden()),
                 tasks.create_task(self._reporter()),
@@ -165,6 +168,39 @@ class Collector:
 
         await self._decide(decide)
         return refused
+
+    async def _give_back(self) -> None:
+        """Put tasks that invited clients return on their queues again. A crash after the confirm does it twice, which a slot's
+        first reward settles."""
+        while True:
+            try:
+                async with self._broker.consume(topology.returned(self.job.run), prefetch=WINDOW) as deliveries:
+                    async for delivery in deliveries:
+                        with contextlib.suppress(BrokerLostError):
+                            await self._give_back_one(delivery)
+                    return
+            except UnroutableError:
+                await self._restore()
+
+    async def _give_back_one(self, delivery: Delivery) -> None:
+        task = delivery.message
+        if not isinstance(task, Task) or not self._is_ours(task):
+            reason = f"{delivery.arrival.sender or 'somebody'} gave back a task that was not fed like this"
+            log.warning("message_refused", reason=reason)
+            await self._broker.dead_letter(delivery, reason)
+            return
+        queue_of = topology.evals if task.mode == "eval" else topology.tasks
+        await self._broker.publish(queue_of(self.job.run, task.kind), task)
+        await delivery.ack()
+
+    def _is_ours(self, task: Task) -> bool:
+        secret = self._task_secret()
+        return secret is not None and task.kind in self.job.task_kinds and keys.is_sealed(secret, task)
+
+    def _task_secret(self) -> bytes | None:
+        """None while the run has none: then nobody was invited."""
+        path = self.job.run_folder.root_secret
+        return keys.task_secret(keys.load_root(path)) if path.exists() else None
 
     async def _ticker(self) -> None:
         while True:
@@ -272,7 +308,7 @@ class Collector:
             message = self._store.control()
         elif isinstance(item, IssueEval):
             queue = topology.evals(self.job.run, item.kind)
-            message = task_of(self._store, item, run=self.job.run)
+            message = task_of(self._store, item, run=self.job.run, secret=self._task_secret())
         else:
             queue = topology.ready(self.job.run, item.policy)
             message = episode_of(self._store, item)
@@ -325,12 +361,13 @@ def episode_of(store: Store, item: Forward) -> Episode | None:
     return assemble(item.policy, *parts, group_members=item.group_members) if parts else None
 
 
-def task_of(store: Store, item: IssueEval, *, run: str) -> Task | None:
-    """The attempt that a row of an evaluation round stands for; None if its task is gone."""
+def task_of(store: Store, item: IssueEval, *, run: str, secret: bytes | None = None) -> Task | None:
+    """The attempt that a row of an evaluation round stands for, sealed; None if its task is gone."""
     payload = store.payload((slot := msgspec.msgpack.decode(item.slot, type=Slot)).task_id)
     if payload is None:
         return None
-    return Task(run=run, slot=slot, kind=item.kind, group_size=1, mode="eval", payload=msgspec.Raw(payload))
+    task = Task(run=run, slot=slot, kind=item.kind, group_size=1, mode="eval", payload=msgspec.Raw(payload))
+    return keys.seal_task(secret, task) if secret else task
 
 
 def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:

@@ -324,3 +324,6 @@ class _Session:
         for known in [known for known in self.held if known == tag or (through and known < tag)]:
             del self.held[known]
         self._queue.push()
+
+    async def reject(self, tag: int) -> None:
+        raise NotImplementedError("clients of a broker in memory are its operators, who park with a reason")

@@ -19,22 +19,24 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import msgspec
 
 from swarmq import keys, live
 from swarmq.broker import Broker, topology
+from swarmq.broker.access import Management
 from swarmq.broker.amqp import ANSWERED, AmqpBroker, first_wait_s
 from swarmq.broker.claim import claimed
 from swarmq.broker.container import find_container
 from swarmq.broker.install import find_server
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import BLOCKED, check_disk, tls_listener
-from swarmq.client.invitations import host_invite
-from swarmq.config import Policy, SwarmJob, amqp_url, make_folder
+from swarmq.client.invitations import host_invite, renew_clients
+from swarmq.config import Policy, RunFolder, SwarmJob, amqp_url, make_folder
 from swarmq.engine.launch import EngineProcess, visible
 from swarmq.engine.roster import Roster
-from swarmq.errors import SwarmqError
+from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.memory import GPU_SHARE
 from swarmq.logs import survive_full_disk
 from swarmq.messages import Change, Event
@@ -132,6 +134,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             deployment = Deployment(resolved, node, invite, engines=engines, placements=placements)
             _write_settings(given, deployment)
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
+            await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _daemons(deployment, proxies, stack, report)
             _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
             _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
@@ -175,6 +178,15 @@ async def _kept_running(
         finally:
             for watcher in watchers:
                 watcher.cancel()
+
+
+def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report: Callable[[str], None]) -> None:
+    """Clients that an older version invited lose what clients may no longer do; without this their messages are refused later."""
+    login = f"http://{node.user}:{node.password}@{urlsplit(node.management_url).netloc}" if node else None
+    try:
+        renew_clients(folder, Management.of(url, login or os.environ.get("SWARMQ_MANAGEMENT_URL")))
+    except BrokerError as error:
+        report(f"warning: the rights of invited clients in RabbitMQ were not renewed: {error}")
 
 
 async def refuse_twin(broker: Broker, run: str) -> None:

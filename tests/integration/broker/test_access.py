@@ -10,19 +10,22 @@ import pytest
 from click.testing import CliRunner
 
 from support.tls import self_signed
-from swarmq import cli
+from swarmq import cli, keys
 from swarmq.broker import topology
 from swarmq.broker.access import Management
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.dead import letters
+from swarmq.broker.dead import letters, requeue
 from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import tls_listener
-from swarmq.client.invitations import Reach, add_client, remove_client
+from swarmq.broker.session import open_session
+from swarmq.client.invitations import Reach, add_client, remove_client, renew_clients
 from swarmq.client.session import AsyncSwarmClient
+from swarmq.collector.service import Collector
+from swarmq.collector.store import Store
 from swarmq.config import Broker, RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
+from swarmq.messages import Command, EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
 from swarmq.process import held_port
 
 pytestmark = pytest.mark.broker
@@ -69,7 +72,7 @@ def world(broker_node, run_name, tmp_path, monkeypatch):
     async def make(node=broker_node):
         async with AmqpBroker.open(node.amqp_url, name="test", deadline_s=120.0) as broker:
             await broker.declare(run_name, policies=["main"], kinds=KINDS)
-            yield World(node, run_name, tmp_path, broker)
+            yield World(node, run_name, tmp_path / run_name, broker)
 
     return make
 
@@ -102,7 +105,7 @@ async def test_an_invited_client_runs_episodes_and_its_tasks(world):
             assert (begin.episode_id, end.rewards) == (ep.episode_id, {"main": 1.0})
             again = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1, attempt=1)
             await client.broker.publish(topology.tasks(w.run, "math"), again)
-            assert await w.arrived(topology.tasks(w.run, "math")) == again
+            assert await w.arrived(topology.returned(w.run)) == again
 
 
 async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world):
@@ -126,6 +129,7 @@ async def test_a_client_can_neither_read_nor_write_nor_make_anything_else(world)
             (topology.CLIENTS, f"{topology.user_of(w.run, 'bob')}.in"),
             (topology.CLIENTS, "another-run.alice.in"),
             (topology.CLIENTS, f"{user}.control"),
+            (topology.CLIENTS, f"{user}.dead"),
             (topology.CLIENTS, f"{user}.main.control"),
             (topology.CLIENTS, f"{user}.tickets.math"),
             *[("", name) for name in (topology.inbox(w.run), topology.control(w.run), topology.evals(w.run, "math"))],
@@ -249,3 +253,175 @@ async def test_a_viewer_is_let_in_and_out_by_the_command_line(world, tmp_path, m
             seen.users()
         assert CliRunner().invoke(cli.main, ["viewer", str(tmp_path), "--name", "carol", "--remove"]).exit_code == 0
         assert user not in w.management.users()
+
+
+async def put(url, exchange, key, message, **headers):
+    """Publish as whoever the url names, with headers of one's own choice."""
+    connection = await aio_pika.connect(url)
+    async with connection, await connection.channel(on_return_raises=True) as channel:
+        target = await channel.get_exchange(exchange, ensure=False) if exchange else channel.default_exchange
+        stamped = aio_pika.Message(encode(message), message_id=new_id(), headers=headers)
+        await target.publish(stamped, key, mandatory=True)
+
+
+async def open_dead_letters_to_clients(w, user):
+    """Restore what older versions of swarmq allowed: clients publish to the dead letters."""
+    own = rf"^{re.escape(user)}\.(in|dead|(tasks|eval)\..+)$"
+    path = f"topic-permissions/%2F/{user}"
+    await asyncio.to_thread(w.management._put, path, {"exchange": topology.CLIENTS, "write": own, "read": "^$"})
+    connection = await aio_pika.connect(w.node.amqp_url)
+    async with connection, await connection.channel() as channel:
+        queue = await channel.get_queue(topology.DEAD, ensure=False)
+        await queue.bind(topology.CLIENTS, routing_key="*.*.dead")
+
+
+async def dead_letters_of(w, num):
+    """The letters of this run, once so many are there: RabbitMQ parks a moment after it was asked to."""
+    async with asyncio.timeout(120):
+        while True:
+            found = [one for one in await letters(w.node.amqp_url) if w.run in f"{one.queue} {one.sender} {one.reason}"]
+            if len(found) >= num:
+                return found
+
+
+async def test_a_client_does_not_become_operator_by_dead_letters(world):
+    async with world() as w:
+        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        await open_dead_letters_to_clients(w, user)
+        rate = Command(run=w.run, command_id="evil", action="set", settings={"policies.main.train.learning_rate": 0.5})
+        begin = w.begin("bob@laptop")
+        end = EpisodeEnd(
+            run=w.run, episode_id=begin.episode_id, client_id="bob@laptop", status="finished", rewards={"main": 9.0}
+        )
+        bob = topology.user_of(w.run, "bob")
+        for message, queue in [
+            (rate, topology.control(w.run)),
+            (begin, topology.inbox(w.run)),
+            (end, topology.inbox(w.run)),
+        ]:
+            for forged in ({}, {"x-sq-sender": ""}, {"x-sq-sender": bob}):
+                headers = {"x-sq-queue": queue, "x-sq-reason": "delivered too often", **forged}
+                await put(alice.amqp_url, topology.CLIENTS, f"{user}.dead", message, **headers)
+        found = await dead_letters_of(w, 9)
+        assert {one.sender for one in found} == {user}
+        await requeue(w.node.amqp_url, [one.id for one in found])
+        honest = Command(run=w.run, command_id="honest", action="pause")
+        await w.broker.publish(topology.control(w.run), honest)
+        assert await w.arrived(topology.control(w.run)) == honest
+        own = w.begin("alice@laptop")
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own)
+        assert await w.arrived() == own
+
+
+async def test_the_right_to_park_is_taken_from_clients_that_were_invited_before(world):
+    async with world() as w:
+        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        await open_dead_letters_to_clients(w, user)
+        await w.broker.declare(w.run, policies=["main"], kinds=KINDS)
+        renew_clients(w.folder, w.management)
+        with pytest.raises(aio_pika.exceptions.ChannelClosed, match="ACCESS_REFUSED"):
+            await put(alice.amqp_url, topology.CLIENTS, f"{user}.dead", w.begin("alice@x"))
+        own = w.begin("alice@laptop")
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own, CC=[f"{user}.dead"])
+        assert await w.arrived() == own
+        assert not [one for one in await letters(w.node.amqp_url) if one.sender == user], "nor by a second routing key"
+
+
+async def test_headers_of_a_parked_message_send_it_nowhere_else(world):
+    async with world() as w:
+        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        stop = Command(run=w.run, command_id="evil", action="stop")
+        control = topology.control(w.run)
+        forged = {"CC": [control], "x-sq-queue": control, "x-sq-sender": "", "x-first-death-queue": control}
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", stop, **forged)
+        own = w.begin("alice@laptop")
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own)
+        assert await w.arrived() == own
+        [letter] = await dead_letters_of(w, 1)
+        assert (letter.queue, letter.sender) == (topology.inbox(w.run), user)
+        assert (await w.broker.depths([control]))[control].ready == 0
+
+
+async def test_rabbitmq_vouches_for_queue_and_sender_of_what_it_parks(world):
+    async with world() as w:
+        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        inbox, control = topology.inbox(w.run), topology.control(w.run)
+        death = {"queue": inbox, "reason": "rejected", "exchange": "", "routing-keys": [control], "count": 1}
+        forged = {
+            "x-death": [death, {**death, "queue": control}],
+            "x-first-death-queue": control,
+            "x-first-death-exchange": "",
+            "x-sq-queue": control,
+            "x-sq-sender": "",
+            "CC": [control],
+        }
+        stop = Command(run=w.run, command_id="evil", action="stop")
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", stop, **forged)
+        async with open_session(w.node.amqp_url, name="rejects") as session:
+            queue = await session.channel.get_queue(inbox, ensure=False)
+            async with queue.iterator() as arriving:
+                await (await anext(arriving)).reject(requeue=False)
+        [letter] = await dead_letters_of(w, 1)
+        assert (letter.queue, letter.sender) == (inbox, user)
+        await requeue(w.node.amqp_url, [letter.id])
+        own = w.begin("alice@laptop")
+        await put(alice.amqp_url, topology.CLIENTS, f"{user}.in", own)
+        assert await w.arrived() == own, "requeued as alice, and refused as at its first arrival"
+        assert (await w.broker.depths([control]))[control].ready == 0
+
+
+async def test_a_task_that_a_client_cannot_use_is_parked_by_rabbitmq_and_goes_back_unchanged(world):
+    async with world() as w:
+        alice, tasks = w.invite("alice"), topology.tasks(w.run, "math")
+        fed = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1)
+        await w.broker.publish(tasks, fed)
+        user = topology.user_of(w.run, "alice")
+        async with (
+            AmqpBroker.open(alice.amqp_url, name="worker", user=user, deadline_s=120.0) as worker,
+            worker.consume(tasks, prefetch=1) as deliveries,
+        ):
+            await worker.dead_letter(await anext(deliveries), "its data cannot be read")
+            [letter] = await dead_letters_of(w, 1)
+        assert (letter.queue, letter.sender, letter.body) == (tasks, "", encode(fed))
+        assert "refused by a client" in letter.reason
+        assert (await requeue(w.node.amqp_url, [letter.id])).sent == 1
+        assert await w.arrived(tasks) == fed
+
+
+async def test_a_client_gives_back_what_was_fed_and_adds_nothing(world):
+    async with world() as w:
+        alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
+        w.invite("bob")
+        root = keys.load_root(w.folder.root_secret)
+        tasks, evals = topology.tasks(w.run, "math"), topology.evals(w.run, "math")
+        payload = msgspec.Raw(msgspec.msgpack.encode({"question": "2+2"}))
+        task = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=2, payload=payload)
+        fed = keys.seal_task(keys.task_secret(root), task)
+        replace = msgspec.structs.replace
+        invented = [
+            task,
+            replace(fed, payload=msgspec.Raw(msgspec.msgpack.encode({"question": "rm -rf /"}))),
+            replace(fed, slot=Slot(task_id="t", repeat=1)),
+            replace(fed, slot=Slot(task_id="t", epoch=1)),
+            replace(fed, group_size=1),
+            replace(fed, mode="eval"),
+            replace(fed, kind="code"),
+            keys.seal_task(alice.secret, task),
+        ]
+        tree = {"run": w.run, "policies": {"main": {"model": "m"}}, "mix": {"math": 0.5, "code": 0.5}}
+        job = SwarmJob.build(tree | {"folder": str(w.folder.path.parent)})
+        stop = asyncio.Event()
+        with contextlib.closing(Store(w.folder.path / "collector.sqlite", run=w.run)) as store:
+            collecting = asyncio.create_task(Collector(job, w.broker, store).run(stop))
+            for one in invented:
+                for queue in (tasks, evals):
+                    await put(
+                        alice.amqp_url, topology.CLIENTS, topology.client_key(user, queue), replace(one, attempt=1)
+                    )
+            await put(alice.amqp_url, topology.CLIENTS, topology.client_key(user, tasks), replace(fed, attempt=1))
+            assert await w.arrived(tasks) == replace(fed, attempt=1)
+            found = await dead_letters_of(w, 2 * len(invented))
+            assert {one.sender for one in found} == {user}
+            assert not (await w.broker.depths([evals]))[evals].ready
+            stop.set()
+            await collecting

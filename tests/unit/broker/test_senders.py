@@ -8,7 +8,7 @@ from swarmq.client.identity import client_id
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket
 
 INBOX = topology.inbox("r1")
-TASKS = topology.tasks("r1", "math")
+TASKS, RETURNED = topology.tasks("r1", "math"), topology.returned("r1")
 
 
 def begin(client, run="r1"):
@@ -35,7 +35,7 @@ def test_a_client_speaks_for_itself_on_any_machine():
     for name in (client_id("alice"), client_id("alice"), "alice"):
         assert objection("r1.alice", INBOX, begin(name)) == ""
         assert objection("r1.alice", INBOX, end(name)) == ""
-    assert objection("r1.alice", TASKS, task(attempt=1)) == ""
+    assert objection("r1.alice", RETURNED, task(attempt=1)) == ""
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,8 @@ def test_a_client_speaks_for_itself_on_any_machine():
         (INBOX, Ticket(run="r1", ticket_id="1", kind="math"), "may not send a Ticket"),
         (INBOX, begin("alice@x", run="r2"), "another run"),
         (topology.inbox("r2"), begin("alice@x"), "another run"),
-        (TASKS, task(attempt=0), "give a task back, not add one"),
+        (RETURNED, task(attempt=0), "give a task back, not add one"),
+        (TASKS, task(attempt=1), "give a task back, not add one"),
     ],
 )
 def test_what_it_may_not_say_is_told_with_its_name(queue, message, why):
@@ -56,7 +57,22 @@ def test_what_it_may_not_say_is_told_with_its_name(queue, message, why):
 
 def test_routing_keys_carry_the_user_and_reach_the_queues():
     user = topology.user_of("r1", "alice")
-    keys = {queue: topology.client_key(user, queue) for queue in (INBOX, TASKS, topology.DEAD)}
-    assert keys == {INBOX: "r1.alice.in", TASKS: "r1.alice.tasks.math", topology.DEAD: "r1.alice.dead"}
+    keys = {queue: topology.client_key(user, queue) for queue in (INBOX, TASKS)}
+    assert keys == {INBOX: "r1.alice.in", TASKS: "r1.alice.tasks.math"}
     assert {topology.sender_of(key) for key in keys.values()} == {user}
-    assert topology.client_bindings("r1", ["math"]).keys() == {*keys, topology.evals("r1", "math")}
+    bound = {"r1.*.in": INBOX, "r1.*.tasks.math": RETURNED, "r1.*.eval.math": RETURNED}
+    assert topology.client_bindings("r1", ["math"]) == bound
+    assert not bound.items() & topology.old_client_bindings("r1", ["math"]).items()
+
+
+@pytest.mark.parametrize(
+    ("queue", "goes_to"),
+    [
+        (INBOX, INBOX),
+        *[(queue, RETURNED) for queue in (TASKS, topology.evals("r1", "math"), RETURNED)],
+        *[(queue, "") for queue in (topology.control("r1"), topology.inbox("r2"), topology.tickets("r1", "math"), "")],
+        (topology.receipts("r1", "math", "0123"), ""),
+    ],
+)
+def test_a_letter_of_a_client_goes_where_the_client_could_have_sent_it(queue, goes_to):
+    assert topology.reach_of_client("r1.alice", queue) == goes_to

@@ -21,6 +21,7 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
         "swarmq.demo.control": SINGLE,
         "swarmq.demo.main.ready": SINGLE,
         "swarmq.demo.main.control": SINGLE,
+        "swarmq.demo.returned": QUORUM,
         "swarmq.demo.tickets.math": QUORUM,
         "swarmq.demo.tasks.math": QUORUM,
         "swarmq.demo.eval.math": QUORUM,
@@ -31,7 +32,7 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
 def test_every_kind_and_policy_has_its_queues() -> None:
     names = set(topology.run_queues("r", policies=["a", "b"], kinds=["x", "y"]))
     assert names == {
-        *("swarmq.r.in", "swarmq.r.control"),
+        *("swarmq.r.in", "swarmq.r.control", "swarmq.r.returned"),
         *(f"swarmq.r.{policy}.{what}" for what in ("ready", "control") for policy in "ab"),
         *(f"swarmq.r.{what}.{kind}" for what in ("tickets", "tasks", "eval") for kind in "xy"),
     }
@@ -40,6 +41,7 @@ def test_every_kind_and_policy_has_its_queues() -> None:
 def test_clients_compete_for_tickets_and_tasks() -> None:
     queues = topology.run_queues("r", policies=["a"], kinds=["x"])
     assert [name for name, arguments in queues.items() if "x-single-active-consumer" not in arguments] == [
+        topology.returned("r"),
         topology.tickets("r", "x"),
         topology.tasks("r", "x"),
         topology.evals("r", "x"),
