@@ -6,7 +6,6 @@ Every default has its home here. Unknown keys and values out of range are errors
 from __future__ import annotations
 
 import copy
-import difflib
 import errno
 import fnmatch
 import os
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
-import msgspec.inspect
 import tomli_w
 from msgspec import Meta, field
 
 from swarmq.errors import ConfigError
+from swarmq.hints import explain, place_of
 from swarmq.messages import NAME
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -490,7 +489,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         except msgspec.ValidationError as error:
             blamed = _blamed(str(error), tree, sets)
             where = ", ".join(f"--set {text!r}" for text in blamed) or origin
-            raise ConfigError(f"{where}: {_with_names(str(error), whole, blamed)}") from error
+            raise ConfigError(f"{where}: {explain(str(error), whole, cls)}") from error
 
     def to_toml(self) -> str:
         """Every resolved value, readable by `load`."""
@@ -662,7 +661,7 @@ def _blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[s
     except msgspec.ValidationError as error:
         if str(error) == complaint:
             return []
-    place = _place(complaint).replace("[...]", ".*")
+    place = place_of(complaint).replace("[...]", ".*")
     steps = re.sub(r"\[\d+\]", "", place).split(".")
     near = [
         text
@@ -676,55 +675,7 @@ def _path(assignment: str) -> list[str]:
     return assignment.partition("=")[0].strip().split(".")
 
 
-def _place(complaint: str) -> str:
-    """Where msgspec says that something is wrong: `policies[...].train`."""
-    return complaint.partition(" - at `$")[2].rstrip("`").lstrip(".")
-
-
 def _without_none(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {key: _without_none(value) for key, value in tree.items() if value is not None}
     return tree
-
-
-def _with_names(complaint: str, tree: dict[str, Any], blamed: Sequence[str]) -> str:
-    """msgspec writes `$.policies[...].train` for any policy, and of a wrong name not which there are; say both."""
-    what, place = complaint.partition(" - at `$")[0], _place(complaint)
-    path = place
-    if "[...]" in place and isinstance(there := tree.get(place.partition("[")[0]), dict):
-        named = [steps[1] for text in blamed if len(steps := _path(text)) > 1]
-        path = place.replace("[...]", "." + "|".join(dict.fromkeys(named or there)), 1)
-    what = what.replace("`object | null`", "a table").replace("`object`", "a table")
-    return f"{path}: {_with_choices(what, place)}" if path else _with_choices(what, place)
-
-
-def _with_choices(what: str, place: str) -> str:
-    """A complaint of a wrong name at `place`, and what could stand there."""
-    there = msgspec.inspect.type_info(SwarmJob)
-    for step in re.findall(r"\w+|\[[^]]*\]", place):
-        there = _within(there, step)
-    match there:
-        case msgspec.inspect.LiteralType(values=values) if wrong := re.fullmatch("Invalid enum value (.*)", what):
-            return f"{wrong[1]} is none of {', '.join(map(str, values))}"
-        case msgspec.inspect.StructType(fields=fields) if wrong := re.fullmatch("Object contains (.*`(.*)`)", what):
-            names = [one.encode_name for one in fields]
-            close = difflib.get_close_matches(wrong[2], names, 1)
-            hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(names)}"
-            return f"contains {wrong[1]}; {hint}"
-    return what
-
-
-def _within(there: msgspec.inspect.Type, step: str) -> msgspec.inspect.Type:
-    """The type of what msgspec calls `name`, `[...]` or `[2]` in a value of the type `there`."""
-    match there:
-        case msgspec.inspect.StructType(fields=fields):
-            found = next(one.type for one in fields if one.encode_name == step)
-        case msgspec.inspect.DictType(value_type=found) | msgspec.inspect.VarTupleType(item_type=found):
-            pass
-        case msgspec.inspect.TupleType(item_types=items):
-            found = items[int(step[1:-1])]
-        case _:
-            raise AssertionError(f"{there} has no {step}")
-    if isinstance(found, msgspec.inspect.UnionType):  # all of ours are of one type and None
-        found = next(one for one in found.types if not isinstance(one, msgspec.inspect.NoneType))
-    return found

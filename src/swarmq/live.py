@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -192,9 +191,6 @@ def _build(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
             if not isinstance(node, dict):
                 what = "a value, not a section" if node is not None else "not set: give all of it at once"
                 raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is {what}")
-        if sections and key not in node and sections[0] != "kinds":
-            close = difflib.get_close_matches(key, node, 1)
-            raise ConfigError(f"{path}: no such setting{f'; did you mean {close[0]}?' if close else ''}")
         node[key] = msgspec.to_builtins(value)
     return SwarmJob.build(tree, origin="set")
 

@@ -1,0 +1,323 @@
+"""What to say about a setting that does not exist or has a wrong value: its whole path, the value, and what was probably meant. Pure.
+
+A wrong name is compared, in this order, with
+
+    what other libraries call a setting, and the initials of a name      lr -> learning_rate
+    the names of the same section, one slip away                         temprature -> temperature
+    the names of all other sections, as they are                         train.temperature -> policies.main.sampling.temperature
+    the names of the same section, further away or by their words        max_new_tokens -> max_tokens
+    the names of all other sections, one slip away
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import msgspec.inspect
+
+ELSEWHERE = {
+    "lr": "policies.*.train.learning_rate",
+    "epsilon": "policies.*.train.loss.clip_low",
+    "clip_eps": "policies.*.train.loss.clip_low",
+    "cliprange": "policies.*.train.loss.clip_low",
+    "epsilon_high": "policies.*.train.loss.clip_high",
+    "beta": "policies.*.train.loss.kl",
+    "kl_beta": "policies.*.train.loss.kl",
+    "kl_coef": "policies.*.train.loss.kl",
+    "gamma": "policies.*.train.call_discount",
+    "algorithm": "policies.*.train.advantage",
+    "adv_estimator": "policies.*.train.advantage",
+    "max_grad_norm": "policies.*.train.grad_clip",
+    "gradient_clipping": "policies.*.train.grad_clip",
+    "save_steps": "policies.*.train.checkpoint_every",
+    "lora_rank": "policies.*.train.lora.rank",
+    "lora_alpha": "policies.*.train.lora.alpha",
+    "target_modules": "policies.*.train.lora.modules",
+    "report_to": "policies.*.train.trackers",
+    "batch_size": "groups.groups_per_batch",
+    "train_batch_size": "groups.groups_per_batch",
+    "micro_batch_size": "policies.*.train.micro_batch_tokens",
+    "n": "groups.group_size",
+    "num_generations": "groups.group_size",
+    "rollout_n": "groups.group_size",
+    "max_completion_length": "policies.*.sampling.max_tokens",
+    "max_response_length": "policies.*.sampling.max_tokens",
+    "max_new_tokens": "policies.*.sampling.max_tokens",
+    "context_length": "policies.*.engine.max_model_len",
+    "max_length": "policies.*.engine.max_model_len",
+    "max_seq_len": "policies.*.engine.max_model_len",
+    "eval_steps": "eval.every",
+    "tensor_parallel_size": "policies.*.engine.arguments",
+    "model_name": "policies.*.model",
+    "name": "run",
+}
+"""What other libraries call a setting -> the setting, wherever it was written."""
+
+MOST_HINTS = 3
+LONGEST_VALUE = 60
+STEPS = re.compile(r"\w+|\[[^]]*\]")
+"""Of a path as msgspec writes it: `policies[...].train.betas[0]`."""
+WORD = 4
+"""Letters of a word that must agree."""
+
+Type = msgspec.inspect.Type
+
+
+def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
+    """msgspec's complaint about `tree`, with whole path, value and hint. `root` is the type that `tree` was to become."""
+    what, place = complaint.partition(" - at `$")[0], place_of(complaint)
+    steps = _concrete(complaint, STEPS.findall(place), tree, root)
+    there = msgspec.inspect.type_info(root)
+    for step in STEPS.findall(place):
+        there = _within(there, step)
+    path = _joined(steps)
+    if isinstance(there, msgspec.inspect.StructType) and (wrong := re.fullmatch("Object contains .*`(.*)`", what)):
+        meant = probable(wrong[1], steps, tree, root)
+        names = f"there are {', '.join(field.encode_name for field in there.fields)}"
+        return f"{_joined([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
+    value = _at(tree, steps)
+    if isinstance(there, msgspec.inspect.LiteralType) and what.startswith("Invalid enum value"):
+        what = f"{value!r} is none of {', '.join(map(str, there.values))}" + _hint_of_value(value, steps, tree, root)
+    elif what.startswith("Expected"):
+        what = what.replace("`object | null`", "a table").replace("`object`", "a table")
+        what = f"{what}{'' if ', got ' in what else ', got'} {_shown(value)}"
+    return f"{path}: {what}" if path else what
+
+
+def place_of(complaint: str) -> str:
+    """Where msgspec says that something is wrong: `policies[...].train`."""
+    return complaint.partition(" - at `$")[2].rstrip("`").lstrip(".")
+
+
+def probable(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
+    """The settings that `wrong`, a name in the section at `steps`, was probably meant to be; empty where none is near."""
+    every = settings(root)
+    section = _pattern(steps, root)
+    own = [path for path in every if path.rpartition(".")[0] == section]
+    others = [path for path in every if path not in own]
+    alias = ELSEWHERE.get(_plain(wrong))
+
+    def name(path: str) -> str:
+        return path.rpartition(".")[2]
+
+    stages: tuple[Callable[[], list[str]], ...] = (
+        lambda: [alias] if alias else [],
+        lambda: [path for path in own if _plain(wrong) in (_plain(name(path)), _initials(name(path)))],
+        lambda: _nearest(wrong, own, name, most=1),
+        lambda: [path for path in others if _plain(name(path)) == _plain(wrong)],
+        lambda: _nearest(wrong, own, name, most=max(1, len(wrong) // 3)),
+        lambda: _of_like_words(wrong, own, name),
+        lambda: _nearest(wrong, others, name, most=1 if len(wrong) > WORD else 0),
+    )
+    found: list[str] = next((some for stage in stages if (some := stage())), [])
+    found = sorted(found, key=lambda path: -_shared(path, section))[:MOST_HINTS]
+    return " or ".join(name(path) if path in own else _filled(path, steps, tree) for path in found)
+
+
+@functools.cache
+def settings(root: type) -> tuple[str, ...]:
+    """The path of every setting and section; `*` for a name that the user chooses, `[*]` for a place in a list."""
+    return tuple(path for path, _ in _walk(msgspec.inspect.type_info(root), ""))
+
+
+def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
+    there = _some(there)
+    if path:
+        yield path, there
+    match there:
+        case msgspec.inspect.StructType(fields=fields):
+            for field in fields:
+                yield from _walk(field.type, f"{path}.{field.encode_name}".lstrip("."))
+        case msgspec.inspect.DictType(value_type=inner) if isinstance(_some(inner), msgspec.inspect.StructType):
+            yield from _walk(inner, f"{path}.*")
+        case msgspec.inspect.VarTupleType(item_type=inner) if isinstance(_some(inner), msgspec.inspect.StructType):
+            yield from _walk(inner, f"{path}[*]")
+
+
+def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
+    """That a wrong value is right for another setting, or nearly right for this one."""
+    where = [
+        (path, there.values)
+        for path, there in _walk(msgspec.inspect.type_info(root), "")
+        if isinstance(there, msgspec.inspect.LiteralType)
+    ]
+    pattern = _pattern(steps, root)
+    own = [str(one) for path, values in where if path == pattern for one in values]
+    others = [path for path, values in where if path != pattern and value in values]
+    if others:
+        best = max(others, key=lambda path: _shared(path, pattern))
+        return f"; {value} is a value of {_filled(best, steps, tree)}"
+    near = _nearest(str(value), own, str, most=max(1, len(str(value)) // 3)) or _of_like_words(str(value), own, str)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, most: int) -> list[str]:
+    """Those whose name is the fewest slips away, `most` of them at most; of equally near ones those of the same letters."""
+    plain = _plain(wrong)
+    far = {path: (slips(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths}
+    near = {path: distance for path, distance in far.items() if distance[0] <= most and distance[0] < len(plain)}
+    return [path for path, distance in near.items() if distance == min(near.values())]
+
+
+def _of_like_words(wrong: str, paths: Sequence[str], name: Callable[[str], str]) -> list[str]:
+    """Those that share most words with it, or their beginnings, if at least half of either's."""
+    words = _words(wrong)
+
+    def common(path: str) -> int:
+        return sum(any(_alike(word, other) for other in words) for word in _words(name(path)))
+
+    found = {path: common(path) for path in paths if 2 * common(path) >= min(len(words), len(_words(name(path))))}
+    return [path for path, number in found.items() if number and number == max(found.values())]
+
+
+def _alike(one: str, other: str) -> bool:
+    return one == other or (min(len(one), len(other)) >= WORD and one[:WORD] == other[:WORD])
+
+
+def slips(one: str, other: str) -> int:
+    """Letters to add, leave out, replace or swap with their neighbour to make `other` of `one`."""
+    before: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, a in enumerate(one, start=1):
+        row = [i]
+        for j, b in enumerate(other, start=1):
+            cost = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and one[i - 2] == b:
+                cost = min(cost, before[j - 2] + 1)
+            row.append(cost)
+        before, last = last, row
+    return last[-1]
+
+
+def _other_letters(one: str, other: str) -> int:
+    """How many letters one has more often than the other."""
+    return sum(abs(one.count(letter) - other.count(letter)) for letter in {*one, *other})
+
+
+def _plain(name: str) -> str:
+    """Without what styles of writing differ in: learningRate, learning-rate, learning_rate."""
+    return "_".join(_words(name))
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()) if word]
+
+
+def _initials(name: str) -> str:
+    words = _words(name)
+    return "".join(word[0] for word in words) if len(words) > 1 else name
+
+
+def _shared(path: str, other: str) -> int:
+    """Steps from the root that two paths have in common; names that the user chooses count little."""
+    common = 0
+    for one, two in zip(path.split("."), other.split("."), strict=False):
+        if one != two:
+            break
+        common += 2
+    return common - path.count("*")
+
+
+def _pattern(steps: Sequence[str], root: type) -> str:
+    """The path at `steps` as `settings` has it."""
+    there, path = msgspec.inspect.type_info(root), ""
+    for step in steps:
+        chosen = isinstance(_some(there), msgspec.inspect.DictType)
+        path += "[*]" if step.startswith("[") else f".{'*' if chosen else step}"
+        there = _within(there, "[...]" if chosen else step)
+    return path.lstrip(".")
+
+
+def _filled(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -> str:
+    """A path of `settings` with the names of the place that the user wrote about, else with the only name there is."""
+    found: list[str] = []
+    for depth, step in enumerate(pattern.split(".")):
+        if step == "*":
+            there = _at(tree, found)
+            here = steps[depth] if found == list(steps[:depth]) and depth < len(steps) else None
+            only = next(iter(there)) if isinstance(there, dict) and len(there) == 1 else "NAME"
+            found.append(here or only)
+        else:
+            found.append(step)
+    return ".".join(found)
+
+
+def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> list[str]:
+    """`steps` with the name for which msgspec writes `[...]`: the one with which alone the complaint stays the same."""
+    whole: Any = tree
+    found: list[str] = []
+    for step in steps:
+        if step != "[...]":
+            found.append(step)
+            continue
+        names = _at(whole, found)
+        for name in names:
+            alone = _with(whole, found, {name: names[name]})
+            if _complaint(alone, root) == complaint:
+                whole = alone
+                found.append(name)
+                break
+        else:
+            raise AssertionError(f"{complaint} is about none of {', '.join(names)}")
+    return found
+
+
+def _complaint(tree: Any, root: type) -> str:
+    try:
+        msgspec.convert(tree, root)
+    except msgspec.ValidationError as error:
+        return str(error)
+    return ""
+
+
+def _with(tree: Any, steps: Sequence[str], value: Any) -> Any:
+    """A copy that has `value` at `steps`."""
+    if not steps:
+        return value
+    first, *rest = steps
+    if first.startswith("["):
+        place = int(first[1:-1])
+        return [*tree[:place], _with(tree[place], rest, value), *tree[place + 1 :]]
+    return {**tree, first: _with(tree[first], rest, value)}
+
+
+def _at(tree: Any, steps: Sequence[str]) -> Any:
+    for step in steps:
+        if step.startswith("["):
+            tree = tree[int(step[1:-1])] if isinstance(tree, Sequence) else None
+        else:
+            tree = tree.get(step) if isinstance(tree, Mapping) else None
+    return tree
+
+
+def _joined(steps: Sequence[str]) -> str:
+    return "".join(step if step.startswith("[") else f".{step}" for step in steps).lstrip(".")
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[:LONGEST_VALUE]}..."
+
+
+def _some(there: Type) -> Type:
+    """Without None: every other union of ours would be of several types."""
+    if isinstance(there, msgspec.inspect.UnionType):
+        return next(one for one in there.types if not isinstance(one, msgspec.inspect.NoneType))
+    return there
+
+
+def _within(there: Type, step: str) -> Type:
+    """The type of what msgspec calls `name`, `[...]` or `[2]` in a value of the type `there`."""
+    match _some(there):
+        case msgspec.inspect.StructType(fields=fields):
+            return next(_some(one.type) for one in fields if one.encode_name == step)
+        case msgspec.inspect.DictType(value_type=found) | msgspec.inspect.VarTupleType(item_type=found):
+            return _some(found)
+        case msgspec.inspect.TupleType(item_types=items):
+            return _some(items[int(step[1:-1])])
+        case _:
+            raise AssertionError(f"{there} has no {step}")
