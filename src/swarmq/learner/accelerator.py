@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from datetime import timedelta
+from typing import Any
 
 import structlog
 import torch
@@ -13,6 +15,7 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from swarmq.config import Train
 from swarmq.learner import fits
+from swarmq.learner.children import MEETING, own_rank
 from swarmq.learner.launcher import refuse_modes
 from swarmq.learner.sharding import check_collectives, plugin, shard_on_cpu, shares_out
 
@@ -28,6 +31,7 @@ next start goes on."""
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
     """For the policy in `source`, whose size decides whether it is sharded."""
     refuse_modes(os.environ, cuda=torch.cuda.is_available())
+    serve_store()
     fits.check_groups(train)
     shard = fits.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
@@ -45,6 +49,22 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
         shard_on_cpu(accelerator, plan)
         check_collectives(train, accelerator.device)
     return accelerator
+
+
+@functools.cache
+def serve_store() -> Any:
+    """Where this is rank 0 of our own launcher: serve the store at which ranks meet, on the socket that it gave us."""
+    if MEETING not in os.environ or own_rank() != 0:
+        return None
+    distributed: Any = torch.distributed  # which does not export it to type checkers
+    return distributed.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        int(os.environ["WORLD_SIZE"]),
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=int(os.environ[MEETING]),
+    )
 
 
 def stays_gathered(accelerator: Accelerator, train: Train, source: str) -> bool:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,10 +23,13 @@ import structlog
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.files import mapped
-from swarmq.process import die_with_parent, free_port
+from swarmq.process import die_with_parent
 
 log = structlog.get_logger()
 
+LOOPBACK = "127.0.0.1"
+MEETING = "SWARMQ_RANKS_MEET_ON"
+"""Rank 0's descriptor of the socket that the ranks' store listens on."""
 STOP_S = 30.0
 BACKOFF_S = 1.0
 """A collector that died is started again after this, twice as long each time, up to 32 s."""
@@ -66,8 +70,7 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
     SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all of them stop.
     """
     argv = [sys.executable, "-m", "swarmq.learner.rank", str(job_file(job, policy)), policy, str(int(no_push))]
-    world = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}
-    ranks = [_start(argv, world | {"RANK": str(n), "LOCAL_RANK": str(n)}) for n in range(num_ranks)]
+    ranks = start_ranks(argv, num_ranks)
 
     def forward(*_: object) -> None:
         for rank in ranks:
@@ -95,6 +98,25 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
             rank.wait()
         for signal_number, handler in before.items():
             signal.signal(signal_number, handler)
+
+
+def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
+    """Start ranks that meet on loopback. By itself torch listens on every interface, whatever MASTER_ADDR says, and whoever reaches
+    that port can take part in a run without a password; so rank 0 gets a socket that is bound already (`accelerator.serve_store`).
+    """
+    with socket.create_server((LOOPBACK, 0)) as meeting:
+        world = {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(meeting.getsockname()[1]),
+            "WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # none of the ranks opens a store of its own
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            MEETING: str(meeting.fileno()),
+        }
+        return [
+            _start(argv, world | {"RANK": str(n), "LOCAL_RANK": str(n)}, () if n else (meeting.fileno(),))
+            for n in range(num_ranks)
+        ]
 
 
 def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
@@ -161,7 +183,13 @@ class Keeper:
                 self._child.terminate()
 
 
-def _start(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    argv: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        argv, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, preexec_fn=die_with_parent
+        argv,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+        pass_fds=descriptors,
     )

@@ -5,6 +5,9 @@ The objective has a reference model in it, so that one is laid out over the rank
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +17,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from support import checkpoint_ranks, expert_ranks, learner_ranks, leaving, lora_ranks
+from support import checkpoint_ranks, expert_ranks, learner_ranks, leaving, listening_ranks, lora_ranks
 from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.learner import checkpoint, saved
+from swarmq.learner.children import start_ranks
 from swarmq.learner.records import Identity
 from swarmq.learner.trainer import Trainer
 
@@ -155,3 +159,16 @@ def test_ranks_go_on_together_where_one_finds_no_room_for_a_checkpoint(
 @pytest.mark.slow
 def test_ranks_leave_though_a_collective_of_a_backward_pass_is_under_way() -> None:
     launch(2, leaving.__file__)
+
+
+@pytest.mark.slow
+def test_ranks_listen_on_loopback_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reaches the port of torch's store takes part in the run; `MASTER_ADDR` does not bind it."""
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    )
+    ranks = start_ranks([sys.executable, listening_ranks.__file__, str(tmp_path / "listens")], 2)
+    assert [rank.wait(timeout=600) for rank in ranks] == [0, 0]
+    found = [json.loads((tmp_path / f"listens.{number}").read_text()) for number in range(2)]
+    addresses = {one.rpartition(":")[0] for rank in found for one in rank}
+    assert addresses == {"0100007F"}, found

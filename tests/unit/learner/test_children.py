@@ -23,7 +23,7 @@ from swarmq.learner import children
 def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts: list[str], says: str
 ) -> None:
-    def started(_argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    def started(_argv: Sequence[str], environment: Mapping[str, str], *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", scripts[int(environment["RANK"])]])
 
     monkeypatch.setattr(children, "_start", started)
