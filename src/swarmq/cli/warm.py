@@ -19,34 +19,46 @@ from swarmq.config import SwarmJob
     "--epochs", default=1, show_default=True, type=click.IntRange(1), help="Times through the demonstrations."
 )
 @click.option("--batch", default=32, show_default=True, type=click.IntRange(1), help="Demonstrations of one step.")
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(0, min_open=True),
+    help="By default 2e-5, with adapters 2e-4: the job's is for rewards, and far too low here.",
+)
 @SETS
 def warm_command(
-    job: Path, demonstrations: Path, out: Path, policy: str | None, epochs: int, batch: int, sets: tuple[str, ...]
+    job: Path,
+    demonstrations: Path,
+    out: Path,
+    policy: str | None,
+    epochs: int,
+    batch: int,
+    learning_rate: float | None,
+    sets: tuple[str, ...],
 ) -> None:
     """Teach the job's model a format from chats, by supervision.
 
     A warm start, before rewards say what pays. DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
-    becomes a model folder for policies.X.model. Learning rate, precision and the rest are those of policies.X.train.
+    becomes a model folder for policies.X.model. Precision, adapters and the rest are those of policies.X.train.
 
     \b
     swarmq warm job.toml chats.jsonl models/warm --epochs 2
     """
     need("learner")
+    import msgspec
+
     from swarmq.learner.children import is_main
-    from swarmq.learner.warm import Progress, WarmStart, warm
+    from swarmq.learner.warm import ADAPTERS_RATE, RATE, Progress, WarmStart, warm
 
     settings = SwarmJob.load(job, sets=sets)
     name = one_policy(settings, policy)
     train = settings.train_of(name)
+    rate = learning_rate or (ADAPTERS_RATE if train.lora else RATE)
 
     def show(now: Progress) -> None:
+        if now.step == 1:
+            click.echo(f"learning rate {rate:g}" + ("" if learning_rate else "; --learning-rate sets another"))
         if now.step == 1 and now.left_out:
             click.echo(f"left out, since longer than {now.max_length} tokens: {now.left_out}")
-        if now.step == 1 and now.steps < train.warmup_steps:
-            click.echo(
-                f"warning: all of the {now.steps} steps are within policies.{name}.train.warmup_steps = {train.warmup_steps}, so the learning "
-                "rate never reaches what it is set to: lower that, or take more --epochs, more demonstrations or a smaller --batch"
-            )
         click.echo(f"step {now.step} of {now.steps}, loss {now.loss:.3f}")
 
     plan = WarmStart(
@@ -54,7 +66,7 @@ def warm_command(
         demonstrations=demonstrations,
         out=out,
         max_model_len=settings.policies[name].engine.max_model_len,
-        train=train,
+        train=msgspec.structs.replace(train, learning_rate=rate),
         epochs=epochs,
         batch=batch,
     )

@@ -31,6 +31,12 @@ from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_
 
 NOBODY = "warm"
 """Run and policy of what no run has sampled."""
+RATE = 2e-5
+"""Learning rate of a warm start, whatever the run's: supervision bears far more than a policy gradient, ..."""
+ADAPTERS_RATE = 2e-4
+"""... and adapters more still."""
+RISE = 10
+"""The learning rate rises over at most this fraction of the steps."""
 ROLES = {"system", "user", "assistant", "tool"}
 """That chat templates know."""
 
@@ -129,14 +135,15 @@ def _check_room(folder: Path, needed: int) -> None:
 
 
 def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: Callable[[Progress], None]) -> None:
-    train = trainer.train
     short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
     if not short:
         raise TaskError(
             f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, which the model was made for "
             "and train.micro_batch_tokens lets a pass have"
         )
-    batches = list(_batches(short, plan, seed=train.seed))
+    batches = list(_batches(short, plan, seed=trainer.train.seed))
+    rise = min(trainer.train.warmup_steps, len(batches) // RISE)
+    train = msgspec.structs.replace(trainer.train, warmup_steps=rise)
     for number, batch in enumerate(batches, start=1):
         index = Index(record=number, version=number)
         fields = trainer.step(BatchRecord(index=index, episodes=tuple(batch), settings=train))
