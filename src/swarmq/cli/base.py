@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,9 +25,12 @@ from swarmq.process import WORDS, exit_status
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
-    "learner": ("torch", "transformers", "accelerate", "zstandard"),
+    "learner": ("torch", "transformers", "accelerate", "zstandard", "safetensors", "peft"),
+    "vllm": ("vllm",),
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }
+HOST = ("proxy", "learner", "vllm")
+"""The extras that `swarmq[host]` brings together: what `swarmq up` needs."""
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. --set groups.group_size=4."
@@ -88,11 +91,22 @@ def main() -> None:
     """
 
 
-def need(extra: str) -> None:
-    """Raise MissingExtraError when a package of this extra is not installed."""
-    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
-    if missing:
-        raise MissingExtraError(f"this command needs {', '.join(missing)}: pip install 'swarmq[{extra}]'")
+def need(*extras: str, installed: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raise MissingExtraError when packages of these extras are not installed, with all of them and one way to get them.
+
+    `installed` finds a package, or returns None.
+    """
+    missing = {extra: [name for name in EXTRAS[extra] if installed(name) is None] for extra in extras}
+    missing = {extra: names for extra, names in missing.items() if names}
+    if not missing:
+        return
+    whole_host = len(missing.keys() & set(HOST)) > 1
+    wanted = [*(["host"] if whole_host else []), *(extra for extra in missing if not (whole_host and extra in HOST))]
+    no_gpu = " (for CUDA; without a GPU: make install in a checkout)" if "vllm" in missing else ""
+    raise MissingExtraError(
+        f"not installed: {', '.join(dict.fromkeys(name for names in missing.values() for name in names))}; "
+        f"pip install 'swarmq[{','.join(wanted)}]'{no_gpu}"
+    )
 
 
 def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from swarmq.broker import Broker
-from swarmq.cli.base import JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
+from swarmq.cli.base import HOST, JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
 from swarmq.cli.settings import all_settings
 from swarmq.config import SwarmJob
 
@@ -37,9 +37,7 @@ def demo(
     swarmq demo --seed 1 --steps 20   shorter, another seed
     swarmq demo --model Qwen/Qwen3-0.6B --set policies.main.train.learning_rate=1e-6
     """
-    need("learner")
-    need("proxy")
-    need("demo")
+    need(*HOST, "demo")
     import msgspec
     from rich.console import Console
 
@@ -75,8 +73,8 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     if show:
         click.echo(all_settings(settings), nl=False)
         return
-    need("proxy")
-    need("learner")
+    own_engines = any(not policy.engine.urls for policy in settings.policies.values())
+    need(*(extra for extra in HOST if own_engines or extra != "vllm"))
     with private_files():
         run_until_signalled(_up(settings))
 

@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -13,8 +14,9 @@ from click.testing import CliRunner
 
 from swarmq import cli
 from swarmq.cli import base
+from swarmq.cli.base import EXTRAS, HOST, need
 from swarmq.config import SwarmJob
-from swarmq.errors import BrokerError, ConfigError, EngineError
+from swarmq.errors import BrokerError, ConfigError, EngineError, MissingExtraError
 from swarmq.testing import MemoryBroker
 
 JOB = 'run = "r"\nfolder = "{folder}"\n[policies.main]\nmodel = "{model}"\n'
@@ -271,3 +273,35 @@ def test_a_number_out_of_range_is_refused_before_anything_starts(command, option
 def test_help_needs_nothing_heavy():
     script = "import sys; from swarmq import cli; heavy = {'torch', 'vllm', 'litestar', 'transformers'} & set(sys.modules); assert not heavy, heavy"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize(
+    ("there", "asked", "says"),
+    [
+        ((), ("proxy", "learner", "vllm"), "litestar, uvicorn, aiohttp, prometheus_client, uvloop, torch, "),
+        (
+            (),
+            ("proxy", "learner", "vllm"),
+            "pip install 'swarmq[host]' (for CUDA; without a GPU: make install in a checkout)",
+        ),
+        ((), ("proxy", "learner", "vllm", "demo"), "pip install 'swarmq[host,demo]'"),
+        (
+            ("vllm", *EXTRAS["learner"]),
+            ("proxy", "learner", "vllm"),
+            "prometheus_client, uvloop; pip install 'swarmq[proxy]'",
+        ),
+        (EXTRAS["proxy"], ("proxy", "learner"), "zstandard, safetensors, peft; pip install 'swarmq[learner]'"),
+    ],
+)
+def test_everything_that_a_command_lacks_is_told_at_once_with_one_way_to_get_it(there, asked, says):
+    with pytest.raises(MissingExtraError) as told:
+        need(*asked, installed=lambda name: name if name in there else None)
+    assert says in str(told.value)
+
+
+def test_one_extra_has_what_up_needs():
+    project = tomllib.loads(Path("pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert project["host"] == [f"swarmq[{','.join(HOST)}]"]
+    for extra, modules in EXTRAS.items():
+        names = {re.split(r"[<>=\[]", one)[0].replace("-", "_") for one in project[extra]}
+        assert set(modules) <= names

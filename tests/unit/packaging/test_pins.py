@@ -14,7 +14,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 WANTED = [
     *PROJECT["project"]["dependencies"],
-    *(need for name, needs in EXTRAS.items() if name != "vllm" for need in needs),
+    *(need for name, needs in EXTRAS.items() if name not in {"vllm", "host"} for need in needs),
     *PROJECT["dependency-groups"]["dev"],
 ]
 
