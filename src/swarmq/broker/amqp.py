@@ -21,7 +21,7 @@ from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import ChannelNotFoundEntity
 
 from swarmq.broker import topology
-from swarmq.broker.consumer import consuming
+from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
 from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER, Arrival, Deliveries, Delivery
 from swarmq.broker.events import Emitter, listening
 from swarmq.broker.faults import address
@@ -54,8 +54,18 @@ def first_wait_s() -> float | None:
 class AmqpBroker:
     """Open one per process and share it; see `Broker` for what it promises."""
 
-    def __init__(self, url: str, *, name: str, link: Link, stack: AsyncExitStack, user: str = "") -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        link: Link,
+        stack: AsyncExitStack,
+        user: str = "",
+        default_ack_s: float = DEFAULT_ACK_S,
+    ) -> None:
         self._url = url
+        self._default_ack_s = default_ack_s
         self._name = name
         self._stack = stack
         self._user = user
@@ -66,12 +76,19 @@ class AmqpBroker:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, url: str, *, name: str, deadline_s: float | None = OPEN_S, user: str = ""
+        cls,
+        url: str,
+        *,
+        name: str,
+        deadline_s: float | None = OPEN_S,
+        user: str = "",
+        default_ack_s: float = DEFAULT_ACK_S,
     ) -> AsyncIterator[Self]:
         """Connect; an unreachable broker is waited for, `deadline_s` seconds long or, with None, for ever.
 
         Raises BrokerError at once for a bad url, wrong password or unknown vhost, and at the deadline.
         `name` shows in the management UI. `user` is the url's where that is an invited client's (docs/access.md).
+        `default_ack_s`: how long RabbitMQ lets a message be held, where it says nothing of that.
         """
         address(url)
         link = Link(url, name=f"{name}.publish")
@@ -82,7 +99,7 @@ class AmqpBroker:
                     await link.session()
             except TimeoutError:
                 raise BrokerError(link.trouble or "the broker has gone") from None
-            yield cls(url, name=name, link=link, stack=stack, user=user)
+            yield cls(url, name=name, link=link, stack=stack, user=user, default_ack_s=default_ack_s)
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         await self._publisher.publish(
@@ -94,7 +111,14 @@ class AmqpBroker:
         )
 
     def consume(self, queue: str, *, prefetch: int) -> AbstractAsyncContextManager[Deliveries]:
-        return consuming(self._url, queue, prefetch=prefetch, name=f"{self._name}.consume", bury=self._bury)
+        return consuming(
+            self._url,
+            queue,
+            prefetch=prefetch,
+            name=f"{self._name}.consume",
+            bury=self._bury,
+            default_ack_s=self._default_ack_s,
+        )
 
     def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:
         return receipts(self._url, book, name=self._name)

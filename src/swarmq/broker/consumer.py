@@ -1,17 +1,21 @@
 """Consuming: a session of its own per queue, manual acknowledgement, recycled before the broker loses patience.
 
-RabbitMQ gives up on a consumer that holds a message unacknowledged for 30 minutes (less or more by its settings), on
-4.3 without a word. So a session whose oldest message is older than RECYCLE_S ends itself: what it held comes again, to
-this consumer or another, and acknowledging the old delivery raises BrokerLostError.
+RabbitMQ gives up on a consumer that holds a message unacknowledged for 30 minutes, on 4.3 without a word. Each consumer asks
+for a week instead, which RabbitMQ heeds since 3.12. An older one has it in its settings, and says so to its clients where
+we start it. Elsewhere (an older RabbitMQ of somebody else) the 30 minutes are assumed.
+
+A session whose oldest message comes near that limit ends itself: what it held comes again, to this consumer or another, and
+acknowledging the old delivery raises BrokerLostError.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from aio_pika.abc import AbstractIncomingMessage
 
@@ -20,7 +24,12 @@ from swarmq.broker.delivery import SENDER_HEADER, Arrival, Deliveries
 from swarmq.broker.link import Link
 from swarmq.broker.session import Session
 
-RECYCLE_S = 20 * 60.0
+DEFAULT_ACK_S = 30 * 60.0
+"""RabbitMQ's own limit."""
+OBEYS_CONSUMERS = (3, 12)
+"""The first RabbitMQ that takes the limit from the consumer."""
+RECYCLED_AT = 2 / 3
+"""Share of the limit after which a session ends itself."""
 MAX_PREFETCH = 65535
 
 
@@ -32,16 +41,25 @@ async def consuming(
     prefetch: int,
     name: str,
     bury: Callable[[Arrival, str], Awaitable[None]],
-    recycle_s: float = RECYCLE_S,
+    ack_s: float = topology.ACK_S,
+    default_ack_s: float = DEFAULT_ACK_S,
+    recycle_s: float | None = None,
 ) -> AsyncIterator[Deliveries]:
-    """Deliveries of `queue`. Raises UnroutableError when there is no such queue."""
+    """Deliveries of `queue`. Raises UnroutableError when there is no such queue.
+
+    `ack_s` is asked for as limit, `default_ack_s` the limit where that is not heeded and RabbitMQ tells of no other;
+    `recycle_s` replaces what follows from the limit.
+    """
     if not 1 <= prefetch <= MAX_PREFETCH:
         raise ValueError(f"prefetch {prefetch} is not within 1 and {MAX_PREFETCH}")  # 0 would mean 2000
     deliveries = Deliveries(bury)
 
     async def prepare(session: Session) -> None:
         await session.call(session.channel.set_qos(prefetch_count=prefetch))
-        await Intake(session, queue, deliveries, recycle_s).start()
+        deliveries.recycle_s = (
+            RECYCLED_AT * ack_limit_s(session.server, ack_s, default_ack_s) if recycle_s is None else recycle_s
+        )
+        await Intake(session, queue, deliveries).start(topology.consumer_arguments(ack_s))
 
     link = Link(url, name=name, prepare=prepare, forget=deliveries.forget, refused=deliveries.fail)
     async with link.keep():
@@ -50,6 +68,15 @@ async def consuming(
             yield deliveries
         finally:
             deliveries.close()
+
+
+def ack_limit_s(server: Mapping[str, Any], asked_s: float, default_s: float) -> float:
+    """How long a RabbitMQ lets our consumers hold a message, by the properties that it states to its clients."""
+    version = tuple(int(part) for part in re.findall(r"\d+", str(server.get("version", "")))[:2])
+    if version >= OBEYS_CONSUMERS:
+        return asked_s
+    stated = server.get(topology.ACK_TIMEOUT_PROPERTY)
+    return float(stated) / 1000 if isinstance(stated, int) else default_s
 
 
 class Held(NamedTuple):
@@ -62,19 +89,19 @@ class Held(NamedTuple):
 class Intake:
     """What one session has brought and who has not been acknowledged yet."""
 
-    def __init__(self, session: Session, queue: str, deliveries: Deliveries, recycle_s: float) -> None:
+    def __init__(self, session: Session, queue: str, deliveries: Deliveries) -> None:
         self._session = session
         self._queue = queue
         self._deliveries = deliveries
-        self._recycle_s = recycle_s
+        self._recycle_s = deliveries.recycle_s
         self._loop = asyncio.get_running_loop()
         self._unacked: dict[int, Held] = {}
         """By delivery tag, oldest first."""
 
-    async def start(self) -> None:
+    async def start(self, arguments: dict[str, Any]) -> None:
         self._watch()
         queue = await self._session.channel.get_queue(self._queue, ensure=False)
-        await self._session.call(queue.consume(self._on_message))
+        await self._session.call(queue.consume(self._on_message, arguments=arguments))
 
     async def ack(self, tag: int, *, through: bool) -> None:
         if self._session.lost.done():

@@ -7,6 +7,7 @@ what had arrived will come again, and `fail` or `close` at the end. The consumer
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple, Protocol, Self
@@ -90,6 +91,8 @@ class Deliveries:
         self._wake = asyncio.Event()
         self._failure: BrokerError | None = None
         self._closed = False
+        self.recycle_s = math.inf
+        """How long a delivery may be held; one that is held longer comes again, to whoever is there."""
 
     def __aiter__(self) -> Self:
         return self

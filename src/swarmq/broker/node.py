@@ -17,7 +17,16 @@ from typing import IO, Any, Self
 
 from swarmq.broker import probe
 from swarmq.broker.install import OTHER_WAYS, Server, find_server
-from swarmq.broker.node_files import HOST, Identity, environment, last_words, load_identity, take_lock, write_files
+from swarmq.broker.node_files import (
+    ADVANCED,
+    HOST,
+    Identity,
+    environment,
+    last_words,
+    load_identity,
+    take_lock,
+    write_files,
+)
 from swarmq.errors import BrokerError
 from swarmq.process import die_with_parent, stop_group
 
@@ -29,7 +38,7 @@ LOOK_S = 0.1
 class PrivateNode:
     """`async with PrivateNode(folder) as node:` runs a broker at `node.amqp_url`."""
 
-    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = "[].") -> None:
+    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED) -> None:
         """`port` 0 picks a free AMQP port once and keeps it. `config` are further lines of rabbitmq.conf."""
         self.folder = folder.absolute()
         self._port = port

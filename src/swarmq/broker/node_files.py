@@ -12,6 +12,7 @@ from typing import IO
 
 import msgspec
 
+from swarmq.broker import topology
 from swarmq.config import Broker
 from swarmq.errors import BrokerError
 from swarmq.process import held_port, port_is_free
@@ -26,6 +27,7 @@ BLOCKED = (
     f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
 )
 
+ACK_TIMEOUT_MS = round(topology.ACK_S * 1000)
 CONFIG = """\
 listeners.tcp.1 = {host}:{amqp_port}
 management.tcp.ip = {host}
@@ -35,12 +37,17 @@ default_pass = {password}
 loopback_users = none
 log.console = false
 # Tasks and batches are held unacknowledged for as long as they take: a week.
-consumer_timeout = 604800000
+consumer_timeout = {ack_timeout_ms}
 # A gibibyte of backlog is 850 MB of memory with RabbitMQ's default log segments, 300 MB with these.
 raft.wal_max_size_bytes = 67108864
 vm_memory_high_watermark.absolute = 1500MB
 disk_free_limit.absolute = {disk_limit}
 """
+
+ADVANCED = (
+    f'[{{rabbit, [{{server_properties, [{{<<"{topology.ACK_TIMEOUT_PROPERTY}">>, signedint, {ACK_TIMEOUT_MS}}}]}}]}}].'
+)
+"""Tells clients of consumer_timeout, which no RabbitMQ does by itself."""
 
 TLS = """\
 listeners.ssl.1 = 0.0.0.0:{port}
@@ -156,7 +163,12 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
     if not cookie.exists():
         _write_private(cookie, secrets.token_hex(20))
         cookie.chmod(0o400)
-    settings = CONFIG.format(host=HOST, disk_limit=DISK_LIMIT_BYTES, **msgspec.structs.asdict(identity))
+    settings = CONFIG.format(
+        host=HOST,
+        disk_limit=DISK_LIMIT_BYTES,
+        ack_timeout_ms=ACK_TIMEOUT_MS,
+        **msgspec.structs.asdict(identity),
+    )
     _write_private(folder / "rabbitmq.conf", settings + config)
     (folder / "advanced.config").write_text(advanced + "\n")
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")

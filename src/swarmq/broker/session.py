@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Self, TypeVar
 
@@ -121,6 +121,12 @@ class Session:
 
     def lost_error(self) -> BrokerLostError:
         return BrokerLostError(f"the session with RabbitMQ at {self.where} has ended: {self.lost.result()}")
+
+    @property
+    def server(self) -> Mapping[str, Any]:
+        """What the broker said of itself when it was connected to: its version, and more."""
+        properties: Mapping[str, Any] = self._underlay.connection.server_properties
+        return properties
 
     async def blocked(self) -> bool:
         """Whether the broker holds up this connection because of its memory or disk alarm."""

@@ -49,9 +49,10 @@ class TicketDesk:
         """Of the kind, as the newest ticket says."""
 
     @contextlib.asynccontextmanager
-    async def ticket(self) -> AsyncIterator[Ticket]:
-        """A ticket for the block, taken for good when the block succeeds. Raises BrokerError."""
-        grant = await self._grant()
+    async def ticket(self, *, first: bool = False) -> AsyncIterator[Ticket]:
+        """A ticket for the block, taken for good when the block succeeds; `first`: before those who wait already. Raises
+        BrokerError."""
+        grant = await self._grant(first=first)
         used = False
         try:
             yield grant.ticket
@@ -99,9 +100,12 @@ class TicketDesk:
                     await held.ack()
                 held = None
 
-    async def _grant(self) -> Grant:
+    async def _grant(self, *, first: bool) -> Grant:
         waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
-        self._waiting.append(waiter)
+        if first:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
         self._someone.set()
         try:
             with noticed(

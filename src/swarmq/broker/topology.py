@@ -4,6 +4,7 @@
     collector              ──> swarmq.<run>.<policy>.ready    ──> learner   (one at a time, in order)
     collector              ──> swarmq.<run>.tickets.<kind>    ──> clients, competing
     feeder                 ──> swarmq.<run>.tasks.<kind>      ──> workers, competing
+    worker                 ──> swarmq.<run>.tasks.<kind>.again ──> workers, competing: tasks whose group waits for another attempt
     feeder                 ──> swarmq.<run>.fed.<kind>.<data> ──> the feeder that goes on after it was killed
     operator               ──> swarmq.<run>.control           ──> collector (commands, and the tasks to evaluate with)
     collector              ──> swarmq.<run>.<policy>.control  ──> learner
@@ -11,7 +12,7 @@
     `swarmq up`            ─── swarmq.<run>.claim             ─── itself: the name is taken while this exclusive queue exists
     everybody              ──> [swarmq.events] <run>.<source>.<name> ──> whoever listens
     an invited client      ──> [swarmq.clients] <run>.<client>.in                          ──> swarmq.<run>.in
-                                          <run>.<client>.tasks.<kind> | .eval.<kind> ──> swarmq.<run>.returned ──> collector
+                                          <run>.<client>.tasks.<kind>[.again] | .eval.<kind> ──> swarmq.<run>.returned ──> collector
     poison, worn out       ──> [swarmq.dead] ──> swarmq.dead  ──> `swarmq dead`
 
 Queues are addressed by name through the default exchange, so publishing needs no right but to write, and a wrong
@@ -40,6 +41,12 @@ DELIVERY_LIMIT = 100
 DEAD_DELIVERY_LIMIT = 1_000_000_000
 """Looking at dead messages redelivers them; RabbitMQ 4 would drop them after 20 looks."""
 
+ACK_S = 7 * 24 * 3600.0
+"""How long a consumer may hold a message unacknowledged: tasks and batches are held for as long as they take."""
+
+ACK_TIMEOUT_PROPERTY = "swarmq_ack_timeout_ms"
+"""By which a RabbitMQ that does not heed `consumer_arguments` tells its clients what its settings allow."""
+
 EVENT_BACKLOG = 10_000
 """Events kept for one slow listener; older ones are dropped."""
 
@@ -66,6 +73,12 @@ def tickets(run: str, kind: str) -> str:
 
 def tasks(run: str, kind: str) -> str:
     return f"swarmq.{run}.tasks.{kind}"
+
+
+def again(run: str, kind: str) -> str:
+    """What failed and is to be attempted next. A queue of its own, because nothing overtakes in `tasks`; named so that clients
+    which were invited before it existed may use it."""
+    return f"{tasks(run, kind)}.again"
 
 
 def receipts(run: str, kind: str, data: str) -> str:
@@ -109,7 +122,7 @@ def sender_of(key: str) -> str:
 
 def client_bindings(run: str, kinds: Iterable[str]) -> dict[str, str]:
     """Routing key of invited clients -> the queue that it leads to."""
-    given_back = {f"{run}.*.{what}.{kind}": returned(run) for kind in kinds for what in ("tasks", "eval")}
+    given_back = {client_key(f"{run}.*", name(run, kind)): returned(run) for kind in kinds for name in GIVEN_BACK}
     return {f"{run}.*.in": inbox(run)} | given_back
 
 
@@ -131,6 +144,10 @@ def reach_of_client(user: str, queue: str) -> str:
     return returned(run) if queue.startswith((tasks(run, ""), evals(run, ""))) else ""
 
 
+GIVEN_BACK = (tasks, again, evals)
+"""Queues from which workers take, and for which they return what is to be tried again."""
+
+
 def event_key(run: str, source: str, name: str) -> str:
     return f"{run}.{source}.{name}"
 
@@ -138,7 +155,7 @@ def event_key(run: str, source: str, name: str) -> str:
 def run_queues(run: str, *, policies: Iterable[str], kinds: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Queue name -> arguments, for all queues of a run."""
     ordered = [inbox(run), control(run), *(name(run, policy) for policy in policies for name in (ready, control))]
-    competing = [returned(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, evals))]
+    competing = [returned(run), *(name(run, kind) for kind in kinds for name in (tickets, tasks, again, evals))]
     return {name: queue_arguments(single=name in ordered) for name in [*ordered, *competing]}
 
 
@@ -154,6 +171,10 @@ def queue_arguments(*, single: bool) -> dict[str, Any]:
     if single:
         arguments["x-single-active-consumer"] = True
     return arguments
+
+
+def consumer_arguments(ack_s: float) -> dict[str, Any]:
+    return {"x-consumer-timeout": round(ack_s * 1000)}
 
 
 def dead_arguments() -> dict[str, Any]:

@@ -17,6 +17,9 @@ import msgspec
 
 from swarmq.errors import SwarmqError
 
+LOOK_S = 5.0
+"""For an answer that says no more than that somebody is there."""
+
 
 class HttpError(SwarmqError):
     """No answer, or one that is not a success. `status` is 0 without an answer."""
@@ -45,9 +48,8 @@ def post_json(
     """The JSON of the answer; `hear` gets its headers. Raises HttpError with what the server said."""
     sent = {"Content-Type": "application/json", "Authorization": f"Bearer {token}", **(headers or {})}
     request = urllib.request.Request(url, msgspec.json.encode(body), sent, method="POST")  # noqa: S310 - from the invite
-    context = ssl.create_default_context(cadata=ca or None) if url.startswith("https:") else None
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s, context=context) as answer:  # noqa: S310
+        with urllib.request.urlopen(request, timeout=timeout_s, context=_context(url, ca)) as answer:  # noqa: S310
             if hear is not None:
                 hear(answer.headers)
             return msgspec.json.decode(answer.read())
@@ -63,6 +65,19 @@ def post_json(
         raise HttpError(f"{url} cannot be reached ({reason})") from error
     except msgspec.MsgspecError as error:
         raise HttpError(f"{url} did not answer with JSON: {error}", status=502) from error
+
+
+def answers(url: str, ca: bytes = b"") -> bool:
+    """Whether a GET of a page succeeds within LOOK_S."""
+    try:
+        with urllib.request.urlopen(url, timeout=LOOK_S, context=_context(url, ca)) as answer:  # noqa: S310 - from the invite
+            return bool(answer.status < http.client.BAD_REQUEST)
+    except (OSError, http.client.HTTPException):  # HTTPError is one
+        return False
+
+
+def _context(url: str, ca: bytes) -> ssl.SSLContext | None:
+    return ssl.create_default_context(cadata=ca or None) if url.startswith("https:") else None
 
 
 def _said(body: bytes) -> str:

@@ -199,7 +199,8 @@ class _Lanes:
         if concurrency < 1:
             raise TaskError(f"concurrency is {concurrency}: it must be at least 1")
         began = time.monotonic()
-        turn, self._outage = asyncio.Lock(), Outage(lanes=concurrency, pause_s=self._retry_pause_s)
+        turn = asyncio.Lock()
+        self._outage = Outage(lanes=concurrency, pause_s=self._retry_pause_s, serves=self._client.proxy_serves)
         try:
             async with asyncio.TaskGroup() as lanes:
                 for _ in range(concurrency):

@@ -25,7 +25,7 @@ from swarmq.client import runner
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
 from swarmq.client.invites import find_invite
-from swarmq.client.loops import LoopThread
+from swarmq.client.loops import LoopThread, in_thread
 from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
 from swarmq.client.transport import BrokerTransport, Transport
@@ -287,6 +287,12 @@ class AsyncSwarmClient:
         if not ep.ended:
             log.warning("episode_left_open", episode=ep.episode_id, hint="call ep.end(reward) inside the block")
             await self.fail_episode(ep, "the block was left without end(reward)")
+
+    async def proxy_serves(self) -> bool:
+        """Whether the run's proxy and its engines answer."""
+        from swarmq.client.http import answers  # noqa: PLC0415 - most clients need no HTTP of their own
+
+        return await in_thread(answers, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
 
     def check(self) -> None:
         """Raises ClientError where this object cannot be used."""

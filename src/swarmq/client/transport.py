@@ -68,7 +68,7 @@ class BrokerTransport:
         if begin.mode == "eval" or not self._invite.ticketed:
             await self._publish(begin)
             return
-        async with self._desk(begin.kind).ticket() as ticket:
+        async with self._desk(begin.kind).ticket(first=begin.attempt > 0) as ticket:  # its group may wait for it
             self._proxies = ticket.proxies
             await self._publish(msgspec.structs.replace(begin, ticket_id=ticket.ticket_id))
 

@@ -1,13 +1,14 @@
 """`swarmq worker module:function`: attempt the tasks of a queue, on as many machines as you like.
 
     tasks.<kind> --prefetch = concurrency--> hold ──> begin, agent, end confirmed ──> ack
-                                              |  ^────────── failed: once more here
-                                              |             failed again ──> Task(attempt + 1) confirmed ──> ack
+    tasks.<kind>.again ───────────────────────┘  ^────────── failed: once more here
+                 ^──────── Task(attempt + 1) confirmed <──── failed again; then ack
                                               ├── killed: RabbitMQ gives the task to another worker
                                               └── cannot be attempted: given up, then parked
 
-What goes back comes behind all tasks that wait, while those of its group wait for it and fill the window of their kind; so a first
-failure is tried again at once. A second one may be this worker's fault, and another one's turn.
+The group of a slot that failed waits for it and fills the window of its kind, so a first failure is tried again at once. A second
+one may be this worker's fault, and another one's turn: it is given back by a queue of its own, which all workers take from
+beside the thousands of tasks that have not been attempted, in lanes that are kept for it.
 
 A task is held unacknowledged for as long as its episode takes. When the session is renewed meanwhile (the broker
 came back, or an acknowledgement was about to be overdue) the same task arrives again: it is recognised, and the
@@ -21,7 +22,7 @@ import contextlib
 import signal
 import time
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import msgspec
 
@@ -43,7 +44,7 @@ from swarmq.client.runner import RETRY_PAUSE_S
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.targets import load
 from swarmq.client.tasks import SwarmTask, own_id
-from swarmq.errors import BrokerLostError, EpisodeError, TaskError
+from swarmq.errors import BrokerLostError, EpisodeError, TaskError, UnroutableError
 from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, Mode, Task, key_of, new_id
 from swarmq.outcome import unfinished
@@ -54,6 +55,8 @@ EVAL_SHARE = 4
 """A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
 MAX_DOUBLINGS = 6
 """Of the pause before an attempt; another client says how many attempts there were."""
+AGAIN_SHARE = 4
+"""A worker has one further lane for tasks given back for so many."""
 REMEMBERED = 10_000
 """Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
 
@@ -83,6 +86,7 @@ class Worker:
         self._mode = mode
         queue_of = topology.evals if mode == "eval" else topology.tasks
         self._queue = queue_of(client.invite.run, self._kind)
+        self._again = topology.again(client.invite.run, self._kind) if mode == "train" else None
         self._concurrency = concurrency
         self._max_attempts = max_attempts
         self._retry_pause_s = retry_pause_s
@@ -92,7 +96,7 @@ class Worker:
         self._settled: OrderedDict[str, None] = OrderedDict()
         self._not_begun: set[asyncio.Task[None]] = set()
         self._tally = Tally()
-        self._outage = Outage(lanes=concurrency, pause_s=retry_pause_s)
+        self._outage = Outage(lanes=concurrency, pause_s=retry_pause_s, serves=client.proxy_serves)
 
     async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
@@ -105,19 +109,32 @@ class Worker:
             client=self._client.client_id,
         )
         with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
-            async with (
-                self._client.broker.consume(self._queue, prefetch=self._concurrency) as deliveries,
-                asyncio.TaskGroup() as attempts,
-            ):
-                taking = attempts.create_task(self._take(deliveries, attempts))
+            async with self._sources() as sources, asyncio.TaskGroup() as attempts:
+                taking = [attempts.create_task(self._take(source, attempts)) for source in sources]
                 await stop.wait()
-                taking.cancel()
-                for waiting in self._not_begun:
+                for waiting in (*taking, *self._not_begun):
                     waiting.cancel()
                 log.info(
                     "worker_draining", kind=self._kind, mode=self._mode, attempts=len(self._held) - len(self._not_begun)
                 )
         return self._tally.summary(time.monotonic() - began)
+
+    @contextlib.asynccontextmanager
+    async def _sources(self) -> AsyncIterator[list[Deliveries]]:
+        consume = self._client.broker.consume
+        async with contextlib.AsyncExitStack() as stack:
+            sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._concurrency))]
+            if self._again:
+                lanes = max(1, self._concurrency // AGAIN_SHARE)
+                with contextlib.suppress(UnroutableError):  # a run that an older version has begun
+                    sources.append(await stack.enter_async_context(consume(self._again, prefetch=lanes)))
+            if sources[0].recycle_s < self._attempt_timeout_s:
+                log.warning(
+                    "attempts_may_be_repeated",
+                    after_s=sources[0].recycle_s,
+                    why="this RabbitMQ gives to another worker what one has held so long: use 3.12 or a newer one, or see docs/access.md",
+                )
+            yield sources
 
     async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
         async for delivery in deliveries:
@@ -199,10 +216,17 @@ class Worker:
             lifetime_s=self._attempt_timeout_s,
         )
 
+    async def _give_back(self, task: Task) -> None:
+        """It is the next to be attempted."""
+        try:
+            await self._client.broker.publish(self._again or self._queue, task)
+        except UnroutableError:
+            await self._client.broker.publish(self._queue, task)
+
     async def _settle(self, key: str, task: Task, done: Attempted, following: Task | None) -> None:
         """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
         if following:
-            await self._client.broker.publish(self._queue, following)
+            await self._give_back(following)
         self._settled[key] = None
         if len(self._settled) > REMEMBERED:
             self._settled.popitem(last=False)

@@ -5,7 +5,7 @@
     depths ──5 s──> look ──┤                                      │
     confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
         ^─────────────────────────────────────────────────────────────────────────────┘
-    returned ──> give_back: sealed? ──> tasks, eval
+    returned ──> give_back: sealed? ──> tasks.again, eval
 
 Order is the promise: committed, then acknowledged; committed, then published; confirmed, then marked. A crash between
 any two of them is a redelivery or a second publish. When the store cannot commit (disk full), nothing is acknowledged:
@@ -189,7 +189,7 @@ class Collector:
             log.warning("message_refused", reason=reason)
             await self._broker.dead_letter(delivery, reason)
             return
-        queue_of = topology.evals if task.mode == "eval" else topology.tasks
+        queue_of = topology.evals if task.mode == "eval" else topology.again
         await self._broker.publish(queue_of(self.job.run, task.kind), task)
         await delivery.ack()
 

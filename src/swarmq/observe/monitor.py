@@ -144,7 +144,7 @@ async def glance(job: SwarmJob, broker: Broker, *, console: Console | None = Non
 def queues_of(job: SwarmJob) -> list[str]:
     """Every queue of a run, in the order episodes pass them."""
     return [
-        *(topology.tasks(job.run, kind) for kind in job.task_kinds),
+        *(queue(job.run, kind) for kind in job.task_kinds for queue in (topology.tasks, topology.again)),
         *(topology.tickets(job.run, kind) for kind in job.task_kinds),
         topology.inbox(job.run),
         *(topology.ready(job.run, name) for name, policy in job.policies.items() if policy.trained),

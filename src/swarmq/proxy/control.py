@@ -237,7 +237,10 @@ class Control:
             await self._publish(begin)
             return begin
         try:
-            async with asyncio.timeout(wait_s) as limit, self._desks[begin.kind].ticket() as ticket:
+            async with (
+                asyncio.timeout(wait_s) as limit,
+                self._desks[begin.kind].ticket(first=begin.attempt > 0) as ticket,
+            ):
                 limit.reschedule(None)  # from here on the broker's own deadline holds
                 self._proxies = ticket.proxies
                 begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)

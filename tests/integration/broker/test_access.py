@@ -104,7 +104,7 @@ async def test_an_invited_client_runs_episodes_and_its_tasks(world):
             begin, end = await w.arrived(), await w.arrived()
             assert (begin.episode_id, end.rewards) == (ep.episode_id, {"main": 1.0})
             again = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=1, attempt=1)
-            await client.broker.publish(topology.tasks(w.run, "math"), again)
+            await client.broker.publish(topology.again(w.run, "math"), again)
             assert await w.arrived(topology.returned(w.run)) == again
 
 
@@ -393,7 +393,7 @@ async def test_a_client_gives_back_what_was_fed_and_adds_nothing(world):
         alice, user = w.invite("alice"), topology.user_of(w.run, "alice")
         w.invite("bob")
         root = keys.load_root(w.folder.root_secret)
-        tasks, evals = topology.tasks(w.run, "math"), topology.evals(w.run, "math")
+        tasks, again, evals = (name(w.run, "math") for name in (topology.tasks, topology.again, topology.evals))
         payload = msgspec.Raw(msgspec.msgpack.encode({"question": "2+2"}))
         task = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=2, payload=payload)
         fed = keys.seal_task(keys.task_secret(root), task)
@@ -414,13 +414,13 @@ async def test_a_client_gives_back_what_was_fed_and_adds_nothing(world):
         with contextlib.closing(Store(w.folder.path / "collector.sqlite", run=w.run)) as store:
             collecting = asyncio.create_task(Collector(job, w.broker, store).run(stop))
             for one in invented:
-                for queue in (tasks, evals):
+                for queue in (tasks, again, evals):
                     await put(
                         alice.amqp_url, topology.CLIENTS, topology.client_key(user, queue), replace(one, attempt=1)
                     )
-            await put(alice.amqp_url, topology.CLIENTS, topology.client_key(user, tasks), replace(fed, attempt=1))
-            assert await w.arrived(tasks) == replace(fed, attempt=1)
-            found = await dead_letters_of(w, 2 * len(invented))
+            await put(alice.amqp_url, topology.CLIENTS, topology.client_key(user, again), replace(fed, attempt=1))
+            assert await w.arrived(again) == replace(fed, attempt=1)
+            found = await dead_letters_of(w, 3 * len(invented))
             assert {one.sender for one in found} == {user}
             assert not (await w.broker.depths([evals]))[evals].ready
             stop.set()

@@ -298,7 +298,8 @@ async def test_a_consumer_over_the_brokers_patience_gets_its_message_again(tmp_p
     async with impatient as node, opened(node.amqp_url, run_name) as broker, asyncio.timeout(600):
         inbox = topology.inbox(run_name)
         await broker.publish(inbox, end(run_name, 1))
-        async with broker.consume(inbox, prefetch=1) as deliveries:
+        patient = consuming(node.amqp_url, inbox, prefetch=1, name="x", bury=broker._bury, ack_s=2.0, recycle_s=3600.0)
+        async with patient as deliveries:
             held = await anext(deliveries)
             again = await anext(deliveries)
             assert again.key == held.key

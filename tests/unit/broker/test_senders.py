@@ -1,5 +1,7 @@
 """What an invited client's message may say."""
 
+import re
+
 import pytest
 
 from swarmq.broker import topology
@@ -60,16 +62,28 @@ def test_routing_keys_carry_the_user_and_reach_the_queues():
     keys = {queue: topology.client_key(user, queue) for queue in (INBOX, TASKS)}
     assert keys == {INBOX: "r1.alice.in", TASKS: "r1.alice.tasks.math"}
     assert {topology.sender_of(key) for key in keys.values()} == {user}
-    bound = {"r1.*.in": INBOX, "r1.*.tasks.math": RETURNED, "r1.*.eval.math": RETURNED}
+    bound = {
+        "r1.*.in": INBOX,
+        "r1.*.tasks.math": RETURNED,
+        "r1.*.tasks.math.again": RETURNED,
+        "r1.*.eval.math": RETURNED,
+    }
     assert topology.client_bindings("r1", ["math"]) == bound
     assert not bound.items() & topology.old_client_bindings("r1", ["math"]).items()
+
+
+def test_a_client_that_was_invited_before_there_was_a_queue_for_further_attempts_may_use_it():
+    again, user = topology.again("r1", "math"), topology.user_of("r1", "alice")
+    assert topology.client_key(user, again) == "r1.alice.tasks.math.again"
+    assert re.match(r"^r1\.alice\.(in|dead|(tasks|eval)\..+)$", topology.client_key(user, again)), "what it may write"
+    assert re.match(r"^swarmq\.r1\.(tickets|tasks|eval)\..*$", again), "what it may read"
 
 
 @pytest.mark.parametrize(
     ("queue", "goes_to"),
     [
         (INBOX, INBOX),
-        *[(queue, RETURNED) for queue in (TASKS, topology.evals("r1", "math"), RETURNED)],
+        *[(queue, RETURNED) for queue in (TASKS, topology.again("r1", "math"), topology.evals("r1", "math"), RETURNED)],
         *[(queue, "") for queue in (topology.control("r1"), topology.inbox("r2"), topology.tickets("r1", "math"), "")],
         (topology.receipts("r1", "math", "0123"), ""),
     ],

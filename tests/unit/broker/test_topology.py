@@ -24,6 +24,7 @@ def test_a_runs_queues_and_their_arguments_never_change() -> None:
         "swarmq.demo.returned": QUORUM,
         "swarmq.demo.tickets.math": QUORUM,
         "swarmq.demo.tasks.math": QUORUM,
+        "swarmq.demo.tasks.math.again": QUORUM,
         "swarmq.demo.eval.math": QUORUM,
     }
     assert topology.dead_arguments() == {"x-queue-type": "quorum", "x-delivery-limit": 1_000_000_000}
@@ -35,6 +36,7 @@ def test_every_kind_and_policy_has_its_queues() -> None:
         *("swarmq.r.in", "swarmq.r.control", "swarmq.r.returned"),
         *(f"swarmq.r.{policy}.{what}" for what in ("ready", "control") for policy in "ab"),
         *(f"swarmq.r.{what}.{kind}" for what in ("tickets", "tasks", "eval") for kind in "xy"),
+        *(f"swarmq.r.tasks.{kind}.again" for kind in "xy"),
     }
 
 
@@ -44,6 +46,7 @@ def test_clients_compete_for_tickets_and_tasks() -> None:
         topology.returned("r"),
         topology.tickets("r", "x"),
         topology.tasks("r", "x"),
+        topology.again("r", "x"),
         topology.evals("r", "x"),
     ]
 

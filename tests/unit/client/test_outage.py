@@ -13,10 +13,14 @@ from swarmq.client.outage import LEAST_IN_A_ROW, LONGEST_PAUSE_S, Outage
 LANES = 16
 
 
-async def _attempts(fails, *, until_s: float) -> list[float]:
+async def _attempts(fails, *, until_s: float, serves=lambda _: True) -> list[float]:
     """When lanes began their attempts, each of which takes a tenth of a second. `fails`: whether all do, now."""
-    outage, begun = Outage(lanes=LANES, pause_s=1.0), list[float]()
     now = asyncio.get_running_loop().time
+
+    async def look() -> bool:
+        return serves(now())
+
+    outage, begun = Outage(lanes=LANES, pause_s=1.0, serves=look), list[float]()
 
     async def lane() -> None:
         while now() < until_s:
@@ -44,6 +48,14 @@ def test_the_first_that_succeeds_lets_all_go_on():
     begun = run(_attempts(lambda now: 10.0 < now < 100.0, until_s=200.0))
     assert sum(20.0 < at < 100.0 for at in begun) < 10
     assert sum(160.0 < at < 170.0 for at in begun) == pytest.approx(100 * LANES, rel=0.1)
+
+
+@pytest.mark.parametrize("back_s", [100.0, 150.0, 600.0, 1000.0])
+def test_attempts_go_on_within_seconds_of_the_proxys_return(back_s):
+    down = lambda now: 10.0 < now < back_s  # noqa: E731
+    begun = run(_attempts(down, serves=lambda now: not down(now), until_s=back_s + 20.0))
+    assert min(at for at in begun if at > back_s) < back_s + 3.0
+    assert sum(back_s + 3.0 < at < back_s + 13.0 for at in begun) == pytest.approx(100 * LANES, rel=0.1)
 
 
 def test_attempts_of_which_some_succeed_are_not_held_up():

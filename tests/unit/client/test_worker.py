@@ -16,6 +16,7 @@ from swarmq.messages import Slot, Task, Ticket, decode
 
 RUN = "r1"
 TASKS = topology.tasks(RUN, "math")
+AGAIN = topology.again(RUN, "math")
 
 
 def task(name, *, attempt=0, payload=None, kind="math"):
@@ -103,21 +104,65 @@ def _only_begins(real):
     return publish
 
 
-async def test_a_task_that_fails_is_tried_again_here_before_others_and_then_goes_behind_them(swarm):
+async def test_a_task_that_fails_is_attempted_again_before_those_that_wait(swarm):
     async def agent(ep):
         if ep.task.id == "a":
             raise ConnectionError("no sandbox")
         return 1.0
 
-    for name in "abc":
+    for name in ["a", *map(str, range(50))]:
         await swarm.broker.publish(TASKS, task(name))
     async with working(swarm, agent, concurrency=1, max_attempts=3) as worker:
-        await worker.until(lambda: len(swarm.ends) == 5)
+        await worker.until(lambda: len(swarm.ends) == 53)
         summary = await worker.drained()
     tried = [(begin.slot.task_id, begin.attempt) for begin in swarm.begins]
-    assert tried == [("a", 0), ("a", 1), ("b", 0), ("c", 0), ("a", 2)]
-    assert swarm.arrived(TASKS) == []
-    assert (summary.finished, summary.failed, summary.given_up, summary.slots) == (2, 3, 1, 3)
+    assert tried[:2] == [("a", 0), ("a", 1)], "here, at once"
+    assert ("a", 2) in tried[2:5], "by whoever takes it, before the others"
+    assert swarm.arrived(TASKS) == swarm.arrived(AGAIN) == []
+    assert (summary.finished, summary.failed, summary.given_up, summary.slots) == (50, 3, 1, 51)
+
+
+async def test_a_task_that_is_given_back_to_a_run_without_a_queue_for_it_is_attempted_after_the_others(swarm):
+    """Such a run was begun by an older version."""
+
+    async def agent(ep):
+        if ep.task.id == "a":
+            raise ConnectionError("no sandbox")
+        return 1.0
+
+    swarm.broker.delete(AGAIN)
+    for name in "ab":
+        await swarm.broker.publish(TASKS, task(name))
+    async with working(swarm, agent, concurrency=1, max_attempts=3) as worker:
+        await worker.until(lambda: len(swarm.ends) == 4)
+        await worker.drained()
+    tried = [(begin.slot.task_id, begin.attempt) for begin in swarm.begins]
+    assert tried == [("a", 0), ("a", 1), ("b", 0), ("a", 2)]
+
+
+async def test_a_further_attempt_has_the_first_ticket(swarm_of):
+    swarm = await swarm_of()
+    gate = asyncio.Event()
+
+    async def agent(ep):
+        if ep.task.id == "a":
+            await gate.wait()
+            raise ConnectionError("no sandbox")
+        return 1.0
+
+    await swarm.issue(1)
+    await swarm.broker.publish(TASKS, task("a"))
+    async with working(swarm, agent, concurrency=3) as worker:
+        await worker.until(lambda: swarm.begins)
+        for name in "bcd":
+            await swarm.broker.publish(TASKS, task(name))
+        waiting = worker.worker._client._transport._desks["math"]._waiting
+        await worker.until(lambda: len(waiting) == 2)
+        gate.set()
+        await worker.until(lambda: len(waiting) == 3)
+        await swarm.issue(1)
+        await worker.until(lambda: len(swarm.begins) == 2)
+    assert [(begin.slot.task_id, begin.attempt) for begin in swarm.begins] == [("a", 0), ("a", 1)]
 
 
 async def test_a_worker_that_is_told_to_stop_begins_no_further_attempt(swarm):
@@ -130,7 +175,7 @@ async def test_a_worker_that_is_told_to_stop_begins_no_further_attempt(swarm):
         await worker.running
     assert [begin.attempt for begin in swarm.begins] == [0]
     assert [end.final for end in swarm.ends] == [False]
-    assert [message.attempt for message in swarm.arrived(TASKS)] == [1]
+    assert [message.attempt for message in swarm.arrived(AGAIN)] == [1]
 
 
 async def test_a_worker_that_is_told_to_stop_gives_up_a_task_whose_last_attempt_fails(swarm):
