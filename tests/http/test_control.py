@@ -127,6 +127,21 @@ async def test_a_client_ends_only_what_it_began(stage):
     assert (status, pieces(stage, EpisodeEnd)[0].client_id) == (200, "alice")
 
 
+async def test_a_foreign_end_does_not_stand_in_the_way_of_the_owners(stage):
+    """At a proxy that knows of no begin, both pass; the collector, which does, drops the foreign one."""
+    eve, alice = (token("rollout", name=name, by_client=True) for name in ("eve", "alice"))
+    body = {"policies": ["main"], "outcome_id": "o"}
+    for who, reward in ((eve, 0.0), (alice, 1.0)):
+        for repeated in (False, True):
+            status, ended = await call(stage, "POST", "/episodes/e-1/end", {**body, "reward": reward}, as_=who)
+            assert (status, ended["repeated"]) == (200, repeated)
+    assert [(end.client_id, end.rewards["main"]) for end in pieces(stage, EpisodeEnd)] == [("eve", 0.0), ("alice", 1.0)]
+    status, _ = await call(stage, "POST", "/episodes/e-1/abort", {}, as_=alice)
+    assert status == 409
+    status, _ = await call(stage, "POST", "/episodes/e-1/abort", {})
+    assert status == 409, "an operator's end is one of the owner's"
+
+
 async def test_an_operator_ends_what_anybody_began(stage):
     alice = token("rollout", name="alice", by_client=True)
     await call(stage, "POST", "/episodes", BEGIN, as_=alice)

@@ -24,7 +24,7 @@ from swarmq.broker.senders import NAME_MARK, is_foreign
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
 from swarmq.outcome import Ends, Outcome, finished, unfinished, untrainable
-from swarmq.proxy.ledger import Entry, Ledger
+from swarmq.proxy.ledger import Ended, Entry, Ledger
 from swarmq.proxy.refusals import RefusedError, foreign_episode
 
 OPERATORS = NAME_MARK + "http"
@@ -256,14 +256,14 @@ class Control:
     async def _end(self, entry: Entry, end: EpisodeEnd, outcome_id: str | None) -> EndedEpisode:
         outcome_id = outcome_id or hashlib.sha256(msgspec.msgpack.encode(end)).hexdigest()[:32]
         async with entry.lock:
-            if entry.end is not None and entry.outcome_id != outcome_id:
-                raise _conflict(f"episode {end.episode_id} has ended otherwise ({entry.end.status}): nothing was sent")
-            repeated = entry.end is not None
-            if entry.end is None:
+            known = entry.end_of(end.client_id)
+            if known and known.outcome_id != outcome_id:
+                raise _conflict(f"episode {end.episode_id} has ended otherwise ({known.end.status}): nothing was sent")
+            if known is None:
                 await self._publish(end)
-                entry.end, entry.outcome_id = end, outcome_id
-            status = entry.end.status
-        return EndedEpisode(episode_id=end.episode_id, outcome_id=outcome_id, status=status, repeated=repeated)
+                entry.ends.append(Ended(end, outcome_id))
+        status = known.end.status if known else end.status
+        return EndedEpisode(episode_id=end.episode_id, outcome_id=outcome_id, status=status, repeated=known is not None)
 
     async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
         await self._broker.publish(self._inbox, piece, deadline_s=self._job.proxy.confirm_timeout_s)

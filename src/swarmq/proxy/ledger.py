@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from typing import NamedTuple
 
+from swarmq.broker.senders import is_foreign
 from swarmq.messages import EpisodeBegin, EpisodeEnd
 
 LIMIT = 50_000
+
+
+class Ended(NamedTuple):
+    end: EpisodeEnd
+    outcome_id: str
 
 
 class Entry:
@@ -19,8 +26,12 @@ class Entry:
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
         self.begin: EpisodeBegin | None = None
-        self.end: EpisodeEnd | None = None
-        self.outcome_id = ""
+        self.ends: list[Ended] = []
+        """At most one of each client: whose episode it is, this proxy may not know."""
+
+    def end_of(self, client_id: str) -> Ended | None:
+        """The end by this client or, as far as it is known here, in its place."""
+        return next((one for one in self.ends if not is_foreign(client_id, one.end.client_id)), None)
 
 
 class Ledger:
