@@ -1,7 +1,7 @@
 """The smallest agent that trains: one question, one answer, one reward.
 
-    swarmq up job.toml                      # in another terminal; prints an invite
-    export SWARMQ_INVITE=swarmq-invite...
+    swarmq up job.toml                      # in another terminal; says how clients join
+    export SWARMQ_INVITE=runs/NAME
     python examples/first_agent.py
 
 Stop it, change `attempt`, start it again: training goes on meanwhile.

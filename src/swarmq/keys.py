@@ -138,7 +138,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
         """Raises KeyRefusedError when `text` is not an invite."""
         head, _, body = text.strip().partition(".")
         if head != "swarmq-invite":
-            raise KeyRefusedError("not an invite: it starts with `swarmq-invite.`; `swarmq up` prints one")
+            raise KeyRefusedError("not an invite: it starts with `swarmq-invite.`; `swarmq client add NAME` prints one")
         try:
             return msgspec.msgpack.decode(_unb64(body), type=cls)
         except (msgspec.MsgspecError, KeyRefusedError) as error:

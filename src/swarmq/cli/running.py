@@ -63,7 +63,7 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
     """Start every part of a job on this host.
 
     Keeps it running until Ctrl-C. Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
-    each trained policy. Prints the invite that clients start from.
+    each trained policy. Says how clients join; no password is printed.
 
     \b
     swarmq up job.toml
@@ -99,11 +99,8 @@ async def _up(job: SwarmJob) -> None:
                 AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
                 recorded(deployment.job, broker),
             ):
-                report(f"up. Clients join with the line in {job.run_folder.invite}:")
-                click.echo(f"export SWARMQ_INVITE={deployment.invite.encode()}")
-                if node := deployment.node:
-                    report(f"queues: {node.management_url}, user {node.user}, password {node.password}")
-                report("Ctrl-C stops everything")
+                for line in deployment.welcome():
+                    report(line)
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_tell_pace(deployment.job, broker, report))
                     tasks.create_task(_tell_ends(deployment, report))

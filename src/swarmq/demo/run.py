@@ -35,7 +35,7 @@ from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import hanging, since
 from swarmq.observe.monitor import follow
 from swarmq.observe.screen import draw
-from swarmq.up import Deployment, check_settings, deploy, planned
+from swarmq.up import check_settings, deploy, planned
 
 FRAME_S = 0.5
 PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
@@ -111,7 +111,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         title=f"swarmq demo, seed {options.seed}",
         marks=play.marks,
     )
-    _close(console, job, deployment, result)
+    _close(console, job, result)
     if result.account.lost or result.account.twice:
         raise SwarmqError(f"the proof failed: lost {result.account.lost}, trained twice {result.account.twice}")
     return result
@@ -170,7 +170,7 @@ def _medians(events: Path) -> dict[str, float]:
     return {phase: statistics.median(float(s.get(phase, 0.0)) for s in steps) for phase in PHASES} if steps else {}
 
 
-def _close(console: Console, job: SwarmJob, deployment: Deployment, result: DemoResult) -> None:
+def _close(console: Console, job: SwarmJob, result: DemoResult) -> None:
     folder = job.run_folder
     console.print(table_of(result.account))
     rewards = Table(title="held-out reward", title_justify="left")
@@ -189,11 +189,7 @@ def _close(console: Console, job: SwarmJob, deployment: Deployment, result: Demo
     ):
         console.print(f"{what:12} {where}", highlight=False, soft_wrap=True)
     console.print(
-        f"the queues, while a run is up (swarmq up {folder.job}): the management UI's address, user and password "
-        f"are in {folder.endpoints}",
+        f"the queues, while a run is up (swarmq up {folder.job}): `swarmq viewer {folder.path}` makes a login to the management UI",
         highlight=False,
         soft_wrap=True,
     )
-    if node := deployment.node:
-        reach = f"{node.management_url}, user {node.user}, password {node.password}"
-        console.print(f"this run's were {reach}", highlight=False, soft_wrap=True)

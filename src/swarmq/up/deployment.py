@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import fcntl
 import os
+import shlex
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -90,6 +91,18 @@ class Deployment:
         self.learners_done, self.learning = asyncio.Event(), asyncio.Event()
         """The one is set while every learner has made its last step, the other while some have steps to go."""
         self.learning.set()
+
+    def welcome(self) -> list[str]:
+        """How to take part and look on. Without invite and password, since what is printed ends up in logs."""
+        folder = shlex.quote(str(self.job.run_folder.path))
+        own = f"the host's own, with an operator's rights, is {self.job.run_folder.invite}"
+        lines = [
+            f"up. On this machine clients join after: export SWARMQ_INVITE={folder}",
+            f"for others, `swarmq client add NAME --run {folder}` prints an invite; {own}",
+        ]
+        if self.node:
+            lines.append(f"queues: {self.node.management_url}; `swarmq viewer {folder}` makes a login")
+        return [*lines, "Ctrl-C stops everything"]
 
     def endpoints(self) -> Endpoints:
         assert self.job.broker.url
