@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any, NoReturn, TextIO, cast
 
+from swarmq.terminal import visible
+
 
 class Logger:
     """structlog's logger of the name "swarmq", loaded with the first line: a client that has nothing to say starts faster."""
@@ -26,7 +28,7 @@ class Logger:
         import structlog  # noqa: PLC0415 - see the class
 
         with contextlib.suppress(OSError):
-            getattr(structlog.get_logger("swarmq"), level)(event, **fields)
+            getattr(structlog.get_logger("swarmq"), level)(event, **_shown(fields))
 
 
 log = Logger()
@@ -63,14 +65,14 @@ def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
     import structlog  # noqa: PLC0415 - see Logger
 
     survive_full_disk()
-    renderer = structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+    last = [_show, structlog.dev.ConsoleRenderer()] if sys.stderr.isatty() else [structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            renderer,
+            *last,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(sys.stderr),
@@ -108,7 +110,17 @@ def told(say: Callable[[str], None]) -> Iterator[None]:
         structlog.configure(**before)
 
 
+def _show(_logger: Any, _level: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return _shown(fields)
+
+
+def _shown(fields: MutableMapping[str, Any]) -> dict[str, Any]:
+    """The fields, with control characters in their texts made visible; anything else is printed by its repr."""
+    return {name: visible(value) if isinstance(value, str) else value for name, value in fields.items()}
+
+
 def _sentence(level: str, fields: MutableMapping[str, Any]) -> str:
+    fields = _shown(fields)
     event = str(fields.pop("event")).replace("_", " ")
     facts = ", ".join(f"{name} {value}" for name, value in fields.items())
     return ("" if level == "info" else f"{level}: ") + event + (f": {facts}" if facts else "")

@@ -118,10 +118,10 @@ def client_list(run: Path | None) -> None:
     \b
     swarmq client list --run runs/demo
     """
-    from rich.console import Console
     from rich.table import Table
 
     from swarmq.members import read_members
+    from swarmq.terminal import console
 
     _, folder = _only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
@@ -130,7 +130,7 @@ def client_list(run: Path | None) -> None:
             continue
         by = "RabbitMQ" if one.broker_user else "HTTP"
         table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
-    Console().print(table if table.rows else "nobody was invited")
+    console().print(table if table.rows else "nobody was invited")
 
 
 @client.command("remove")

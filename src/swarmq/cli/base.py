@@ -22,6 +22,7 @@ from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
 from swarmq.process import WORDS, exit_status
+from swarmq.terminal import visible
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
@@ -60,7 +61,7 @@ def friendly() -> Iterator[None]:
         if others:
             raise
         for line in dict.fromkeys(str(one) for one in ours):
-            click.secho(f"{WORDS}{line}", fg="red", err=True)
+            click.secho(visible(f"{WORDS}{line}"), fg="red", err=True)
         sys.exit(exit_status(ours))
 
 

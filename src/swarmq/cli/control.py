@@ -10,6 +10,7 @@ import click
 
 from swarmq.cli.base import RUN, broker_of, main, one_policy, resolved, run_until_signalled
 from swarmq.messages import Action
+from swarmq.terminal import visible
 
 
 @main.command("set")
@@ -112,4 +113,4 @@ async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None
     async with broker_of(job, f"swarmq {action}") as broker:
         await broker.declare(job.run, policies=[], kinds=[])
         for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser(), say=say)):
-            click.echo(line)
+            click.echo(visible(line))

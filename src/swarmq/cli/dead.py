@@ -35,17 +35,17 @@ def dead_list(run: Path) -> None:
 
 
 async def _dead_list(job: SwarmJob) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     from swarmq.broker.dead import letters
+    from swarmq.terminal import console
 
     table = Table("kind", "from", "queue", "key", "reason", box=None)
     table.add_column("id", no_wrap=True)
     found = await letters(job.broker.url or "")
     for letter in found:
         table.add_row(letter.kind, letter.sender, letter.queue, letter.key, letter.reason, letter.id)
-    Console().print(table if found else "no dead letters")
+    console().print(table if found else "no dead letters")
 
 
 @dead.command("show")
@@ -64,8 +64,9 @@ def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
 
 async def _dead_show(job: SwarmJob, wanted: str) -> None:
     from swarmq.broker.dead import find, show
+    from swarmq.terminal import visible
 
-    click.echo(show(await find(job.broker.url or "", wanted)))
+    click.echo(visible(show(await find(job.broker.url or "", wanted))))
 
 
 @dead.command("requeue")
@@ -85,11 +86,12 @@ def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
 
 async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
     from swarmq.broker.dead import requeue
+    from swarmq.terminal import visible
 
     done = await requeue(job.broker.url or "", ids or None)
     click.echo(f"{done.sent} sent back")
     for letter, reason in done.left.items():
-        click.echo(f"{letter} stays: {reason}")
+        click.echo(visible(f"{letter} stays: {reason}"))
 
 
 @dead.command("purge")

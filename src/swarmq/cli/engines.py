@@ -40,15 +40,15 @@ def engine_list(run: Path) -> None:
     \b
     swarmq engine list runs/demo
     """
-    from rich.console import Console
     from rich.table import Table
 
     from swarmq.engine.join import look
+    from swarmq.terminal import console
 
     table = Table("policy", "engine", "weights", "state", box=None)
     for seen in asyncio.run(look(Roster(resolved(run), RunFolder(run)))):
         table.add_row(seen.policy, seen.url, seen.weights, seen.state)
-    Console().print(table)
+    console().print(table)
 
 
 @engine.command("add")

@@ -50,11 +50,11 @@ def inspect(
     if step is not None and episode is not None:
         raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
     import msgspec
-    from rich.console import Console
 
     from swarmq.observe.inspect import decoder_of, find_episode, read_batches, read_step
     from swarmq.observe.inspect_draw import draw_batches, draw_episode, draw_step, show
     from swarmq.observe.inspect_html import page
+    from swarmq.terminal import console
 
     job, folder = stored(run), RunFolder(run)
     chosen = one_policy(job, policy)
@@ -71,7 +71,7 @@ def inspect(
             for row in rows:
                 click.echo(msgspec.json.encode(row))
         else:
-            show(Console(), drawn)
+            show(console(), drawn)
         return
     view = find_episode(folder, chosen, episode, decoder_of(job.policies[chosen].model))
     if html:
@@ -83,7 +83,7 @@ def inspect(
     if as_json:
         click.echo(msgspec.json.encode(view))
     elif not html:
-        show(Console(), draw_episode(view))
+        show(console(), draw_episode(view))
 
 
 POLICY = click.option("--policy", help="Which policy; needed when the run trains several.")

@@ -17,6 +17,7 @@ from swarmq.client.attempts import Attempted
 from swarmq.client.report import Tally, figure, headline
 from swarmq.errors import SwarmqError
 from swarmq.logs import log
+from swarmq.terminal import console, visible
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -76,9 +77,9 @@ class Display:
 
     def _print(self, text: str) -> None:
         if self._bar:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, highlight=False)
         else:
-            print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
+            print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
 
 
 def agent_traceback(error: BaseException) -> str:
@@ -128,8 +129,13 @@ def _figures(tally: Tally) -> str:
 
 
 def _bar() -> Progress:
-    from rich.console import Console  # noqa: PLC0415 - only where somebody looks
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn  # noqa: PLC0415
+    from rich.progress import (  # noqa: PLC0415 - only where somebody looks
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
 
     columns: list[Any] = [
         TextColumn("{task.description}"),
@@ -138,4 +144,4 @@ def _bar() -> Progress:
         TextColumn("{task.fields[figures]}"),
         TimeElapsedColumn(),
     ]
-    return Progress(*columns, console=Console(stderr=True))
+    return Progress(*columns, console=console(stderr=True))

@@ -19,6 +19,7 @@ from rich.text import Text
 from swarmq.drift import Drift
 from swarmq.learner.algorithms.effects import Effect
 from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, TokenRow, narrower_rewards, strongest
+from swarmq.terminal import visible
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
 """Sampled tokens above the first were near certain, below the second surprising."""
@@ -28,8 +29,6 @@ SHORT = 8
 """Characters at the end of an id: random, so they name its episode as well as the whole."""
 PORTION = 256
 """Pieces of text that are printed at once."""
-VISIBLE = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters as pictures: what a model samples must not move the cursor."""
 MARKS = {Effect.WHOLE: "1", Effect.MASKED: "masked", Effect.CLIPPED: "clipped", Effect.TRUNCATED: "trunc"}
 
 Styled = tuple[str, str]
@@ -78,9 +77,11 @@ def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
 def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
     """Head lines, then of each timeline the text, coloured by what each token contributed, then a row per token."""
     yield Text.assemble(
-        (view.episode_id, "bold"),
-        f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n",
-        *(f"{name}: {words}\n".translate(VISIBLE) for name, words in narrower_rewards(view).items()),
+        (visible(view.episode_id), "bold"),
+        visible(
+            f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n"
+        ),
+        *(visible(f"{name}: {words}\n") for name, words in narrower_rewards(view).items()),
         f"finished: {', '.join(view.finish_reasons)}\n",
         f"turns: {view.drift}\n",
     )
@@ -153,7 +154,7 @@ def _columns(
 
 def _portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
     merged = (
-        Segment("".join(text for text, _ in run).translate(VISIBLE), Style.parse(style))
+        Segment(visible("".join(text for text, _ in run)), Style.parse(style))
         for style, run in groupby(pieces, key=operator.itemgetter(1))
     )
     while portion := list(islice(merged, PORTION)):

@@ -6,9 +6,12 @@ from __future__ import annotations
 import textwrap
 import time
 
+from swarmq.terminal import visible
+
 
 def hanging(head: str, text: str, *, width: int | None) -> str:
     """`text` beside `head`, broken between words at `width` columns; None: not at all."""
+    text = visible(text)
     if width is not None:
         columns = max(width - len(head), 1)
         wrapped = (

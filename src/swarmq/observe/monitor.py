@@ -19,6 +19,7 @@ import structlog
 from rich.console import Console
 from rich.live import Live
 
+from swarmq import terminal
 from swarmq.broker import Broker, topology
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
@@ -125,7 +126,7 @@ async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> No
 
 async def watch(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
     """Draw the run until cancelled."""
-    console = console or Console()
+    console = console or terminal.console()
     async with follow(job, broker) as follower:
         with Live(console=console, refresh_per_second=FRAMES_PER_S) as live:
             while True:
@@ -135,7 +136,7 @@ async def watch(job: SwarmJob, broker: Broker, *, console: Console | None = None
 
 async def glance(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
     """Draw the run once, after every part has had time to say how it is."""
-    console = console or Console()
+    console = console or terminal.console()
     async with follow(job, broker) as follower:
         await asyncio.sleep(GLANCE_S)
         console.print(draw(follower.board, now=time.time(), width=console.width))
