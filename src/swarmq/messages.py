@@ -5,7 +5,7 @@ that a newer writer does not break an older reader; an unknown tag or a newer `s
 goes to the dead-letter queue. Token ids and log-probabilities travel as packed little-endian int32 and float32.
 
     client  --EpisodeBegin, EpisodeEnd-->  in
-    proxy   --Turn-->                      in
+    proxy   --Turn, Served-->              in
     learner --Consumed-->                  in
     collector --Episode-->  <policy>.ready       collector --Ticket-->  tickets.<kind>
     feeder    --Task-->     tasks.<kind>         everybody --Event-->   swarmq.events
@@ -46,6 +46,9 @@ EQUAL_REWARDS = "equal_rewards"
 
 RESPONSE = "resp_"
 """What a call id is told with as the id of a response, by which clients know such ids."""
+
+OBSERVED = "x-swarmq-observed"
+"""Header of a request whose client will name the call in `EpisodeEnd.received` if its answer arrives."""
 
 Mode = Literal["train", "eval"]
 Status = Literal["finished", "aborted", "failed"]
@@ -146,6 +149,12 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
     """The same for all choices of one HTTP request."""
     retry: int = 0
     """How often the client library had sent this request before."""
+    counts_retries: bool = False
+    """The client library says so with every request: at 0, an equal request is meant and no repeat."""
+    receipt: bool = False
+    """The proxy will say in a `Served` whether the answer was sent. False before proxies did: nobody will."""
+    observed: bool = False
+    """The client watches its agent's calls: its end names this one in `received` if the agent got the answer."""
     request_digest: str = ""
     """Equal for two sendings of the same request: how a retry's orphan is recognised."""
     parent: str | None = None
@@ -191,6 +200,17 @@ class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
     reason: str
 
 
+class Served(Record, frozen=True, kw_only=True, tag="served"):
+    """proxy -> in: which recorded answers were sent to their agents, and which never will be. Behind the answers, so that
+    no agent waits for it."""
+
+    served_id: str
+    sent: dict[str, tuple[str, ...]] = {}
+    """Episode -> ids of calls whose answers left to the last byte."""
+    withdrawn: dict[str, tuple[str, ...]] = {}
+    """Episode -> ids of calls whose agents got an error or had gone; their turns may be in the queue all the same."""
+
+
 class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     """client -> in: how an attempt ended, for all of its policies at once."""
 
@@ -206,7 +226,10 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     metrics: dict[str, float] = {}
     metadata: dict[str, str] = {}
     calls: tuple[str, ...] | None = None
-    """The call ids whose answers the agent received, where the client knows them."""
+    """The call ids whose answers the agent received, where whoever ends the episode knows all of them: no other is kept."""
+    received: tuple[str, ...] | None = None
+    """The call ids of which the client saw its agent receive the answer; it speaks for the calls that are `observed`.
+    None: the client did not look."""
     reason: str = ""
     final: bool = False
     """No further attempt at the slot will come, though this one has no reward: neither its group nor its evaluation round need wait for it."""
@@ -235,6 +258,8 @@ class Episode(Record, frozen=True, kw_only=True, tag="episode"):
     client_id: str = ""
     code_version: str = ""
     attempt: int = 0
+    orphan_turns: int = 0
+    """Recorded answers that its agent did not receive: they are not among the turns."""
     turns: tuple[Turn, ...]
 
 
@@ -336,9 +361,20 @@ class Event(Record, frozen=True, kw_only=True, tag="event"):
 
 
 Message = (
-    EpisodeBegin | Turn | RefusedTurn | EpisodeEnd | Episode | Consumed | Ticket | Task | Command | Control | Event
+    EpisodeBegin
+    | Turn
+    | RefusedTurn
+    | Served
+    | EpisodeEnd
+    | Episode
+    | Consumed
+    | Ticket
+    | Task
+    | Command
+    | Control
+    | Event
 )
-Piece = EpisodeBegin | Turn | RefusedTurn | EpisodeEnd | Consumed
+Piece = EpisodeBegin | Turn | RefusedTurn | Served | EpisodeEnd | Consumed
 """What the collector reads from `in`."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -437,6 +473,8 @@ def key_of(message: Message) -> str:
             return f"{message.episode_id}:begin"
         case Turn() | RefusedTurn():
             return f"{message.episode_id}:{message.call_id}"
+        case Served():
+            return f"served:{message.served_id}"
         case EpisodeEnd():
             return f"{message.episode_id}:end"
         case Episode():

@@ -11,7 +11,7 @@ from litestar import Litestar
 from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
-from swarmq.messages import Turn, decode
+from swarmq.messages import Message, Turn, decode
 from swarmq.proxy.app import create_app
 from swarmq.proxy.memory import Episodes
 from swarmq.testing import MemoryBroker
@@ -34,6 +34,10 @@ class Stage(Agent):
         return self.engines[0]
 
     def turns(self) -> list[Turn]:
+        return [piece for piece in self.pieces() if isinstance(piece, Turn)]
+
+    def pieces(self) -> list[Message]:
+        """What the collector would read."""
         return [decode(stored.body) for stored in self.broker.stored(topology.inbox(RUN))]
 
 
@@ -49,6 +53,7 @@ async def staged(
     watchers: Any = (),
     frozen: bool = False,
     aliases: Any = (),
+    broker: MemoryBroker | None = None,
     most_connections: int = 4096,
     **settings,
 ) -> AsyncIterator[Stage]:
@@ -65,7 +70,7 @@ async def staged(
         "kinds": kinds or {},
     }
     job = SwarmJob.build({**tree, "proxy": {"probe_every_s": 0.02, **settings}})
-    broker = MemoryBroker()
+    broker = broker or MemoryBroker()
     await broker.declare(RUN, policies=job.policies, kinds=job.mix)
     scripted = [engine(url=url) for url in urls]
 

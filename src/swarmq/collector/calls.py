@@ -1,16 +1,23 @@
 """Which turns of a finished episode are trained, and the `Episode` made of them.
 
-Trained are exactly the calls whose answers the agent received. Where the client does not say which those were, a
-retried call gives itself away, in this order (rabbitmq_notes 2.4):
+Trained are exactly the calls whose answers the agent received. That a turn was recorded proves nothing: its proxy may have
+been killed, or have answered 503, before the last byte. So each kept turn has a proof, the first of these that applies:
 
-(a) `end.calls` names the answered calls: nothing else is kept;
-(b) the same request sent again with a higher retry number: its earlier sending was lost. One retry stands for one
-    loss, so of several equal requests only one is taken out, rather one that nothing continues;
-(c) two equal requests with equal retry numbers, where a later prompt continues one and none continues the other:
-    the other was lost. (An agent that samples the same prompt often on purpose uses `n` or names its calls.)
+(a) `end.calls` names all answered calls: they are kept, and nothing else;
+(b) `end.received` names it. A call that the client watched (`observed`) and does not name was not received;
+(c) a later prompt continues it: the agent had its answer. To continue a call is to have sampled tokens of it: what shares no
+    more than its prompt is another choice or sending of its request, or a conversation that begins alike;
+(d) its proxy says that the answer was sent (`Served`), or recorded it before proxies did so (`receipt` is false).
 
-To continue a call is to have sampled tokens of it: what shares no more than its prompt is another choice or sending of
-its request, or a conversation that begins alike.
+As long as nobody has said anything of a call, the verdict is open. A sent answer may still have been lost on its way; then
+the client library asks again, and the repeat gives the earlier sending away:
+
+(e) the same request with a higher retry number replaces one earlier sending, rather one that is known as lost, and rather
+    one that nothing continues;
+(f) of equal requests with equal retry numbers, where a later prompt continues one and none continues the other, the other was
+    lost: only where the library does not count its retries. One that counts them and says 0 means another request.
+
+Rules (e) and (f) take out no call that the client names.
 
 A kept turn may share tokens with an orphan, or with another policy's turn; it is then re-based on the nearest
 ancestor that is sent along, so every turn that leaves here can be resolved.
@@ -20,6 +27,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Literal
 
 import msgspec
@@ -34,21 +42,42 @@ NAMED = 3
 """Unknown calls that a warning names."""
 
 
-def answered(calls: Mapping[str, Call], named: Collection[str] | None) -> set[str]:
-    """Ids of the calls whose answers the agent received; `named` is `EpisodeEnd.calls`."""
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Which calls of an episode were answered, as far as that is known."""
+
+    kept: set[str]
+    """Their agent received the answer."""
+    awaited: set[str]
+    """Nobody has said so yet; not kept if nobody ever does."""
+
+
+def judge(
+    calls: Mapping[str, Call],
+    named: Collection[str] | None = None,
+    received: Collection[str] | None = None,
+    *,
+    sent: AbstractSet[str] = frozenset(),
+    withdrawn: AbstractSet[str] = frozenset(),
+) -> Verdict:
+    """`named` and `received` are `calls` and `received` of the end, `sent` and `withdrawn` what proxies said."""
     if named is not None:
-        return set(named) & calls.keys()
+        return Verdict(kept=set(named) & calls.keys(), awaited=set())
     continued = {
         call.parent
         for call in calls.values()
         if call.parent is not None and call.parent in calls and call.shared > calls[call.parent].prompt
     }
-    orphans: set[str] = set()
+    proven = calls.keys() & (received or ())
+    lost = {
+        call.call_id
+        for call in calls.values()
+        if call.call_id not in proven
+        and ((call.observed and received is not None) or call.call_id in withdrawn - continued)
+    }
     for requests in _equal_requests(calls.values()):
-        lost = _retried(requests, continued)
-        lost += _abandoned([choices for choices in requests if choices not in lost], continued)
-        orphans |= {call.call_id for choices in lost for call in choices}
-    return calls.keys() - orphans
+        lost |= {call.call_id for call in _repeated(requests, continued, lost, proven)}
+    known = {call.call_id for call in calls.values() if not call.receipt} | continued | sent | proven
+    return Verdict(kept=calls.keys() & known - lost, awaited=calls.keys() - known - lost)
 
 
 def flaw(calls: Mapping[str, Call], kept: Collection[str]) -> Literal["incomplete", "unresolvable"] | None:
@@ -105,7 +134,7 @@ def assemble(
 ) -> Episode:
     """The message for one policy's learner. A pure function of stored rows: making it twice gives equal bytes."""
     by_id = {turn.call_id: turn for turn in turns}
-    kept = answered({turn.call_id: Call.of(turn, 0) for turn in turns}, end.calls)
+    kept = judge({turn.call_id: Call.of(turn, 0) for turn in turns}, end.calls, end.received).kept
     sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
     return Episode(
         run=begin.run,
@@ -125,6 +154,7 @@ def assemble(
         client_id=begin.client_id,
         code_version=begin.code_version,
         attempt=begin.attempt,
+        orphan_turns=sum(turn.policy == policy and turn.call_id not in kept for turn in turns),
         turns=tuple(_rebase(turn, by_id, sent) for turn in turns if turn.call_id in sent),
     )
 
@@ -154,24 +184,44 @@ def _equal_requests(calls: Collection[Call]) -> list[list[list[Call]]]:
     return [list(requests.values()) for requests in equal.values() if len(requests) > 1]
 
 
-def _retried(requests: list[list[Call]], continued: Collection[str]) -> list[list[Call]]:
-    """Rule (b): the sendings that a later one replaced. The last sending of a request claims all before it."""
+def _repeated(
+    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[Call]:
+    """Calls of the sendings whose answers were lost, as their repeats show. `known` are lost without that."""
+    lost = _retried(requests, continued, known, proven)
+    lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
+    return [call for choices in lost for call in choices]
+
+
+def _retried(
+    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[list[Call]]:
+    """Rule (e): the sendings that a later one replaced. The last sending of a request claims all before it."""
     lost: set[int] = set()
     for last in sorted(range(len(requests)), key=lambda n: -requests[n][0].retry):
         if last in lost:
             continue
         for retry in range(requests[last][0].retry):
-            earlier = [n for n, choices in enumerate(requests) if n not in lost and choices[0].retry == retry]
+            earlier = [
+                n
+                for n, choices in enumerate(requests)
+                if n not in lost and choices[0].retry == retry and not _has(choices, proven)
+            ]
             if earlier:
-                lost.add(max(earlier, key=lambda n: (not _is_continued(requests[n], continued), n < last, n)))
+                _, n = max(((_has(requests[n], known), not _has(requests[n], continued), n < last), n) for n in earlier)
+                lost.add(n)
     return [requests[n] for n in lost]
 
 
-def _abandoned(requests: list[list[Call]], continued: Collection[str]) -> list[list[Call]]:
-    """Rule (c): sendings that nothing continues while an equal one of the same retry number is continued."""
-    live = {choices[0].retry for choices in requests if _is_continued(choices, continued)}
-    return [choices for choices in requests if choices[0].retry in live and not _is_continued(choices, continued)]
+def _abandoned(requests: list[list[Call]], continued: AbstractSet[str], proven: AbstractSet[str]) -> list[list[Call]]:
+    """Rule (f): sendings that nothing continues while an equal one of the same retry number is continued."""
+    live = {choices[0].retry for choices in requests if _has(choices, continued)}
+    return [
+        choices
+        for choices in requests
+        if choices[0].retry in live and not choices[0].counts_retries and not _has(choices, continued | proven)
+    ]
 
 
-def _is_continued(choices: Sequence[Call], continued: Collection[str]) -> bool:
-    return any(call.call_id in continued for call in choices)
+def _has(choices: Sequence[Call], ids: AbstractSet[str]) -> bool:
+    return any(call.call_id in ids for call in choices)

@@ -20,6 +20,7 @@ What each oddity of a faulty world does, and the name it is counted under:
     slot_given_up      no further attempt at a slot will come: its group does not wait for it; one that wins after all counts
     eval_given_up      the same of a slot of an evaluation round
     late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
+    unseen_turns       turns of which no proxy said in time that their answers were sent: not trained, and among the orphan_turns
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
     consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
@@ -38,7 +39,7 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.broker.senders import is_foreign
 from swarmq.collector import effects as do
-from swarmq.collector.calls import answered, fits, flaw, misnamed
+from swarmq.collector.calls import fits, flaw, judge, misnamed
 from swarmq.collector.evals import Evals, EvalTask
 from swarmq.collector.groups import Groups, OpenGroup
 from swarmq.collector.records import HOLD_S, MAX_SILENCE_S, TAINTS, Call, OpenEpisode, Past, Rules, Snapshot, Waiting
@@ -55,8 +56,10 @@ from swarmq.messages import (
     EpisodeEnd,
     Message,
     RefusedTurn,
+    Served,
     Task,
     Turn,
+    encode,
 )
 
 TICKETS_ISSUED = "tickets_issued"
@@ -112,6 +115,8 @@ class Core:
                 return self._turn(message, body, now)
             case RefusedTurn():
                 return [*self._refused_turn(message, now), do.DeadLetter(message.reason)]
+            case Served():
+                return self._served(message, now)
             case EpisodeEnd():
                 return self._end(message, body, now)
             case Consumed():
@@ -129,7 +134,8 @@ class Core:
         for episode in list(self.open.values()):
             if episode.end is not None:
                 if now - episode.held_since >= HOLD_S:
-                    effects += self._drop(episode, "incomplete" if episode.begin else "no_begin", now)
+                    decided = self._resume(episode, now, waited=True)
+                    effects += decided or self._drop(episode, "incomplete" if episode.begin else "no_begin", now)
             elif now - episode.heard_at >= self._patience_s(episode):
                 effects += self._drop(episode, "silent", now)
         for group_id in self.groups.overdue(now):
@@ -293,6 +299,20 @@ class Core:
         episode.heard_at = now
         return [*effects, *_tainted(episode, "refused_turn"), *self._resume(episode, now)]
 
+    def _served(self, served: Served, now: float) -> list[do.Effect]:
+        effects: list[do.Effect] = []
+        for episode_id in dict.fromkeys([*served.sent, *served.withdrawn]):
+            episode = self.open.get(episode_id)
+            if episode is None:
+                if self.past.ended(episode_id):
+                    continue
+                episode, opened = self._open(episode_id, now)
+                effects += opened
+            if not episode.hear(served):
+                continue
+            effects += [do.SaveTurn(episode_id, encode(_part(served, episode_id))), *self._resume(episode, now)]
+        return effects
+
     def _end(self, end: EpisodeEnd, body: bytes, now: float) -> list[do.Effect]:
         episode = self.open.get(end.episode_id)
         effects: list[do.Effect] = []
@@ -419,8 +439,9 @@ class Core:
 
     # ------------------------------------------------------------------------------------------ deciding
 
-    def _resume(self, episode: OpenEpisode, now: float) -> list[do.Effect]:
-        """Decide an episode if all that its decision needs is here; else nothing, and it stays open or held."""
+    def _resume(self, episode: OpenEpisode, now: float, *, waited: bool = False) -> list[do.Effect]:
+        """Decide an episode if all that its decision needs is here; else nothing, and it stays open or held.
+        `waited`: calls that no proxy has spoken of count as not answered."""
         begin, end = episode.begin, episode.end
         if begin is None or end is None:
             return []
@@ -428,16 +449,17 @@ class Core:
             return self._evaluated(episode, begin, end, now)
         if end.status != "finished":
             return self._drop(episode, end.status, now)
-        if end.calls is not None and not episode.calls.keys() >= set(end.calls):
-            return []
-        kept = answered(episode.calls, end.calls)
-        lacking = episode.taint == "refused_turn" and end.calls is None
-        defect = None if lacking else flaw(episode.calls, kept)
-        if defect == "incomplete":
-            return []
+        verdict = judge(episode.calls, end.calls, end.received, sent=episode.sent, withdrawn=episode.withdrawn)
+        kept, defect = verdict.kept, None
+        if episode.taint != "refused_turn" or end.calls is not None:
+            needed = {*(end.received or ()), *episode.sent} if end.calls is None else set(end.calls)
+            defect = flaw(episode.calls, kept)
+            if defect == "incomplete" or needed - episode.calls.keys() or (verdict.awaited and not waited):
+                return []
         reason = defect or self._objection(episode, begin, end, kept)
         if reason:
             return self._drop(episode, reason, now)
+        self.counts["unseen_turns"] += len(verdict.awaited)
         return self._accept(episode, begin, kept, now)
 
     def _objection(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, kept: set[str]) -> str:
@@ -453,7 +475,7 @@ class Core:
         if episode.taint and end.calls is None:
             return episode.taint
         if not policies:
-            return "no_turns"
+            return "unseen" if self._policies(episode, begin, episode.calls) else "no_turns"
         if not set(policies) <= end.rewards.keys() or not end.rewards.keys() <= set(begin.policies):
             return "reward_missing"
         if not fits(episode.calls, kept, len(episode.end_body)):
@@ -468,12 +490,15 @@ class Core:
     def _accept(self, episode: OpenEpisode, begin: EpisodeBegin, kept: set[str], now: float) -> list[do.Effect]:
         self.counts["finished"] += 1
         self.counts["orphan_turns"] += len(episode.calls) - len(kept)
+        assert episode.end is not None
         effects = self._seal(episode)
         slot, policies = begin.slot, self._policies(episode, begin, kept)
+        named = tuple(call_id for call_id in episode.calls if call_id in kept)  # what is sent depends on nothing else
+        end_body = encode(msgspec.structs.replace(episode.end, calls=named, received=None))
         member = Waiting(episode.episode_id, slot.id, policies)
         group = self.groups.win(slot.group_id, begin.kind, begin.group_size, member, now)
         effects += [
-            do.SaveEnd(episode.end_body, episode.episode_id),
+            do.SaveEnd(end_body, episode.episode_id),
             do.Accept(",".join(policies), episode.episode_id),
             do.WinSlot(slot.id, episode.episode_id),
             do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since),
@@ -676,6 +701,14 @@ def _tainted(episode: OpenEpisode, taint: str) -> list[do.Effect]:
         return []
     episode.taint = taint
     return [do.Taint(TAINTS.index(taint), episode.episode_id)]
+
+
+def _part(served: Served, episode_id: str) -> Served:
+    """What it says of one episode."""
+    sent, withdrawn = (
+        {episode_id: told[episode_id]} if episode_id in told else {} for told in (served.sent, served.withdrawn)
+    )
+    return msgspec.structs.replace(served, sent=sent, withdrawn=withdrawn)
 
 
 def _same(one: EpisodeBegin | None, other: EpisodeBegin) -> bool:

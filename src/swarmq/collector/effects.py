@@ -36,6 +36,8 @@ class Taint(Effect, frozen=True):
 
 
 class SaveTurn(Effect, frozen=True):
+    """A turn, or what a proxy said of answers of the episode."""
+
     episode_id: str
     body: bytes
 

@@ -9,11 +9,12 @@ import msgspec
 
 from swarmq.collector.evals import Evals
 from swarmq.config import Eval, SwarmJob
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Turn
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Served, Turn
 from swarmq.mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
-"""How long an end waits for its begin or for turns it names, before the episode counts as incomplete."""
+"""How long an end waits for its begin or for turns it names, before the episode counts as incomplete; and for proxies to say
+whether answers were sent, before they count as not received."""
 
 MAX_SILENCE_S = 24 * 3600.0
 """The longest silence a begin can ask for: nothing waits for ever."""
@@ -95,6 +96,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     request_digest: str
     retry: int
+    counts_retries: bool
+    receipt: bool
+    observed: bool
     agent: str | None
     parent: str | None
     shared: int
@@ -111,6 +115,9 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
             request_id=turn.request_id,
             request_digest=turn.request_digest,
             retry=turn.retry,
+            counts_retries=turn.counts_retries,
+            receipt=turn.receipt,
+            observed=turn.observed,
             agent=turn.agent,
             parent=turn.parent,
             shared=turn.shared,
@@ -136,8 +143,20 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     end_body: bytes = b""
     held_since: float = 0.0
     calls: dict[str, Call] = {}
+    sent: set[str] = set()
+    """Calls whose answers were sent to the last byte, as their proxies say; their turns need not be here yet."""
+    withdrawn: set[str] = set()
+    """Calls that were never answered, as their proxies say; their turns need not be here, or ever come."""
     taint: str = ""
     """Of `TAINTS`."""
+
+    def hear(self, served: Served) -> bool:
+        """Remember what a proxy said of the answers of this episode; whether any of it is new."""
+        sent, withdrawn = (set(told.get(self.episode_id, ())) for told in (served.sent, served.withdrawn))
+        is_new = not (sent <= self.sent and withdrawn <= self.withdrawn)
+        self.sent |= sent
+        self.withdrawn |= withdrawn
+        return is_new
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):

@@ -1,8 +1,8 @@
 """The collector's memory on disk: one SQLite file, one transaction per batch of pieces.
 
 `in` is acknowledged after the commit, and the outbox is published after it, so a crash anywhere means a redelivery or
-a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy;
-deleted with the last word on their episode), `slots` (winners), `given_up` (slots of open groups to which no attempt will
+a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy, and
+what proxies say of their answers; deleted with the last word on their episode), `slots` (winners), `given_up` (slots of open groups to which no attempt will
 come), `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
 the run is up), `replies` (to commands), `telling` (learners that have not been told), `eval_tasks` and `eval_slots` (the round that is under way).
 
@@ -34,7 +34,7 @@ from swarmq.collector.records import (
     Waiting,
 )
 from swarmq.errors import CollectorError
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Served, Slot, Turn
 
 STORE_SCHEMA = "2"
 
@@ -304,8 +304,11 @@ class Store:
             if end and isinstance(piece := _pieces.decode(end), EpisodeEnd):
                 episode.end, episode.end_body = piece, end
             for (body,) in self._db.execute("SELECT body FROM turns WHERE episode = ? ORDER BY seq", (episode_id,)):
-                if isinstance(turn := _pieces.decode(body), Turn):
-                    episode.calls[turn.call_id] = Call.of(turn, len(body))
+                match _pieces.decode(body):
+                    case Turn() as turn:
+                        episode.calls[turn.call_id] = Call.of(turn, len(body))
+                    case Served() as served:
+                        episode.hear(served)
             episodes.append(episode)
         return episodes
 

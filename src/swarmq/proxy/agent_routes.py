@@ -27,6 +27,7 @@ from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.pool import Pool
 from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.served import Serving
 
 Json = dict[str, Any]
 T = TypeVar("T")
@@ -61,6 +62,7 @@ def agent_routes(
     aliases: Mapping[str, Sequence[str]],
     episodes: Episodes,
     meter: Meter,
+    serving: Serving,
     body_timeout_s: float,
     remote_images: bool,
 ) -> list[HTTPRouteHandler]:
@@ -98,11 +100,12 @@ def agent_routes(
         async def respond(scope: Scope, receive: Receive, send: Send) -> None:
             begun = await completions.begin(call)
             try:
-                if call.stream:
-                    await _send_events(send, events(dialect, completions, begun, meter), headers(begun))
-                else:
-                    body = dialect.answer(begun, await completions.whole(begun))
-                    await _whole(request, body, headers(begun))(scope, receive, send)
+                with serving.answering(begun, scope):
+                    if call.stream:
+                        await _send_events(send, events(dialect, completions, begun, meter), headers(begun))
+                    else:
+                        body = dialect.answer(begun, await completions.whole(begun))
+                        await _whole(request, body, headers(begun))(scope, receive, send)
             finally:
                 await begun.close()  # where the agent was gone before the first event
 

@@ -35,6 +35,7 @@ from swarmq.proxy.meter import Meter
 from swarmq.proxy.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.recorder import Publisher, Recorder
 from swarmq.proxy.refusals import RefusedError, refusal_of
+from swarmq.proxy.served import Serving
 from swarmq.proxy.tuning import Tuning
 
 STATE_EVERY_S = 2.0
@@ -109,6 +110,7 @@ def create_app(
         )
 
     control = Control(job, broker, root=root, now=now)
+    serving = Serving(job.run, broker)
 
     metrics = Metrics(meter, gate, fleet, episodes)
     authority = Authority(root, job.run, now, removed)
@@ -127,8 +129,10 @@ def create_app(
     async def reporting(_: Litestar) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
             reporter = tasks.create_task(_report(job.run, source, meter, episodes, broker, state_every_s))
+            telling = tasks.create_task(serving.tell())
             yield
             reporter.cancel()
+            telling.cancel()
 
     def refuse(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
         path = request.url.path
@@ -162,6 +166,7 @@ def create_app(
         aliases={name: policy.aliases for name, policy in job.policies.items()},
         episodes=episodes,
         meter=meter,
+        serving=serving,
         body_timeout_s=job.proxy.receive_timeout_s,
         remote_images=job.proxy.remote_images,
     )

@@ -75,6 +75,10 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     cuts: bool = False
     stream: bool
     retry: int
+    counts_retries: bool = False
+    """Its library says with every request how often it was sent before."""
+    observed: bool = False
+    """Its client's process watches whether the answer arrives."""
     digest: str
     agent: str | None
     began_at: float

@@ -62,6 +62,10 @@ class Begun(msgspec.Struct, kw_only=True):
     """Of what is parsed while it streams."""
     held: ExitStack = msgspec.field(default_factory=ExitStack)
     """Its place inside, and its memory."""
+    recorded: list[str] = msgspec.field(default_factory=list)
+    """Call ids of the choices whose turns may be in the queue."""
+    failed: bool = False
+    """Its agent was told of an error instead of the end."""
 
     async def close(self) -> None:
         """Give everything back. Doing it again does nothing."""
@@ -239,6 +243,8 @@ class Completions:
             mode=call.claims.mode,
             request_id=call.request_id,
             retry=call.retry,
+            counts_retries=call.counts_retries,
+            observed=call.observed,
             request_digest=call.digest,
             agent=call.agent,
             client_id=call.claims.client,
@@ -305,9 +311,11 @@ class Completions:
             begun.lane.streamed(len(choice.token_ids) - 1, sampled.timings.total_s - sampled.timings.first_token_s)
         thoughts = choice.message.get("reasoning")
         num_thoughts = len(await begun.lane.engine.tokenize(thoughts)) if thoughts else 0
+        name_of_call = call_id(begun.call.request_id, choice.index)
+        begun.recorded.append(name_of_call)
         await self._recorder.record(begun.asked, sampled, memory.graph(begun.call.policy))
         if kept := begun.call.kept:
-            name = kept.name(call_id(begun.call.request_id, choice.index), choice.message)
+            name = kept.name(name_of_call, choice.message)
             memory.conversations.keep(name, [*kept.messages, choice.message])
         return Ended(
             index=choice.index,

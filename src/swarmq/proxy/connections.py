@@ -11,13 +11,18 @@ where each of them has one in work, the newest is told to come back.
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from swarmq.proxy.refusals import Refusal
+from swarmq.proxy.served import HAS_LEFT
 
 MAX_HEAD_BYTES = 64 * 1024
 BODY_GRACE = 2.0
@@ -62,6 +67,8 @@ class Connection(HttpToolsProtocol):
     _head_bytes = 0
     _begun = False
     """A request has begun to arrive."""
+    _lost = _broken = False
+    """The connection is over; and not in peace: whatever was written last may not have left."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -73,6 +80,8 @@ class Connection(HttpToolsProtocol):
             )
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True
+        self._broken |= exc is not None
         self._forget()
         self._set_timer(None)
         self._set_reading(None)
@@ -95,6 +104,7 @@ class Connection(HttpToolsProtocol):
         self.door.waiting.pop(self, None)
         self._set_timer(BODY_GRACE * self.door.receive_s)
         super().on_headers_complete()
+        self.scope[HAS_LEFT] = partial(self._has_left, self.cycle)  # type: ignore[literal-required]
 
     def on_message_complete(self) -> None:
         if not self.cycle.response_complete:
@@ -113,6 +123,10 @@ class Connection(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._set_reading(None)
         super().resume_writing()
+
+    def eof_received(self) -> None:
+        self._broken |= bool(self.cycle) and not self.cycle.response_complete
+        super().eof_received()
 
     def leave(self) -> None:
         """For others: it has not asked for anything yet."""
@@ -145,7 +159,25 @@ class Connection(HttpToolsProtocol):
     def _end(self) -> None:
         self._set_timer(None)
         self.transport.close()
-        self.loop.call_later(LINGER_S, self.transport.abort)
+        self.loop.call_later(LINGER_S, self._abort)
+
+    def _abort(self) -> None:
+        if not self._lost:
+            self._broken = True
+            self.transport.abort()
+
+    def _has_left(self, cycle: RequestResponseCycle) -> bool | None:
+        """Whether the whole answer has left for the agent's host; None as long as it is on its way."""
+        if self.cycle is not cycle:
+            return True  # nobody asks again on a connection before the answer is there
+        if self._broken or not cycle.response_complete:
+            return False
+        if self._lost:
+            return True
+        is_waiting = (
+            self.transport.is_closing() or self.transport.get_write_buffer_size() or _unacknowledged(self.transport)
+        )
+        return None if is_waiting else True
 
     def _forget(self) -> None:
         self.door.inside.discard(self)
@@ -155,7 +187,7 @@ class Connection(HttpToolsProtocol):
         self._timer = self._after(self._timer, seconds, self._late)
 
     def _set_reading(self, seconds: float | None) -> None:
-        self._reading = self._after(self._reading, seconds, self.transport.abort)
+        self._reading = self._after(self._reading, seconds, self._abort)
 
     def _after(
         self, before: asyncio.TimerHandle | None, seconds: float | None, then: Callable[[], None]
@@ -163,6 +195,15 @@ class Connection(HttpToolsProtocol):
         if before:
             before.cancel()
         return None if seconds is None else self.loop.call_later(seconds, then)
+
+
+def _unacknowledged(transport: asyncio.Transport) -> int:
+    """Bytes that the system has taken and the other host has not acknowledged; 0 where it does not say."""
+    try:
+        waiting = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, b"\0\0\0\0")
+    except (OSError, AttributeError):
+        return 0
+    return int.from_bytes(waiting, sys.byteorder)
 
 
 def most_connections(files: int, *, calls: int) -> int:

@@ -50,6 +50,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     request_id: str
     retry: int
+    counts_retries: bool = False
+    observed: bool = False
     request_digest: str
     agent: str | None
     client_id: str
@@ -114,6 +116,9 @@ def turn_of(asked: Asked, sampled: Sampled, origin: Origin) -> Turn:
         mode="eval" if asked.mode == "eval" else "train",
         request_id=asked.request_id,
         retry=asked.retry,
+        counts_retries=asked.counts_retries,
+        receipt=asked.mode != "eval",
+        observed=asked.observed,
         request_digest=asked.request_digest,
         parent=origin.node.call_id if origin.node else None,
         shared=origin.shared,

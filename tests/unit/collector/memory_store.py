@@ -24,7 +24,7 @@ from swarmq.collector.records import (
     Waiting,
 )
 from swarmq.errors import CollectorError
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode
+from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Served, Slot, Turn, decode
 
 Table = dict[Any, Any]
 MISSING = object()
@@ -165,8 +165,11 @@ class MemoryStore:
         if (body := self._ends.get(name)) and isinstance(end := self._decoded(body), EpisodeEnd):
             episode.end, episode.end_body = end, body
         for body in self._turns.get(name, ()):
-            if isinstance(turn := self._decoded(body), Turn):
-                calls[turn.call_id] = Call.of(turn, len(body))
+            piece = self._decoded(body)
+            if isinstance(piece, Turn):
+                calls[piece.call_id] = Call.of(piece, len(body))
+            elif isinstance(piece, Served):
+                episode.hear(piece)
         episode.calls = calls
         return episode
 

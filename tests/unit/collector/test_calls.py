@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.collector.calls import answered, assemble, fits, flaw
+from swarmq.collector.calls import assemble, fits, flaw, judge
 from swarmq.collector.records import Call
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Turn, unpack_ids
 
 
 def kept(turns, named=None):
-    return answered({turn.call_id: Call.of(turn, 0) for turn in turns}, named)
+    return judge({turn.call_id: Call.of(turn, 0) for turn in turns}, named).kept
 
 
 def test_calls_that_the_client_names_are_all_and_only_those_kept(say):

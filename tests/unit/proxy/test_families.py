@@ -19,7 +19,7 @@ from support.families import BY_NAME, FAMILIES, FamilyEngine, in_bytes, spell, t
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.collector import records
-from swarmq.collector.calls import answered, assemble
+from swarmq.collector.calls import assemble, judge
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, decode, unpack_ids
@@ -106,8 +106,9 @@ class Stage:
         return next(t for t in reversed(self.turns) if t.request_id == call.request_id), ended[-1].message
 
     def kept(self):
-        """Ids of the calls that the collector takes for answered."""
-        return answered({turn.call_id: records.Call.of(turn, 0) for turn in self.turns}, None)
+        """Ids of the calls that the collector takes for answered: all answers were sent."""
+        calls = {turn.call_id: records.Call.of(turn, 0) for turn in self.turns}
+        return judge(calls, sent=calls.keys()).kept
 
     def _check(self, chat, request_id, prompt):
         turns = self.turns
@@ -484,7 +485,8 @@ async def test_a_prompt_that_is_sent_again_travels_once_and_survives_its_first_s
     begin = EpisodeBegin(
         run="r", episode_id=EPISODE, slot=Slot(task_id="t"), kind="k", group_size=1, policies=("main",), client_id="c"
     )
-    end = EpisodeEnd(run="r", episode_id=EPISODE, status="finished", rewards={"main": 1.0})
+    kept = tuple(stage.kept())
+    end = EpisodeEnd(run="r", episode_id=EPISODE, status="finished", rewards={"main": 1.0}, calls=kept)
     sent = assemble("main", begin, end, stage.turns, group_members=1).turns
     whole = {turn.call_id: ids for turn, ids in zip(stage.turns, resolve(stage.turns), strict=True)}
     assert [turn.call_id for turn in sent] == ["q1.0", later.call_id]

@@ -21,7 +21,7 @@ import structlog
 
 from swarmq.engine.protocol import Logprob
 from swarmq.keys import Claims
-from swarmq.messages import new_id
+from swarmq.messages import OBSERVED, new_id
 from swarmq.proxy.calls import Ask, Call, Ended, Gained, check_served, ignored
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
@@ -104,6 +104,7 @@ def read(
     if agent is not None and not AGENT.fullmatch(agent):
         raise RefusedError(f"x-swarmq-agent must match {AGENT.pattern}", param="x-swarmq-agent")
     retry = told.get("x-stainless-retry-count", "")
+    counts_retries = retry.isdecimal() and retry.isascii()
     return Call(
         claims=claims,
         policy=_policy(body, claims, aliases or {}),
@@ -111,7 +112,9 @@ def read(
         body=body,
         chat=chat,
         stream=flag(body, "stream"),
-        retry=min(int(retry), MAX_RETRIES_TOLD) if retry.isdecimal() and retry.isascii() else 0,
+        retry=min(int(retry), MAX_RETRIES_TOLD) if counts_retries else 0,
+        counts_retries=counts_retries,
+        observed=OBSERVED in told,
         digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
         agent=agent or claims.agent,
         kept=ask.kept,
@@ -148,6 +151,7 @@ async def events(dialect: Dialect, completions: Completions, begun: Begun, meter
                 if said := writer.end(gain) if isinstance(gain, Ended) else writer.gain(gain):
                     yield said
     except Exception as error:
+        begun.failed = True
         refusal = refusal_of(error)
         meter.errors += 1
         log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
