@@ -282,7 +282,7 @@ class Train(Settings, frozen=True, kw_only=True):
     token_log: bool = True
     """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
-    """Where the figures of every step go besides the run's events; TensorBoard's lie in `<run>/<policy>/trackers`."""
+    """Where the figures of every step go besides the run's events; their files lie in `<run>/<policy>/trackers`."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
     deterministic: bool = False
     """A step that is made again, on the same kind of machine, comes out the same to the bit. Slower on a GPU."""

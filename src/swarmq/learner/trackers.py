@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -36,6 +37,15 @@ SELDOM = 64
 """Failed steps after which it is tried again in any case; before, after 1, 2, 4, 8 and so on. Each leaves an empty file."""
 
 
+def folders_of(folder: Path) -> dict[str, str]:
+    """Environment variables that say where trackers write; without them some use the current directory. The user's own win."""
+    return {
+        "WANDB_DIR": str(folder),
+        "SWANLAB_LOG_DIR": str(folder / "swanlog"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder.absolute() / 'mlflow.db'}",
+    }
+
+
 class Trackers:
     """Of one policy. Rank 0 alone logs."""
 
@@ -51,6 +61,8 @@ class Trackers:
         with mapped(folder):
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))
+        for name, place in folders_of(folder).items():
+            os.environ.setdefault(name, place)
         accelerator.log_with = filter_trackers(list(train.trackers), str(folder))
         try:
             accelerator.init_trackers(f"{run}.{policy}", config=dict(flat(msgspec.to_builtins(train), texts=True)))

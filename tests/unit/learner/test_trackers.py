@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import re
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from swarmq.learner.link import StopSignal
 from swarmq.learner.loop import Learner
 from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.summary import describe, tally
-from swarmq.learner.trackers import Trackers, flat
+from swarmq.learner.trackers import Trackers, flat, folders_of
 from swarmq.learner.trainer import Trainer
 
 TRAIN = Train(gradient_checkpointing=False, ratio_band=(0.9, 1.1), token_log=False)
@@ -100,6 +101,21 @@ def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_tracke
     assert tags >= LOGGED_BY_THE_LOOP
     assert [name for name in tags if not NAME.fullmatch(name)] == []
     assert any(name.startswith("reward_by_kind/maths") for name in tags)
+
+
+def test_trackers_write_into_the_run_folder_unless_the_user_says_where(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are told by their own environment variables: W&B and SwanLab would write into the current directory."""
+    folder = tmp_path / "trackers"
+    for name in folders_of(folder):
+        monkeypatch.setenv(name, "")  # so that it is put back in the end
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WANDB_DIR", "/mine")
+    Trackers(Accelerator(), Train(trackers=("tensorboard",)), run="r", policy="main", folder=folder).close()
+    told = {name: os.environ[name] for name in folders_of(folder)}
+    assert told == folders_of(folder) | {"WANDB_DIR": "/mine"}
+    assert all(str(folder) in place for place in folders_of(folder).values())
 
 
 def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path) -> None:
