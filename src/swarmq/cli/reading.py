@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 from collections.abc import Sequence
@@ -135,7 +134,7 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
 def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
     """Examine a run: is what was sampled trained, and does it learn?
 
-    Names signs of collapse, holds stored batches against the rules that come before any formula, replays them through
+    Begins with a verdict in one line. Names signs of collapse and trends that are more than chance, holds stored batches against the rules that come before any formula, replays them through
     the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when
     something is wrong or could not be examined.
 
@@ -148,7 +147,9 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, so that nothing of it takes a GPU
     from swarmq.learner.doctor.examine import examine
+    from swarmq.learner.doctor.findings import Finding, verdict
     from swarmq.learner.doctor.signs import signs
+    from swarmq.logs import told
     from swarmq.observe.curves import read_events
     from swarmq.observe.lines import hanging
 
@@ -162,12 +163,15 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
         pass  # which the signs say
     except OSError as error:
         raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
-    wrong = False
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
-    found = signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness)
-    for finding in itertools.chain(found, examine(job, name, folder, batches=batches)):
-        wrong |= finding.level == "error"
+    found = list(signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness))
+    warned: list[str] = []
+    with told(warned.append):
+        found += examine(job, name, folder, batches=batches)
+    notes = (text.removeprefix("warning: ") for text in warned if text.startswith("warning: "))
+    found += [Finding(level="note", check="while reading", text=text) for text in notes]
+    for finding in (verdict(found), *found):
         head = f"{finding.level:8}"
-        line = hanging(head, f"{finding.check}: {finding.text}", width=terminal_width())
+        line = hanging(head, finding.line, width=terminal_width())
         click.echo(click.style(head, fg=colors[finding.level]) + line.removeprefix(head))
-    sys.exit(int(wrong))
+    sys.exit(int(any(finding.level == "error" for finding in found)))

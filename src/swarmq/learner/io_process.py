@@ -325,7 +325,7 @@ class Desk:
         for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
             if not stepped.fields.get("replayed"):  # those were told of when they were new
                 log.warning("sign", sign=sign.check, text=sign.text)
-                text = f"step {stepped.version}: {sign.check}, {sign.text}"
+                text = f"step {stepped.version}: {sign.line}"
                 await self._emit("warning", {"text": text})
 
     async def _report(self) -> None:

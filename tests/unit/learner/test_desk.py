@@ -175,7 +175,7 @@ async def test_signs_that_the_training_goes_wrong_are_said_where_people_look(tmp
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
     assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["step 1"])
-    assert replayed or "broken mismatch, 2 (above 0.5 is a sign)" in warnings[0]
+    assert replayed or "broken mismatch: kl_k3 of engine and learner 2 (broken above 0.5)" in warnings[0]
 
 
 async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
 from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
-from swarmq.learner.doctor.findings import Finding
+from swarmq.learner.doctor.findings import Finding, verdict
 from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.doctor.signs import SIGNS, signs
 from swarmq.learner.passes import work_of
@@ -71,6 +71,23 @@ def test_a_sign_is_named_when_its_limit_is_crossed_and_not_before(name: str) -> 
     assert {f.level for f in signs(sound + sound, 4)} == {"ok"}
     (finding,) = (f for f in signs(sound + sick, 4) if f.check == name)
     assert finding.level in ("warning", "error")
+
+
+def test_a_sign_that_does_not_show_says_what_it_measures_and_one_that_does_what_is_wrong() -> None:
+    (sound,) = (f for f in signs([SOUND | {"entropy": 0.092}], 4) if f.check == "no entropy left")
+    assert sound.line == "entropy 0.092 (collapse below 0.01)"
+    (sick,) = (f for f in signs([SOUND | {"entropy": 0.005}], 4) if f.check == "no entropy left")
+    assert sick.line.startswith("no entropy left: entropy 0.005 (collapse below 0.01): the policy answers")
+
+
+def test_the_verdict_names_what_is_wrong_and_what_to_look_at() -> None:
+    ok, note, warning, error = (
+        Finding(level=level, check=f"a {level}", text="") for level in ("ok", "note", "warning", "error")
+    )
+    assert verdict([ok, error, note, warning, error]).text == "wrong: a error; look at a warning"
+    assert verdict([ok, warning, note]).text == "nothing is broken, but look at a warning"
+    assert verdict([ok, note]).level == "ok"
+    assert verdict([note]).level == "note"
 
 
 def test_without_steps_it_is_said_that_there_is_nothing_to_read() -> None:
@@ -287,7 +304,8 @@ def test_signs_are_said_first_also_where_nothing_can_be_replayed(
     job.run_folder.events.write_bytes(b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     made = CliRunner().invoke(main, ["doctor", str(job.run_folder.path), "--device", "cpu"])
     assert made.exit_code == 1
-    sign, replay = made.output.index("no entropy left: 0.001"), made.output.index("replay: stored batches could not be")
+    told = "no entropy left: entropy 0.001 (collapse below 0.01)"
+    sign, replay = made.output.index(told), made.output.index("replay: stored batches could not be")
     assert sign < replay
     assert f"{job.run_folder.path}/main/batches: no batch was trained yet" in made.output
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "nothing takes a GPU from those that train"
@@ -299,7 +317,7 @@ def test_signs_are_said_first_also_where_nothing_can_be_replayed(
     assert (made.exit_code, "events.jsonl: cannot be read (Is a directory)" in made.output) == (1, True), made.output
     job.run_folder.events.unlink()
     made = CliRunner().invoke(main, ["doctor", str(copy)])
-    assert "no entropy left: 0.001" in made.output, "a copy is read where it lies"
+    assert told in made.output, "a copy is read where it lies"
     assert f"{copy}/main/batches: no batch was trained yet" in made.output
 
 
@@ -309,7 +327,15 @@ def test_the_command_says_what_it_found_and_its_status_whether_something_is_wron
     for engine, status in (("sound", 0), ("cut", 1)):
         job = run_with(engine, tiny_qwen, tmp_path / engine)
         (job.run_folder.path / "resolved.toml").write_text(job.to_toml())
+        (segment,) = job.run_folder.batch_log("main").glob("*.log")
+        with segment.open("ab") as log:
+            log.write(b"SQRC")  # a learner is at it
         made = CliRunner().invoke(main, ["doctor", str(job.run_folder.path), "--batches", "1"])
         assert made.exit_code == status, made.output
+        first = made.output.partition("\n")[0]
+        assert first.startswith(("ok      verdict: sound", "error   verdict: wrong: ")[status])
+        assert ("cause: truncated support" in first) == bool(status)
+        assert f"note    while reading: batch log torn tail: segment {segment}" in made.output
+        assert "[info" not in made.output, "nor is a line of its log"
         assert "log-softmax in chunks and in FP32" in made.output
         assert ("cause: truncated support" in made.output) == bool(status)

@@ -77,5 +77,5 @@ def test_what_a_sign_says_names_figure_limit_and_remedy() -> None:
     lookout = Lookout()
     (finding,) = (f for f in lookout.step(BROKEN, 4) if f.check == "broken mismatch")
     assert finding.text == (
-        "9 (above 0.5 is a sign): the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart"
+        "kl_k3 of engine and learner 9 (broken above 0.5): the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -15,6 +16,28 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What was looked at, in a few words."""
     text: str
     """What was seen, with numbers; where it is not `ok`, also the limit and what to do."""
+    named: bool = True
+    """Whether `check` is said before the text; a sign that does not show names what it measures."""
+
+    @property
+    def line(self) -> str:
+        return f"{self.check}: {self.text}" if self.named else self.text
+
+
+def verdict(found: Sequence[Finding]) -> Finding:
+    """What all of them come to, in one line."""
+    named = {
+        level: ", ".join(dict.fromkeys(finding.check for finding in found if finding.level == level))
+        for level in ("error", "warning", "ok")
+    }
+    look = f"look at {named['warning']}" if named["warning"] else ""
+    if named["error"]:
+        return Finding(level="error", check="verdict", text=f"wrong: {named['error']}" + (f"; {look}" if look else ""))
+    if look:
+        return Finding(level="warning", check="verdict", text=f"nothing is broken, but {look}")
+    if not named["ok"]:
+        return Finding(level="note", check="verdict", text="there is nothing to examine yet")
+    return Finding(level="ok", check="verdict", text="sound: nothing wrong was found")
 
 
 def judged(check: str, *, bad: bool, ok: str, wrong: str, level: Level = "error") -> Finding:

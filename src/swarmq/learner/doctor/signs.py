@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from swarmq.learner.doctor.findings import Finding, Level
+from swarmq.learner.doctor.trends import LONGEST, trends
 
 WINDOW = 10
 """Steps at the beginning and at the end that are compared."""
@@ -22,6 +23,10 @@ Steps = Sequence[Mapping[str, Any]]
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
     name: str
+    """Of what is wrong where it shows."""
+    measured: str
+    word: str
+    """What a value beyond the limit is."""
     measure: Callable[[Steps], float | None]
     """Of the steps; None where they do not have it."""
     limit: float
@@ -78,67 +83,83 @@ def skipped(steps: Steps) -> float | None:
 
 SIGNS = (
     Sign(
-        name="entropy collapse", measure=over_first("entropy"), limit=0.2, below=True,
+        name="entropy collapse", measured="entropy over that of the first 10 steps", word="collapse",
+        measure=over_first("entropy"), limit=0.2, below=True,
         advice="entropy fell to less than a fifth of where it began: raise clip_high, lower the learning rate, or more tasks",
     ),
     Sign(
-        name="no entropy left", measure=last("entropy"), limit=0.01, below=True,
+        name="no entropy left", measured="entropy", word="collapse",
+        measure=last("entropy"), limit=0.01, below=True,
         advice="the policy answers as if greedy: nothing new is tried; go back to an earlier checkpoint",
     ),
     Sign(
-        name="entropy explosion", measure=over_first("entropy"), limit=3.0,
+        name="entropy explosion", measured="entropy over that of the first 10 steps", word="explosion",
+        measure=over_first("entropy"), limit=3.0,
         advice="entropy tripled: the policy is being scattered; lower the learning rate, look at kl_k3",
     ),
     Sign(
-        name="mismatch", measure=last("kl_k3"), limit=0.05,
+        name="mismatch", measured="kl_k3 of engine and learner", word="mismatch",
+        measure=last("kl_k3"), limit=0.05,
         advice="engine and learner disagree (swarmq doctor tells the causes apart): set ratio_band or row_k3_max",
     ),
     Sign(
-        name="broken mismatch", measure=last("kl_k3"), limit=0.5, level="error",
+        name="broken mismatch", measured="kl_k3 of engine and learner", word="broken",
+        measure=last("kl_k3"), limit=0.5, level="error",
         advice="the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart",
     ),
     Sign(
-        name="few effective samples", measure=last("effective_samples"), limit=0.3, below=True,
+        name="few effective samples", measured="share of effective samples", word="few",
+        measure=last("effective_samples"), limit=0.3, below=True,
         advice="a few tokens carry most of the weight: lower groups.max_staleness or steps_per_batch",
     ),
     Sign(
-        name="stale episodes", measure=at_bound, limit=0.1,
+        name="stale episodes", measured="share of episodes dropped as stale", word="many",
+        measure=at_bound, limit=0.1,
         advice="work is thrown away: fewer workers, shorter episodes, or a larger groups.max_staleness",
     ),
     Sign(
-        name="staleness near its bound", measure=near_bound, limit=0.8,
+        name="staleness near its bound", measured="staleness over groups.max_staleness", word="near its bound",
+        measure=near_bound, limit=0.8,
         advice="rollouts run ahead as far as groups.max_staleness lets them: fewer workers, or lower it; more would be dropped",
     ),
     Sign(
-        name="zero-variance groups", measure=last("equal_groups"), limit=0.7,
+        name="zero-variance groups", measured="share of groups with equal rewards", word="many",
+        measure=last("equal_groups"), limit=0.7,
         advice="most groups have equal rewards: tasks are too easy or too hard; change the mix or enlarge group_size",
     ),
     Sign(
-        name="clipped upwards", measure=cut("positive"), limit=0.5,
+        name="clipped upwards", measured="share of rewarded tokens masked or clipped", word="many",
+        measure=cut("positive"), limit=0.5,
         advice="the loss masks or clips most of what was rewarded: lower the learning rate or steps_per_batch",
     ),
     Sign(
-        name="clipped downwards", measure=cut("negative"), limit=0.5,
+        name="clipped downwards", measured="share of punished tokens masked or clipped", word="many",
+        measure=cut("negative"), limit=0.5,
         advice="the loss masks or clips most of what was punished: lower the learning rate or steps_per_batch",
     ),
     Sign(
-        name="filtered upwards", measure=last("filtered_positive"), limit=FILTERED,
+        name="filtered upwards", measured="share of rewarded tokens filtered", word="many",
+        measure=last("filtered_positive"), limit=FILTERED,
         advice="filters take more of what was rewarded than outliers: look at kl_k3, swarmq doctor tells its causes apart",
     ),
     Sign(
-        name="filtered downwards", measure=last("filtered_negative"), limit=FILTERED,
+        name="filtered downwards", measured="share of punished tokens filtered", word="many",
+        measure=last("filtered_negative"), limit=FILTERED,
         advice="filters take more of what was punished than outliers: look at kl_k3, swarmq doctor tells its causes apart",
     ),
     Sign(
-        name="truncated answers", measure=last("truncated"), limit=0.3,
+        name="truncated answers", measured="share of answers cut off", word="many",
+        measure=last("truncated"), limit=0.3,
         advice="token limits cut many answers off: raise sampling.max_tokens, or set length_penalty",
     ),
     Sign(
-        name="gradient growing", measure=over_first("grad_norm"), limit=10.0,
+        name="gradient growing", measured="gradient norm over that of the first 10 steps", word="growing",
+        measure=over_first("grad_norm"), limit=10.0,
         advice="the gradient norm grew tenfold: lower the learning rate or grad_clip",
     ),
     Sign(
-        name="steps skipped", measure=skipped, limit=0.0, level="error",
+        name="steps skipped", measured="share of steps skipped", word="wrong",
+        measure=skipped, limit=0.0, level="error",
         advice="steps changed nothing (`skipped` in their events says why): a filter leaves nothing, or gradients overflow",
     ),
 )  # fmt: skip
@@ -154,6 +175,7 @@ def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
         )
         return
     yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
+    yield from trends(steps)
 
 
 class Lookout:
@@ -170,9 +192,10 @@ class Lookout:
         """What shows since this step. All but errors take WINDOW steps to be told from chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
-        if len(self._steps) > 2 * WINDOW:
+        if len(self._steps) > WINDOW + LONGEST:
             del self._steps[WINDOW]
-        found = [f for f in _judged(self._steps) if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
+        found = [*_judged(self._steps), *trends(self._steps, only_signs=True)]
+        found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
         fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
         self._showed |= {f.check: self._count for f in found}
         return fresh
@@ -183,12 +206,11 @@ def _judged(steps: Steps) -> Iterator[Finding]:
         if (value := sign.measure(steps)) is None:
             continue
         shown = value < sign.limit if sign.below else value > sign.limit
-        side = "below" if sign.below else "above"
-        yield Finding(
-            level=sign.level if shown else "ok",
-            check=sign.name,
-            text=f"{value:.4g} ({side} {sign.limit:g} is a sign)" + (f": {sign.advice}" if shown else ""),
-        )
+        text = f"{sign.measured} {value:.4g} ({sign.word} {'below' if sign.below else 'above'} {sign.limit:g})"
+        if shown:
+            yield Finding(level=sign.level, check=sign.name, text=f"{text}: {sign.advice}")
+        else:
+            yield Finding(level="ok", check=sign.name, text=text, named=False)
 
 
 def _mean(steps: Steps, name: str) -> float | None:
