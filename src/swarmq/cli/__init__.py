@@ -5,6 +5,7 @@ from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     control,
     dead,
     engines,
+    init,
     reading,
     running,
     tasks,

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 
 import swarmq
 from support.proxy import ROOT, served
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
+from swarmq.cli import main
 from swarmq.client import readers, session, sync_client
 from swarmq.client.feed import feed
 from swarmq.client.fleet import Plan, work
@@ -181,6 +183,18 @@ def test_the_workers_agent_understands_its_data_set(run):
         report = client.evaluate(tasks, example.attempt, policies=["planner"], progress=False)
     assert (report.n, report.failed, report.mean_reward) == (5, 0, -0.1)
     assert len(KEYS) >= 5, "every episode has a key of its own"
+
+
+@pytest.mark.parametrize(("says", "reward"), [("6 times 7 is\n42", 1.0), ("42 it is", 0.0), ("\n41 ", 0.1)])
+def test_the_agent_of_swarmq_init_attempts_its_tasks(run, tmp_path, monkeypatch, says, reward):
+    assert CliRunner().invoke(main, ["init", str(tmp_path / "new")]).exit_code == 0
+    agent = load("agent", tmp_path / "new" / "agent.py")
+    check_signature(agent.attempt)
+    tasks = list(readers.read_tasks(str(tmp_path / "new" / "tasks.jsonl"), limit=3))
+    monkeypatch.setattr(Model, "says", says.replace("42", str(tasks[0].payload["answer"])))
+    with swarmq.SwarmClient() as client:
+        report = client.evaluate(tasks[:1], agent.attempt, policies=["planner"], progress=False)
+    assert (report.n, report.failed, report.mean_reward) == (1, 0, reward)
 
 
 @pytest.mark.broker
