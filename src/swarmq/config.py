@@ -88,6 +88,9 @@ class Proxy(Settings, frozen=True, kw_only=True):
     """Calls of one episode at a time, so that no key takes all places; what is beyond is answered 429."""
     remote_images: bool = False
     """Engines fetch images from https urls that agents name, with the rights of the engine's host in its network."""
+    server_tools: Literal["leave_out", "refuse"] = "leave_out"
+    """Tools that a provider would run (web search, code interpreter, remote MCP servers): left out of the request and named in
+    the header `x-swarmq-overridden`, or answered 400."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
     traces: bool = False

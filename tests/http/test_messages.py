@@ -243,7 +243,7 @@ async def test_words_put_into_its_mouth_are_continued(stage, agent):
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "document"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "text must be text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "web_search_20250305"),
+        ({"tools": [{"type": "bash_20250124", "name": "w"}]}, "bash_20250124"),
         ({"tool_choice": {"type": "sometimes"}}, "tool_choice"),
     ],
 )

@@ -131,7 +131,7 @@ async def test_a_reference_is_that_item_alone(stage, agent):
 
 
 def test_a_text_around_a_call_is_one_message_again():
-    told = Items(SimpleNamespace(call=SimpleNamespace(request_id="r", chat={})))
+    told = Items(SimpleNamespace(call=SimpleNamespace(request_id="r", chat={}, body={})))
     conversations = Conversations()
     call = {"index": 0, "id": "c", "function": {"name": "add", "arguments": "{}"}}
     message: dict = {"role": "assistant", "content": ""}
@@ -258,7 +258,7 @@ async def test_options_reach_the_engine_in_chat_s_words(stage, agent):
         ({"input": [{"role": "robot", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "custom", "name": "w"}]}, "tools"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
         ({"background": True}, "background"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

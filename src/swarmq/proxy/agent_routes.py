@@ -65,6 +65,7 @@ def agent_routes(
     serving: Serving,
     body_timeout_s: float,
     remote_images: bool,
+    refuses_tools: bool,
 ) -> list[HTTPRouteHandler]:
     """`claims_of` reads a request's key, or raises RefusedError."""
 
@@ -89,7 +90,9 @@ def agent_routes(
                 memory.conversations,
                 aliases=aliases,
                 remote_images=remote_images,
+                refuses_tools=refuses_tools,
             )
+        meter.leave_out(call.left_out)
         if call.policy not in pools:
             raise _no_model(call.policy, [name for name in claims.policies if name in pools])
         return call

@@ -58,6 +58,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """Field of `chat` -> what the agent calls it, where that is another name."""
     cuts: bool = False
     """Agents of the dialect have to say `max_tokens` and say more than there is: evaluation cuts it to the model's room."""
+    left_out: tuple[str, ...] = ()
+    """Types of the tools that only a provider could run."""
 
 
 class Call(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +75,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     kept: Kept | None = None
     names: Mapping[str, str] = {}
     cuts: bool = False
+    left_out: tuple[str, ...] = ()
     stream: bool
     retry: int
     counts_retries: bool = False

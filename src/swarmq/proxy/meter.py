@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from swarmq.drift import EDITED, LOST, Drift
@@ -36,11 +36,14 @@ class Meter:
     errors: int = 0
     unusable: Counter[str] = dataclasses.field(default_factory=Counter)
     """Answers of engines that nothing can be learned from, by reason."""
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Requests whose tools of a type were left out, because only a provider could run them."""
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
+    _warned_of_tools: set[str] = dataclasses.field(default_factory=set)
     _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
     """Policy, engine, reason -> what was wrong, since the last look at alerts."""
     _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
@@ -70,6 +73,10 @@ class Meter:
         if (policy, limit) not in self._cuts_told:
             self._cuts[policy, limit] = max(asked, self._cuts.get((policy, limit), 0))
 
+    def leave_out(self, kinds: Iterable[str]) -> None:
+        """Count a request whose tools of these types were left out."""
+        self.left_out.update(kinds)
+
     def fields(self) -> dict[str, Any]:
         return {
             "calls": self.total("calls"),
@@ -79,6 +86,7 @@ class Meter:
             "kinds": {kind: dict(counts) for kind, counts in self.by_kind.items()},
             "errors": self.errors,
             "unusable_answers": dict(self.unusable),
+            "tools_left_out": dict(self.left_out),
             "continued": self.drift.continued,
             "repaired": self.drift.repaired,
             "drift_rate": self.drift.rate,
@@ -87,7 +95,8 @@ class Meter:
 
     def alerts(self) -> list[str]:
         """A line for each engine whose answers could not be used since the last look, for each limit that cuts what agents ask
-        for (once), and for each policy whose drift has come above the threshold; the last again only after it was well below."""
+        for and each type of tool that was left out (once), and for each policy whose drift has come above the threshold; the
+        last again only after it was well below."""
         lines = [
             f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
             "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
@@ -101,6 +110,12 @@ class Meter:
         ]
         self._cuts_told |= self._cuts.keys()
         self._cuts.clear()
+        for kind in self.left_out.keys() - self._warned_of_tools:
+            self._warned_of_tools.add(kind)
+            lines.append(
+                f"agents offer the model tools of type {kind}, which only a provider could run: they are left out of the request and "
+                "named in x-swarmq-overridden; take them out of the agent, or refuse them (proxy.server_tools)"
+            )
         for policy, window in self._recent.items():
             if len(window) < self.window:
                 continue

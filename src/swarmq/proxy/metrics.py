@@ -79,6 +79,12 @@ class Metrics(Collector):
         for reason, count in meter.unusable.items():
             unusable.add_metric([reason], count)
         yield unusable
+        left_out = CounterMetricFamily(
+            "swarmq_tools_left_out", "Requests whose tools only a provider could run, by their type.", labels=["type"]
+        )
+        for kind, count in meter.left_out.items():
+            left_out.add_metric([kind], count)
+        yield left_out
         forgotten = CounterMetricFamily(
             "swarmq_episodes_forgotten", "Episodes whose memory went, by reason.", labels=["reason"]
         )

@@ -39,6 +39,10 @@ log = structlog.get_logger()
 _canonical = msgspec.json.Encoder(order="deterministic")
 MAX_RETRIES_TOLD = 1000
 MAX_TOP_LOGPROBS = 20
+SERVER_TOOLS = re.compile(
+    r"(web_search|web_fetch|file_search|code_interpreter|code_execution|image_generation|mcp|tool_search|advisor)"
+)
+"""How the types of tools begin that a provider runs, in OpenAI's and Anthropic's APIs."""
 AGENT = re.compile(r"[\w.:/-]{1,64}", re.ASCII)
 """What an agent may call itself."""
 
@@ -90,11 +94,20 @@ def read(
     *,
     aliases: Mapping[str, Sequence[str]] | None = None,
     remote_images: bool = False,
+    refuses_tools: bool = False,
 ) -> Call:
-    """`told`: the request's headers. `aliases`: policy -> other names that it goes by. Raises RefusedError for what cannot be meant, or a model that the key does not permit."""
+    """`told`: the request's headers. `aliases`: policy -> other names that it goes by. `refuses_tools`: that a provider would run.
+
+    Raises RefusedError for what cannot be meant, or a model that the key does not permit.
+    """
     body = object_of(raw)
     ask = dialect.ask(body, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
+    if ask.left_out and refuses_tools:
+        raise RefusedError(
+            f"tools of type {', '.join(ask.left_out)} are not served: only a provider could run them (proxy.server_tools)",
+            code="unsupported_tool", param="tools",
+        )  # fmt: skip
     check_arguments(chat["messages"])
     check_served(body)
     check_limits(chat)
@@ -120,6 +133,7 @@ def read(
         kept=ask.kept,
         names=ask.names,
         cuts=ask.cuts,
+        left_out=ask.left_out,
         began_at=time.time(),
         began=time.monotonic(),
     )
@@ -131,7 +145,7 @@ def headers(begun: Begun) -> dict[str, str]:
         **request_headers(call.request_id),
         "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
     }
-    overridden = [*begun.overridden, *ignored(call.body)]
+    overridden = [*begun.overridden, *ignored(call.body), *(f"tools.{kind}" for kind in call.left_out)]
     return {**told, "x-swarmq-overridden": ", ".join(overridden)} if overridden else told
 
 
@@ -221,6 +235,13 @@ def objects(value: Any, param: str) -> list[Json]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise RefusedError(f"{param} must be a list of objects", param=param)
     return value
+
+
+def served_tools(tools: Sequence[Json]) -> tuple[list[Json], tuple[str, ...]]:
+    """The tools without those that a provider would run, and the types of the latter."""
+    theirs = [SERVER_TOOLS.match(str(tool.get("type"))) for tool in tools]
+    left_out = dict.fromkeys(match[0] for match in theirs if match)
+    return [tool for tool, match in zip(tools, theirs, strict=True) if not match], tuple(left_out)
 
 
 def listed(body: Json, name: str) -> list[Json]:

@@ -10,7 +10,17 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, listed, not_served, options, string, top_logprobs
+from swarmq.proxy.dialects.base import (
+    MAX_TOP_LOGPROBS,
+    count,
+    flag,
+    listed,
+    not_served,
+    options,
+    served_tools,
+    string,
+    top_logprobs,
+)
 from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
@@ -28,7 +38,7 @@ class Chat:
             raise RefusedError("messages must be a list of at least one message", param="messages")
         for at, message in enumerate(messages):
             string(message, "role", f"messages[{at}]")
-        listed(body, "tools")
+        tools, left_out = served_tools(listed(body, "tools"))
         for name in ("stream_options", "response_format"):
             options(body, name)
         if not isinstance(body.get("tool_choice"), str):
@@ -41,7 +51,12 @@ class Chat:
         if (body.get("modalities") or ["text"]) != ["text"]:
             raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
         names = {"max_tokens": "max_completion_tokens"} if body.get("max_completion_tokens") else {}
-        return Ask(chat={name: value for name, value in body.items() if name != "prompt"}, names=names)
+        chat = {name: value for name, value in body.items() if name != "prompt"}
+        if left_out:
+            chat["tools"] = tools or None
+            if not tools and chat.get("tool_choice") in ("auto", "none"):
+                del chat["tool_choice"]
+        return Ask(chat=chat, names=names, left_out=left_out)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         return {

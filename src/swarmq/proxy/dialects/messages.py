@@ -16,7 +16,17 @@ from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import answer_id, flat, listed, named, not_served, objects, options, string
+from swarmq.proxy.dialects.base import (
+    answer_id,
+    flat,
+    listed,
+    named,
+    not_served,
+    objects,
+    options,
+    served_tools,
+    string,
+)
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -62,7 +72,8 @@ class Messages:
             raise RefusedError("stop_sequences must be a list", param="stop_sequences")
         if stops:
             chat["stop"] = stops
-        return Ask(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True)
+        _, left_out = served_tools(listed(body, "tools"))
+        return Ask(chat=chat, names={"thinking_token_budget": "thinking"}, cuts=True, left_out=left_out)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         [ended] = choices
@@ -71,7 +82,7 @@ class Messages:
         if thought := message.get("reasoning"):
             blocks.append({"type": "thinking", "thinking": thought, "signature": answer_id(begun)})
         if text := message.get("content"):
-            blocks.append({"type": "text", "text": text, "citations": None})
+            blocks.append({"type": "text", "text": text})
         for index, call in enumerate(message.get("tool_calls") or ()):
             function = call["function"]
             identity = call.get("id") or _call_id(begun, index)
@@ -98,7 +109,8 @@ class CountTokens(Messages):
     body = schemas.COUNT_TOKENS
 
     def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
-        return Ask(chat=prompt_of(body))
+        _, left_out = served_tools(listed(body, "tools"))
+        return Ask(chat=prompt_of(body), left_out=left_out)
 
 
 class MessageWriter:
@@ -129,7 +141,7 @@ class MessageWriter:
     def end(self, ended: Ended) -> bytes:
         if self._count == 0 and self._blank:
             self._blank, blank = "", self._blank
-            self._ensure("text", {"type": "text", "text": "", "citations": None})
+            self._ensure("text", {"type": "text", "text": ""})
             self._delta({"type": "text_delta", "text": blank})
         self._close()
         usage = _usage(self._begun, ended.num_tokens)
@@ -148,7 +160,7 @@ class MessageWriter:
             self._blank += text
             return
         text, self._blank = self._blank + text, ""
-        self._ensure("text", {"type": "text", "text": "", "citations": None})
+        self._ensure("text", {"type": "text", "text": ""})
         self._delta({"type": "text_delta", "text": text})
 
     def _call(self, index: int, identity: str | None, function: Json) -> None:
@@ -194,9 +206,11 @@ def prompt_of(body: Json) -> Json:
             code="unsupported_parameter", param="context_management",
         )  # fmt: skip
     chat: Json = {"messages": [*_system(body.get("system")), *_conversation(body.get("messages"))]}
-    if tools := listed(body, "tools"):
+    tools, left_out = served_tools(listed(body, "tools"))
+    if tools:
         chat["tools"] = [_tool(tool) for tool in tools]
-    chat |= _tool_choice(options(body, "tool_choice"))
+    choice = _tool_choice(options(body, "tool_choice"))
+    chat |= {} if left_out and not tools and choice.get("tool_choice") in (None, "none") else choice
     output = options(body, "output_config")
     if wanted := options(output, "format") or options(body, "output_format"):
         chat["response_format"] = {

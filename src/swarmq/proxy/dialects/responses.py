@@ -7,7 +7,7 @@ assistant message ──> output items  reasoning, then message, then one functi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -29,6 +29,7 @@ from swarmq.proxy.dialects.base import (
     not_served,
     objects,
     options,
+    served_tools,
     string,
     top_logprobs,
 )
@@ -83,10 +84,12 @@ class Responses:
         chat["messages"] = _instructed(body, messages)
         if limit := count(body, "max_output_tokens"):
             chat["max_tokens"] = limit
-        if tools := listed(body, "tools"):
-            chat["tools"] = [_tool(tool) for tool in tools]
-        if body.get("tool_choice") is not None:
-            chat["tool_choice"] = _tool_choice(body["tool_choice"])
+        given, left_out = served_tools(listed(body, "tools"))
+        if tools := [_tool(tool, namespace) for namespace, tool in _functions(given)]:
+            chat["tools"] = tools
+        choice = _tool_choice(body.get("tool_choice"))
+        if choice is not None and (tools or choice not in ("auto", "none")):
+            chat["tool_choice"] = choice
         if wanted := _format(options(options(body, "text"), "format")):
             chat["response_format"] = wanted
         if effort := options(body, "reasoning").get("effort"):
@@ -101,7 +104,7 @@ class Responses:
         flag(body, "parallel_tool_calls")
         flag(body, "store")
         kept = None if body.get("store") is False else Kept(messages=messages, name=lambda call_id, _: call_id)
-        return Ask(chat=chat, kept=kept, names=FIELDS)
+        return Ask(chat=chat, kept=kept, names=FIELDS, left_out=left_out)
 
     def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
         [ended] = choices
@@ -128,6 +131,7 @@ class Items:
         """Index of the item that grows."""
         self._calls: dict[int, int] = {}
         """Index of a call within the message -> index of its item."""
+        self._names = _namespaced(begun.call.body)
         self.items: list[Json] = []
 
     def add(self, delta: Json, logprobs: Sequence[Logprob] = ()) -> None:
@@ -175,7 +179,8 @@ class Items:
         if index not in self._calls:
             identity = identity or f"call_{self._request_id}_{index}"
             name = function.get("name") or ""
-            self._begin({"type": "function_call", "call_id": identity, "name": name, "arguments": ""})
+            names = self._names.get(name, {"name": name})
+            self._begin({"type": "function_call", "call_id": identity, **names, "arguments": ""})
             self._calls[index] = len(self.items) - 1
         at = self._calls[index]
         if arguments := function.get("arguments"):
@@ -384,7 +389,8 @@ def _message(item: Json, where: str) -> Json:
                 raise RefusedError(f"role must be one of {', '.join(ROLES)}", param=f"{where}.role")
             return {"role": ROLES[role], "content": _content(item.get("content"), f"{where}.content")}
         case "function_call":
-            call = {"name": string(item, "name", where), "arguments": string(item, "arguments", where)}
+            name = _flat_name(item.get("namespace"), string(item, "name", where))
+            call = {"name": name, "arguments": string(item, "arguments", where)}
             called = [{"id": string(item, "call_id", where), "type": "function", "function": call}]
             return {"role": "assistant", "content": "", "tool_calls": called}
         case "function_call_output":
@@ -417,21 +423,44 @@ def _part(part: Json, where: str) -> Json:
             raise RefusedError(f"content of type {other!r:.100} is not served, only text and images", param=where)
 
 
-def _tool(tool: Json) -> Json:
-    if tool.get("type") != "function":
-        raise RefusedError(
-            f"tools of type {tool.get('type')!r:.100} are not served, only functions that the agent runs itself",
-            code="unsupported_tool", param="tools",
-        )  # fmt: skip
-    function = {key: tool[key] for key in ("name", "description", "parameters", "strict") if tool.get(key) is not None}
-    return {"type": "function", "function": function}
+def _functions(tools: Sequence[Json]) -> Iterator[tuple[str, Json]]:
+    """Every function with its namespace, "" for none. Raises RefusedError for tools that are no functions."""
+    for tool in tools:
+        namespace, inner = "", [tool]
+        if tool.get("type") == "namespace":
+            namespace, inner = string(tool, "name", "tools"), objects(tool.get("tools"), "tools")
+        for function in inner:
+            if function.get("type") != "function":
+                raise RefusedError(
+                    f"tools of type {function.get('type')!r:.100} are not served, only functions that the agent runs itself",
+                    code="unsupported_tool", param="tools",
+                )  # fmt: skip
+            string(function, "name", "tools")
+            yield namespace, function
+
+
+def _namespaced(body: Json) -> dict[str, Json]:
+    """Flat name -> fields by which the agent knows the function; of those in namespaces."""
+    named = _functions([tool for tool in body.get("tools") or () if tool.get("type") == "namespace"])
+    return {_flat_name(space, tool["name"]): {"namespace": space, "name": tool["name"]} for space, tool in named}
+
+
+def _flat_name(namespace: Any, name: str) -> str:
+    """What the model calls a function: as vLLM does where it flattens namespaces itself."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _tool(tool: Json, namespace: str) -> Json:
+    function = {key: tool[key] for key in ("description", "parameters", "strict") if tool.get(key) is not None}
+    return {"type": "function", "function": {"name": _flat_name(namespace, tool["name"]), **function}}
 
 
 def _tool_choice(choice: Any) -> Any:
-    if choice in ("auto", "none", "required"):
+    if choice in (None, "auto", "none", "required"):
         return choice
     if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": string(choice, "name", "tool_choice")}}
+        name = _flat_name(choice.get("namespace"), string(choice, "name", "tool_choice"))
+        return {"type": "function", "function": {"name": name}}
     raise RefusedError("tool_choice must be auto, none, required or a function's name", param="tool_choice")
 
 
