@@ -346,7 +346,9 @@ class Control(Record, frozen=True, kw_only=True, tag="control"):
     """The command that brought this number; empty where the collector decided by itself."""
 
 
-EventName = Literal["state", "step", "weights", "episode", "eval", "stage", "warning", "control", "evaluated"]
+EventName = Literal[
+    "state", "step", "weights", "episode", "eval", "stage", "warning", "control", "evaluated", "refused"
+]
 
 
 class Event(Record, frozen=True, kw_only=True, tag="event"):

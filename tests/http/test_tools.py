@@ -102,3 +102,18 @@ async def test_text_blocks_of_messages_have_no_empty_citations(stage, streamed):
     body = {"model": "main", "messages": [HI], "max_tokens": 30, "stream": streamed}
     status, _, raw = await stage.post(body, "/v1/messages")
     assert (status, b"citations" in raw) == (200, False)
+
+
+async def test_an_episode_whose_calls_are_refused_is_told_of_once_with_the_reason(stage):
+    """The collector learns so why an episode ends without a turn."""
+    body = {**BODIES["/v1/responses"], "tools": [{"type": "custom", "name": "patch"}]}
+    told = []
+    async with stage.broker.events("r") as events:
+        for episode in ("e1", "e1", "e2"):
+            await stage.refused(body, path="/v1/responses", key=stage.key(episode))
+        async for event in events:
+            if event.name == "refused":
+                told.append((event.fields["episode_id"], "custom" in event.fields["why"]))
+            if told and told[-1][0] == "e2":
+                break
+    assert told == [("e1", True), ("e2", True)]

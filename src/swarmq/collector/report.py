@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
@@ -10,6 +11,8 @@ import msgspec
 from swarmq.collector.core import Core
 from swarmq.messages import Control
 
+MAX_REFUSED = 4096
+"""Episodes whose refused calls are remembered."""
 PATIENCE_S = 120.0
 """How long something may stand still before it is called out, and how often it is repeated."""
 
@@ -64,11 +67,20 @@ class Watch:
 
 
 class NoTurns:
-    """Tells of episodes that ended without a model call: their agent has another address or key in mind."""
+    """Tells of episodes that ended without a model call: their calls were refused, or their agent has another address or key
+    in mind."""
 
     def __init__(self) -> None:
         self._num = 0
         self._tell_at = 0.0
+        self._refused: OrderedDict[str, str] = OrderedDict()
+        """Episode -> why a proxy refused its first call that was refused."""
+
+    def hear(self, refused: Mapping[str, Any]) -> None:
+        """The fields of a proxy's `refused` event."""
+        self._refused[str(refused.get("episode_id"))] = str(refused.get("why"))
+        if len(self._refused) > MAX_REFUSED:
+            self._refused.popitem(last=False)
 
     def look(self, episode: Mapping[str, Any], now: float) -> str | None:
         """A line, at most each PATIENCE_S, for the fields of an `episode` event."""
@@ -78,9 +90,12 @@ class NoTurns:
         if now < self._tell_at:
             return None
         num, self._num, self._tell_at = self._num, 0, now + PATIENCE_S
+        who = f"the last {episode['episode_id']} of client {episode['client_id']}, kind {episode['kind']}"
+        if why := self._refused.get(episode["episode_id"]):
+            return f"{num} episodes ended without an answered model call and are not trained, {who}: its calls were refused: {why}"
         return (
-            f"{num} episodes ended without a model call and are not trained, the last {episode['episode_id']} of client "
-            f"{episode['client_id']}, kind {episode['kind']}: does the agent use ep.base_url and ep.api_key?"
+            f"{num} episodes ended without a model call and are not trained, {who}: does the agent use ep.base_url and "
+            "ep.api_key?"
         )
 
 

@@ -97,6 +97,7 @@ class Collector:
                 tasks.create_task(self._ticker()),
                 tasks.create_task(self._warden()),
                 tasks.create_task(self._reporter()),
+                tasks.create_task(self._listen()),
             ]
             await stop.wait()
             for task in others:
@@ -168,6 +169,13 @@ class Collector:
 
         await self._decide(decide)
         return refused
+
+    async def _listen(self) -> None:
+        """Hear from the proxies whose calls were refused."""
+        async with self._broker.events(self.job.run) as events:
+            async for event in events:
+                if event.name == "refused":
+                    self._no_turns.hear(event.fields)
 
     async def _give_back(self) -> None:
         """Put tasks that invited clients return on their queues again. A crash after the confirm does it twice, which a slot's

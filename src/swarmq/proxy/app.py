@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -39,6 +40,11 @@ from swarmq.proxy.served import Serving
 from swarmq.proxy.tuning import Tuning
 
 STATE_EVERY_S = 2.0
+EPISODE = "swarmq_episode"
+"""Where a request keeps whose it is."""
+AT_FAULT = frozenset({400, 404, 408, 413})
+"""Statuses of calls that an agent has to change before it gets an answer."""
+MAX_KNOWN, MAX_WHY = 4096, 300
 log = structlog.get_logger()
 
 
@@ -89,7 +95,11 @@ def create_app(
     removed = Removed(job.run_folder.clients)
 
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
-        return keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)
+        claims = keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)
+        request.state[EPISODE] = claims.episode_id
+        return claims
+
+    refused = Refused()
 
     @get("/health")
     async def health() -> Response[dict[str, Any]]:
@@ -129,10 +139,10 @@ def create_app(
     async def reporting(_: Litestar) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
             reporter = tasks.create_task(_report(job.run, source, meter, episodes, broker, state_every_s))
-            telling = tasks.create_task(serving.tell())
+            others = [tasks.create_task(serving.tell()), tasks.create_task(refused.tell(job.run, source, broker))]
             yield
-            reporter.cancel()
-            telling.cancel()
+            for task in (reporter, *others):
+                task.cancel()
 
     def refuse(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
         path = request.url.path
@@ -146,6 +156,8 @@ def create_app(
                 )  # fmt: skip
         refusal = refusal_of(error)
         meter.errors += 1
+        if refusal.status in AT_FAULT and (episode_id := request.state.get(EPISODE)):
+            refused.add(episode_id, refusal.message)
         told = {**refusal.headers, **request_headers(new_id())}
         if isinstance(error, MethodNotAllowedException):
             told |= error.headers or {}
@@ -189,6 +201,27 @@ def create_app(
         request_max_body_size=job.proxy.max_body_bytes,
         logging_config=None,
     )
+
+
+class Refused:
+    """Episodes that a call was refused of, told to the collector once each: an episode without a turn has a reason then."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def add(self, episode_id: str, why: str) -> None:
+        if episode_id not in self._known:
+            self._known[episode_id] = None
+            self._told.put_nowait((episode_id, why[:MAX_WHY]))
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    async def tell(self, run: str, source: str, broker: Publisher) -> None:
+        while True:
+            episode_id, why = await self._told.get()
+            fields = {"episode_id": episode_id, "why": why}
+            await broker.emit(Event(run=run, source=source, name="refused", at=time.time(), fields=fields))
 
 
 async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], None]]) -> None:

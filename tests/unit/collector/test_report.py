@@ -86,6 +86,15 @@ def test_every_episode_that_began_is_somewhere(make_bench, say):
     assert told["versions"] == {"main": 1}
 
 
+def test_an_episode_whose_calls_were_refused_is_told_with_the_reason(make_bench, say):
+    bench, told = make_bench(group_size=1), NoTurns()
+    bench.take(say.begin("a", "a"), say.end("a"))
+    told.hear({"episode_id": "a", "why": "tools of type 'namespace' are not served"})
+    line = told.look(bench.events("episode")[0], 0.0)
+    assert "its calls were refused: tools of type 'namespace' are not served" in line
+    assert "ep.base_url" not in line
+
+
 def test_episodes_without_a_model_call_are_told_of_patiently(make_bench, say):
     bench, told = make_bench(group_size=1), NoTurns()
     for name in "abcd":
