@@ -33,6 +33,7 @@ from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.launch import EngineProcess
+from swarmq.engine.roster import Roster
 from swarmq.errors import BrokerError
 from swarmq.messages import Slot, Task
 from swarmq.process import free_port, tail
@@ -193,7 +194,9 @@ class World:
         await self.broker.declare(RUN, policies=[POLICY], kinds=[KIND])
         if vllm:
             policy = self.job.policies[POLICY]
-            self.engine = EngineProcess(policy, port=engine_port, log_path=self.logs / "engine.log")
+            self.engine = EngineProcess(
+                policy, port=engine_port, log_path=self.logs / "engine.log", secret=Roster(self.job).secret()
+            )
             await stack.enter_async_context(self.engine)
         else:
             self._add("engine", ["benchmarks.faults_engine", str(engine_port), str(journal)])

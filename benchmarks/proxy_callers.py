@@ -37,6 +37,8 @@ class Target(msgspec.Struct, frozen=True):
     urls: list[str]
     model: str
     logprobs: bool
+    key: str = ""
+    """For callers of an engine; empty: the keys of episodes."""
 
 
 class Callers:
@@ -68,7 +70,7 @@ class Callers:
             "temperature": 1.0,
             "logprobs": self._target.logprobs,
         }
-        key = episode_key(self._settings.secret, mode="eval")
+        key = self._target.key or episode_key(self._settings.secret, mode="eval")
         async with contextlib.aclosing(streamed(self._http, url, key, body)) as blocks:
             async for _ in blocks:
                 pass

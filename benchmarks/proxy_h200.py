@@ -40,7 +40,9 @@ from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import SwarmJob
+from swarmq.engine.guard import authorized
 from swarmq.engine.launch import EngineProcess
+from swarmq.engine.roster import Roster
 from swarmq.process import free_port
 
 COUNTER = "vllm:generation_tokens_total"
@@ -146,7 +148,13 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         tree = {"run": RUN, "folder": str(folder), "policies": {"main": policy}, "broker": {"url": node.amqp_url}}
         job = SwarmJob.build(tree)
         engine = await stack.enter_async_context(
-            EngineProcess(job.policies["main"], port=port, log_path=folder / "engine.log", progress=print)
+            EngineProcess(
+                job.policies["main"],
+                port=port,
+                log_path=folder / "engine.log",
+                secret=Roster(job).secret(),
+                progress=print,
+            )
         )
         if arguments.engine_cores:
             give_cores(arguments.engine_cores)
@@ -171,8 +179,8 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         proxies = [f"http://127.0.0.1:{own}/v1" for own in ports]
         plain = ([f"{engine.url}/v1"], str(folder / "model"))
         ways = {
-            "direct": Target(*plain, logprobs=False),
-            "direct_logprobs": Target(*plain, logprobs=True),
+            "direct": Target(*plain, logprobs=False, key=engine.secret),
+            "direct_logprobs": Target(*plain, logprobs=True, key=engine.secret),
             "proxy": Target(proxies, "main", logprobs=False),
         }
         rates: dict[str, list[float]] = {name: [] for name in ways}
@@ -180,7 +188,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         for number in range(1 + arguments.repeats):
             order = reversed(ways.items()) if number % 2 else ways.items()  # machines get quicker or slower meanwhile
             for name, target in order:
-                tokens_per_s, spent = await rate(http, engine.url, callers, target, arguments.seconds)
+                tokens_per_s, spent = await rate(http, engine, callers, target, arguments.seconds)
                 each = ", ".join(f"{part} {micros:.0f}" for part, micros in spent.items())
                 print(f"{name}: {tokens_per_s:.0f} tokens/s; us of processor a token: {each}", flush=True)
                 if number:
@@ -219,7 +227,7 @@ def processor_seconds() -> dict[tuple[str, int], float]:
 
 
 async def rate(
-    http: aiohttp.ClientSession, engine: str, callers: Callers, target: Target, seconds: float
+    http: aiohttp.ClientSession, engine: EngineProcess, callers: Callers, target: Target, seconds: float
 ) -> tuple[float, dict[str, float]]:
     """Sampled tokens a second with all streams open, and microseconds of processor a token, by part."""
     await callers.tell(target)
@@ -233,9 +241,9 @@ async def rate(
     return tokens / took_s, dict(spent)
 
 
-async def sampled(http: aiohttp.ClientSession, engine: str) -> float:
+async def sampled(http: aiohttp.ClientSession, engine: EngineProcess) -> float:
     """Tokens that vLLM has sampled until now."""
-    async with http.get(f"{engine}/metrics") as response:
+    async with http.get(f"{engine.url}/metrics", headers=authorized(engine.secret)) as response:
         lines = (await response.text()).splitlines()
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(COUNTER))
 

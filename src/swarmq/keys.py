@@ -199,6 +199,11 @@ def is_sealed(secret: bytes, task: Task) -> bool:
     return hmac.compare_digest(seal_task(secret, task).seal, task.seal)
 
 
+def engine_secret(root: bytes) -> str:
+    """What the run's engines ask every caller for."""
+    return hmac.digest(root, b"engines", hashlib.sha256).hex()
+
+
 def operator_member(name: str) -> str:
     """Under which the revocation of an operator's tokens is kept: no name that a client can have."""
     return f"{OPERATOR_MEMBER}{name}"

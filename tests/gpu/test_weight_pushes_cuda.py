@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine import KNOWN, SECRET
 from support.tiny_model import tiny_experts, tiny_model
 from swarmq.config import Engine, Lora, Policy, Train
 from swarmq.engine.control import EngineControl
@@ -50,8 +51,10 @@ async def serving(
     folder = model or tiny_model()
     policy = Policy(model=str(folder), engine=engine)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    async with EngineProcess(policy, port=free_port(), log_path=tmp_path / "engine.log", gpus=[gpu]) as process:
-        yield process.url, WeightPusher([process.url], tmp_path, patience_s=0), network
+    async with EngineProcess(
+        policy, port=free_port(), log_path=tmp_path / "engine.log", secret=SECRET, gpus=[gpu]
+    ) as process:
+        yield process.url, WeightPusher([process.url], tmp_path, secret=SECRET, patience_s=0), network
 
 
 @pytest.mark.parametrize("source", ["cuda", "cpu"])
@@ -110,7 +113,7 @@ async def test_adapters_are_merged_by_the_learner_or_by_the_engine(way: str, sou
             "adapters": AdaptersTransfer([url], tmp_path),
             "file": FileTransfer([url], tmp_path),
         }
-        pusher = WeightPusher([url], tmp_path, transfers=transfers, patience_s=0)
+        pusher = WeightPusher([url], tmp_path, secret=SECRET, transfers=transfers, patience_s=0)
         for version in (1, 2):
             with torch.no_grad():
                 for name, parameter in trainer.lm.named_parameters():
@@ -147,7 +150,10 @@ async def _sampled(url: str, model: Path | None = None) -> tuple[list[float], li
         "token_ids": PROMPT,
         "sampling_params": {"max_tokens": 16, "logprobs": 0, "ignore_eos": True},
     }
-    async with aiohttp.ClientSession() as http, http.post(f"{url}/inference/v1/generate", json=body) as response:
+    async with (
+        aiohttp.ClientSession(headers=KNOWN) as http,
+        http.post(f"{url}/inference/v1/generate", json=body) as response,
+    ):
         assert response.status == 200, await response.text()
         (choice,) = (await response.json())["choices"]
     return [token["logprob"] for token in choice["logprobs"]["content"]], choice["token_ids"]
@@ -169,7 +175,7 @@ KILLED_IN_AN_UPDATE = (
 
 async def test_an_engine_whose_learner_was_killed_in_an_update_sleeps_and_is_repaired(tmp_path: Path) -> None:
     async with serving(tmp_path, sleep=True) as (url, pusher, network):
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=KNOWN) as http:
             for path, body in KILLED_IN_AN_UPDATE:
                 async with http.post(url + path, json=body) as response:
                     assert response.status == 200, await response.text()

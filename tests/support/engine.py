@@ -13,9 +13,14 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import Engine, Policy
+from swarmq.engine.guard import authorized
 from swarmq.engine.launch import EngineProcess, is_cuda_build
 from swarmq.process import held_port
 
+SECRET = "of the tests' engines"
+"""What they ask every caller for."""
+KNOWN = authorized(SECRET)
+"""Headers with it."""
 TORCHVISION = (Path(sys.prefix) / "torchvision", Path(__file__).parent / "torchvision_cpu")
 """Where `make install` puts it, and what lets it be imported there."""
 
@@ -32,7 +37,9 @@ def running_engine(model: Path, log_path: Path, *arguments: str, sees: bool = Fa
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
-    engine = EngineProcess(tiny_policy(model, *arguments, trained=not sees), port=held_port(), log_path=log_path)
+    engine = EngineProcess(
+        tiny_policy(model, *arguments, trained=not sees), port=held_port(), log_path=log_path, secret=SECRET
+    )
     try:
         with pytest.MonkeyPatch.context() as patch:
             if sees and not is_cuda_build():  # a CUDA build has torchvision where everybody finds it

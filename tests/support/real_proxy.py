@@ -9,6 +9,7 @@ from pathlib import Path
 
 from aiohttp import ClientSession, ClientTimeout, TCPConnector
 
+from support.engine import SECRET
 from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
@@ -65,7 +66,9 @@ async def real_stage(
     ):
         engines = {}
         for name, url in {"main": engine_url, **{name: url for name, (_, url) in frozen.items()}}.items():
-            engines[name] = opened = await stack.enter_async_context(engine.open(url, deadline_s=PATIENCE_S))
+            engines[name] = opened = await stack.enter_async_context(
+                engine.open(url, deadline_s=PATIENCE_S, secret=SECRET)
+            )
             opened._lookup = opened._brief = ClientTimeout(total=PATIENCE_S)
         await broker.declare(run, policies=job.policies, kinds=job.mix)
         app = create_app(job, root=ROOT, engines={name: [opened] for name, opened in engines.items()}, broker=broker)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled
+from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled, stored
 from swarmq.config import RunFolder
 from swarmq.engine.roster import Roster
 
@@ -20,6 +20,7 @@ def engine() -> None:
     swarmq engine list runs/demo
     swarmq engine start runs/demo --policy main     one more vLLM, here, until Ctrl-C
     swarmq engine add runs/demo http://127.0.0.1:8007 --policy main
+    swarmq engine secret runs/demo                  what engines ask every caller for
     """
 
 
@@ -66,8 +67,24 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     from swarmq.engine.join import add
 
     roster, chosen = _engines_of(run, policy)
-    asyncio.run(add(roster, chosen, url))
+    warning = asyncio.run(add(roster, chosen, url))
     click.echo(f"{url} serves {chosen}")
+    if warning:
+        click.secho(f"warning: {warning}", fg="yellow", err=True)
+
+
+@engine.command("secret")
+@RUN
+def engine_secret(run: Path) -> None:
+    """Print what the engines of a run ask every caller for.
+
+    A vLLM that you start yourself asks for it, too, when it has it as $SWARMQ_ENGINE_SECRET and runs with
+    `--middleware swarmq.engine.guard.Guard`.
+
+    \b
+    swarmq engine secret runs/demo
+    """
+    click.echo(Roster(stored(run), RunFolder(run)).secret())
 
 
 @engine.command("remove")

@@ -11,7 +11,8 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from swarmq.engine.faults import unreached
+from swarmq.engine.faults import unreached, wrong_secret
+from swarmq.engine.guard import authorized
 from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.engine.versions import check_server
 from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
@@ -92,10 +93,11 @@ class VllmEngine:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def open(cls, url: str, *, deadline_s: float | None) -> AsyncIterator[VllmEngine]:
-        """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it."""
+    async def open(cls, url: str, *, deadline_s: float | None, secret: str = "") -> AsyncIterator[VllmEngine]:
+        """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it. `secret`:
+        what the server asks every caller for."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
-        async with aiohttp.ClientSession(connector=connector) as session:
+        async with aiohttp.ClientSession(connector=connector, headers=authorized(secret)) as session:
             yield cls(url, session, deadline_s=deadline_s)
 
     async def info(self) -> EngineInfo:
@@ -278,6 +280,8 @@ class VllmEngine:
             message, param = str(details["message"]), details.get("param")
         except (msgspec.MsgspecError, KeyError, TypeError):
             message, param = raw[:200].decode(errors="replace"), None
+        if status == 401:
+            return wrong_secret(self.url)
         if status == 404 and param != "model":
             return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
         if status == 501:  # what vLLM does not implement; it answers other requests

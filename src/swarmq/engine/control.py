@@ -42,16 +42,16 @@ import aiohttp
 import msgspec
 import structlog
 
-from swarmq.engine.faults import unreached
+from swarmq.engine.faults import unreached, wrong_secret
+from swarmq.engine.guard import FACTS, authorized
 from swarmq.engine.versions import check_server
-from swarmq.engine.weights_plugin import UNTOUCHED
+from swarmq.engine.weights_plugin import UNANNOUNCED, UNTOUCHED, UPDATING
 from swarmq.errors import EngineError, EngineRefusedError
 
 log = structlog.get_logger()
 
 T = TypeVar("T")
 
-UPDATING = "updating-"
 ASLEEP = "asleep-"
 CONDEMNED = "-restart"
 LOAD_S = 60.0
@@ -88,6 +88,11 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
         return self.awake_label.startswith(UPDATING)
 
     @property
+    def unannounced(self) -> bool:
+        """Whether somebody changed the weights while a version was served."""
+        return self.label == UNANNOUNCED
+
+    @property
     def asleep(self) -> bool:
         """Or about to be: the label is set before."""
         return self.label.startswith(ASLEEP)
@@ -122,6 +127,8 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     """The version of the library that it would broadcast with; empty where it has none."""
     loads: int = 0
     """Updates that have changed its weights."""
+    checksum: int | None = None
+    """Of what the newest of them brought, as it arrived."""
 
 
 class _Workers(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +140,8 @@ class Parcel(msgspec.Struct, frozen=True, kw_only=True):
 
     update_info: Mapping[str, Any]
     """For the backend inside vLLM: where they are."""
+    checksum: int | None = None
+    """Of what an engine fetches; None: it is not known."""
     size_bytes: int = 0
     send: Callable[[str, float], None] | None = None
     """What the learner does, in a thread, while an engine receives; given the engine's url and a limit in seconds."""
@@ -160,20 +169,24 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineControl:
-    """`async with EngineControl(url) as engine: await engine.update({"path": ...}, version=3)`."""
+    """`async with EngineControl(url, secret=secret) as engine: await engine.update({"path": ...}, version=3)`."""
 
-    def __init__(self, url: str, *, timeouts: Timeouts | None = None) -> None:
+    def __init__(self, url: str, *, secret: str = "", timeouts: Timeouts | None = None) -> None:
+        """`secret`: what the engine asks every caller for; empty for one that asks nobody."""
         self.url = url.rstrip("/")
+        self._headers = authorized(secret)
         self.timeouts = timeouts or Timeouts()
         self.phase = Phase.SERVING
         self.at_fault = False
         """Whether the newest update failed in an engine that had said how it is, and not because of the weights that came."""
+        self.served: list[Facts] = []
+        """What the workers said after the newest update."""
         self._session: aiohttp.ClientSession | None = None
         self._version_known = False
 
     async def __aenter__(self) -> Self:
         # vLLM closes the connection after each error; a kept one would fail the next call.
-        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True))
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=self._headers)
         return self
 
     async def __aexit__(
@@ -190,6 +203,15 @@ class EngineControl:
             return False
         return True
 
+    async def is_open(self) -> bool:
+        """Whether it obeys callers who do not know its secret. Raises EngineError where nobody answers."""
+        async with EngineControl(self.url, timeouts=self.timeouts) as stranger:
+            try:
+                await stranger._read(_Pause, "GET", "/is_paused")
+            except EngineRefusedError:
+                return False
+        return True
+
     async def status(self) -> Status:
         """Raises EngineError when the engine does not answer, is of another version of vLLM than we know, or was started
         without its control endpoints."""
@@ -199,7 +221,7 @@ class EngineControl:
             pause = await self._read(_Pause, "GET", "/is_paused")
         except EngineRefusedError as error:
             if error.status not in NO_ROUTE:
-                raise _unwell(error) from error
+                raise _unwell(self.url, error) from error
             raise EngineError(
                 f"engine {self.url} has no weight control ({error}): "
                 "use vLLM 0.30 to 0.33, started on a loopback address with VLLM_SERVER_DEV_MODE=1"
@@ -212,9 +234,9 @@ class EngineControl:
         return sum(int(float(count)) for count in OPEN_REQUESTS.findall(text.decode()))
 
     async def facts(self) -> list[Facts]:
-        """Of every worker; none from an engine that was started without our extension."""
+        """Of every worker; none from an engine that was started without our guard or our extension."""
         try:
-            return (await self._read(_Workers, "POST", "/collective_rpc", method="swarmq_facts")).results
+            return (await self._read(_Workers, "GET", FACTS)).results
         except EngineRefusedError:
             return []
 
@@ -307,7 +329,7 @@ class EngineControl:
             check_server(self.url, await self._read(dict, "GET", "/version"))
         except EngineRefusedError as error:
             if error.status not in NO_ROUTE:
-                raise _unwell(error) from error
+                raise _unwell(self.url, error) from error
         self._version_known = True
 
     async def _pause(self) -> None:
@@ -337,6 +359,10 @@ class EngineControl:
         for result in await asyncio.gather(*both, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result  # the engine's before the sender's, whom it may have left waiting
+        self.served = await self.facts()
+        loaded = {worker.checksum for worker in self.served}
+        if parcel.checksum is not None and loaded - {None, parcel.checksum}:
+            raise EngineError(f"engine {self.url} has loaded other weights than were sent: push again")
 
     async def _is_of_one_kind(self) -> bool:
         """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
@@ -399,6 +425,8 @@ class EngineControl:
             raise unreached(self.url, error) from error
 
 
-def _unwell(error: EngineRefusedError) -> EngineError:
+def _unwell(url: str, error: EngineRefusedError) -> EngineError:
     """An engine that fails when asked how it is refuses nothing: it may be well in a moment."""
+    if error.status == 401:
+        return wrong_secret(url)
     return EngineError(f"{error}; look into its log")

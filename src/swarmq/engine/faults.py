@@ -6,7 +6,16 @@ import os
 
 import aiohttp
 
+from swarmq.engine.guard import SECRET_ENV
 from swarmq.errors import EngineError
+
+
+def wrong_secret(url: str) -> EngineError:
+    """Our error for an engine whose guard does not know the caller."""
+    return EngineError(
+        f"the engine at {url} asks for another secret than this run's: start it with ${SECRET_ENV} as "
+        "`swarmq engine secret RUN` prints it"
+    )
 
 
 def unreached(url: str, error: aiohttp.ClientError | OSError) -> EngineError:

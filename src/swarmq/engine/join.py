@@ -6,6 +6,7 @@ The roster in the run folder is all that changes; proxies and learners look at i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -21,6 +22,10 @@ from swarmq.process import held_port, tail
 DRAIN_S = 600.0
 """How long an engine that leaves may take for the calls that are open there."""
 LOOK_S = 0.5
+OPEN = (
+    "{url} obeys everybody who reaches it: start it with --middleware swarmq.engine.guard.Guard and $SWARMQ_ENGINE_SECRET "
+    "(docs/access.md)"
+)
 
 
 class Seen(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,18 +40,31 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
 
 async def look(roster: Roster) -> list[Seen]:
     """Every engine of every policy."""
-    return [await _seen(policy, url) for policy, urls in roster.urls().items() for url in urls]
+    return [await _seen(policy, url, roster.secret()) for policy, urls in roster.urls().items() for url in urls]
 
 
-async def add(roster: Roster, policy: str, url: str) -> None:
-    """Raises EngineError for what is not an engine of ours or of the policy; nothing has changed then."""
+async def add(roster: Roster, policy: str, url: str) -> str:
+    """What to warn of; empty for nothing. Raises EngineError for what is not an engine of ours or of the policy; nothing has changed
+    then."""
     url = url.rstrip("/")
-    async with EngineControl(url) as engine:
+    async with EngineControl(url, secret=roster.secret()) as engine:
         await engine.status()
-    answers = await ids_of_all([url, *roster.urls()[policy]])
+        is_open = await engine.is_open()
+    answers = await ids_of_all([url, *roster.urls()[policy]], secret=roster.secret())
     if told := answers.pop(url, None):
         check_joins(url, told, answers)
     roster.add(policy, url)
+    return OPEN.format(url=url) if is_open else ""
+
+
+async def warn_of_open(urls: Sequence[str], secret: str) -> list[str]:
+    """A line for each engine that obeys everybody; those that do not answer yet are left out."""
+    lines = []
+    for url in urls:
+        with contextlib.suppress(EngineError):
+            async with EngineControl(url, secret=secret) as engine:
+                lines += [OPEN.format(url=url)] if await engine.is_open() else []
+    return lines
 
 
 def remove(roster: Roster, policy: str, url: str) -> None:
@@ -71,35 +89,38 @@ async def serve(
     """One more engine until cancelled; then it leaves, and ends when nothing is open there. Raises EngineError."""
     port = port or held_port()
     log_path = folder.logs / f"engine.{policy}.{port}.log"
-    async with EngineProcess(job.policies[policy], port=port, log_path=log_path, progress=report, gpus=gpus) as engine:
-        roster = Roster(job, folder)
+    roster = Roster(job, folder)
+    async with EngineProcess(
+        job.policies[policy], port=port, log_path=log_path, secret=roster.secret(), progress=report, gpus=gpus
+    ) as engine:
         roster.add(policy, engine.url)
         report(f"{engine.url} serves {policy}; Ctrl-C drains and stops it")
         try:
             status = await engine.wait()
         finally:
             roster.remove(policy, engine.url)
-            await _drained(engine.url, job.proxy.probe_every_s, report)
+            await _drained(engine, job.proxy.probe_every_s, report)
         raise EngineError(f"the engine ended with status {status}; the end of {log_path}:\n{tail(log_path)}")
 
 
-async def _drained(url: str, probe_every_s: float, report: Callable[[str], None]) -> None:
+async def _drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:
     """Return when proxies have noticed and nothing is open, or the engine is gone."""
-    report(f"{url} gets nothing new; waiting for what is open there")
+    report(f"{process.url} gets nothing new; waiting for what is open there")
     await asyncio.sleep(2 * probe_every_s)
     try:
-        async with asyncio.timeout(DRAIN_S), EngineControl(url) as engine:
+        async with asyncio.timeout(DRAIN_S), EngineControl(process.url, secret=process.secret) as engine:
             while await engine.open_requests():  # noqa: ASYNC110 - a server tells nobody that it is idle
                 await asyncio.sleep(LOOK_S)
     except (TimeoutError, EngineError):
         return  # it is stopped in any case
 
 
-async def _seen(policy: str, url: str) -> Seen:
+async def _seen(policy: str, url: str, secret: str) -> Seen:
     try:
-        async with EngineControl(url) as engine:
-            status = await engine.status()
+        async with EngineControl(url, secret=secret) as engine:
+            status, is_open = await engine.status(), await engine.is_open()
     except EngineError as error:
         return Seen(policy=policy, url=url, weights="", state=str(error))
     states = {"in doubt": status.in_doubt, "asleep": status.asleep, "paused": status.paused, "serves": True}
-    return Seen(policy=policy, url=url, weights=status.label, state=next(name for name, so in states.items() if so))
+    state = next(name for name, so in states.items() if so)
+    return Seen(policy=policy, url=url, weights=status.label, state=f"{state}, open to everybody" if is_open else state)

@@ -1,7 +1,7 @@
 """Starts a vLLM server for a policy, watches it, and stops it with everything it started.
 
-The server listens on the loopback address alone, because its control endpoints can replace the model. Agents reach
-it through the proxy only.
+The server listens on the loopback address alone and asks every caller for a secret (guard.py), because its control endpoints
+can replace the model. Agents reach it through the proxy only.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
+import secrets
 import shlex
 import signal
 import sys
@@ -23,6 +24,7 @@ from typing import Self
 
 from swarmq.config import Policy
 from swarmq.engine.control import EngineControl
+from swarmq.engine.guard import MIDDLEWARE, SECRET_ENV
 from swarmq.engine.last_words import root_cause
 from swarmq.engine.model import Model, check_model
 from swarmq.engine.overrides import check_arguments
@@ -55,6 +57,10 @@ CORES_EACH = 2
 ONE_THREAD_BELOW = 1024
 """Models narrower than this run as fast on one thread, and far faster than on several when the cores are shared."""
 
+PIECE = 512
+"""Tokens of prompts that larger models compute in one step on a CPU: nothing else happens in the engine meanwhile, no token is
+sampled and no question answered."""
+
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
     ("Starting to load model", "loading the weights"),
@@ -72,11 +78,14 @@ class EngineProcess:
         *,
         port: int,
         log_path: Path,
+        secret: str | None = None,
         progress: Callable[[str], None] | None = None,
         gpus: Sequence[int] | None = None,
     ) -> None:
-        """`progress` gets a few words whenever the start enters a new stage. `gpus`: all without it."""
+        """`secret`: what callers must send; one of its own without it. `progress` gets a few words whenever the start enters a new
+        stage. `gpus`: all without it."""
         self.url = f"http://{HOST}:{port}"
+        self.secret = secret or secrets.token_hex(32)
         self.log_path = log_path
         """How long the last start took."""
         self.given_up = ""
@@ -100,7 +109,7 @@ class EngineProcess:
         """The exit status, once the server has ended. One that was left paused is resumed or, in doubt, ended."""
         assert self._process is not None
         self.given_up = ""
-        async with EngineControl(self.url) as control, asyncio.TaskGroup() as tasks:
+        async with EngineControl(self.url, secret=self.secret) as control, asyncio.TaskGroup() as tasks:
             ended = tasks.create_task(self._process.wait())
             watch = PauseWatch(control)
             while not (await asyncio.wait({ended}, timeout=WATCH_S))[0]:
@@ -131,7 +140,10 @@ class EngineProcess:
             begin_at = sink.tell()
             self._process = await asyncio.create_subprocess_exec(
                 *argv,
-                env=os.environ | environment(model, cuda=cuda, given=os.environ) | visible(self._gpus),
+                env=os.environ
+                | environment(model, cuda=cuda, given=os.environ)
+                | visible(self._gpus)
+                | {SECRET_ENV: self.secret},
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -150,7 +162,7 @@ class EngineProcess:
     async def _until_healthy(self, process: asyncio.subprocess.Process, begin_at: int) -> None:
         self._progress("starting vLLM")
         told: set[str] = set()
-        async with EngineControl(self.url) as engine:
+        async with EngineControl(self.url, secret=self.secret) as engine:
             while True:  # a server announces its health to nobody
                 healthy = await engine.healthy()
                 for stage in _stages(self.log_path, begin_at):
@@ -207,6 +219,7 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         "--structured-outputs-config": json.dumps({"backend": "xgrammar"}),
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
+        "--middleware": MIDDLEWARE,
         "--uvicorn-log-level": "warning",
     }
     flags = ["--enable-scale-out", "--disable-uvicorn-access-log"]
@@ -220,8 +233,9 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         server = ["vllm.entrypoints.openai.api_server", "--model", model.name]  # which its command cannot start
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"
-        # Cutting a prompt in pieces ends vLLM 0.32's core where the call has a seed: CPU generators do not go back.
-        flags += ["--enforce-eager", "--no-enable-chunked-prefill"]
+        flags.append("--enforce-eager")
+        if model.hidden_size >= ONE_THREAD_BELOW:
+            options["--max-num-batched-tokens"] = str(PIECE)
     if model.tool_call_parser is not None:
         options["--tool-call-parser"] = model.tool_call_parser
         flags.append("--enable-auto-tool-choice")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 CPU = torch.device("cpu")
@@ -115,6 +117,14 @@ class Packed:
 def checksum(buffer: torch.Tensor) -> int:
     """Of the bytes [n] uint8, n a multiple of 8. The same on every device; reading them is all it costs."""
     return int(buffer.view(torch.int64).sum())
+
+
+def file_checksum(path: str | Path) -> int:
+    """Of a file's bytes, the last ones filled up with zeros. It lies in memory, or has just been written."""
+    raw = np.memmap(path, np.uint8, "r")
+    whole = raw.size // 8 * 8
+    rest = int.from_bytes(raw[whole:].tobytes(), "little")
+    return (int(raw[:whole].view(np.int64).sum()) + rest) % (1 << 63)
 
 
 def held(weight: Weight) -> Weight:

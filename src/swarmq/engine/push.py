@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 import structlog
 
-from swarmq.engine.control import EngineControl, EngineSilentError, Parcel, Timeouts
+from swarmq.engine.control import EngineControl, EngineSilentError, Facts, Parcel, Timeouts
 from swarmq.engine.packing import FromFolder, NamedTensors, Tensors
 from swarmq.engine.transfers import (
     AdaptersTransfer,
@@ -53,6 +53,8 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Outcome = dict[str, Taken | EngineError]
+Loads = frozenset[tuple[int, int, int | None]]
+"""Of every worker: its process id, how many updates have changed its weights, and the checksum of the newest."""
 
 
 class Silence(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +79,8 @@ class PushReport(msgspec.Struct, frozen=True, kw_only=True):
     total_s: float = 0.0
     failed: dict[str, str] = {}
     """Engine url -> why it does not serve this version. `ensure` brings them up to date when they are back."""
+    replaced: tuple[str, ...] = ()
+    """Urls of engines whose weights somebody else had changed."""
 
 
 class WeightPusher:
@@ -87,13 +91,14 @@ class WeightPusher:
         engine_urls: Sequence[str],
         folder: Path,
         *,
+        secret: str = "",
         transfers: Mapping[str, Transfer] | None = None,
         timeouts: Timeouts | None = None,
         patience_s: float = 180.0,
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
+        """`secret`: what the engines ask every caller for. `patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
         started again, and there is nothing to learn from without any). `current` gives the engines of each moment,
         where they come and go; `engine_urls` are those of the beginning. `check` raises when these engines are another pusher's
         by now; it is asked before each update."""
@@ -107,13 +112,17 @@ class WeightPusher:
             "adapters": AdaptersTransfer(engine_urls, folder),
             "file": FileTransfer(engine_urls, folder),
         }
-        self._timeouts = timeouts or Timeouts()
+        self._secret, self._timeouts = secret, timeouts or Timeouts()
         self._patience_s = patience_s
         self._routes: dict[str, Route] = {}
         self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
         self._doubts: Counter[str] = Counter()
         self._silent: dict[str, Silence] = {}
+        self._loads: dict[str, Loads] = {}
+        """Of each engine that took a push of ours: who changed its weights since is not us."""
+        self._changed: set[str] = set()
+        """Engines whose weights somebody else has changed."""
         self._given_up: set[str] = set()
         """Engines that did not come back while we waited for them to go to sleep."""
 
@@ -122,14 +131,18 @@ class WeightPusher:
         return asyncio.run(self._push(distinct(named_tensors), version, self._engines(), self._patience_s))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
-        """Push to the engines that do not serve `version` (started again, left paused, or in doubt); often to none."""
+        """Push to the engines that do not serve `version` as this pusher sent it (started again, left paused or in doubt, taken
+        over from another learner, changed by somebody else); often to none."""
         urls = self._engines()
         behind = asyncio.run(self._behind(urls, version))
         self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
         if not behind:
             return PushReport(version=version)
         patience_s = self._patience_s if len(behind) == len(urls) else 0.0
-        return asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
+        report = asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
+        replaced = tuple(sorted(self._changed & report.ways.keys()))
+        self._changed -= report.ways.keys()
+        return msgspec.structs.replace(report, replaced=replaced)
 
     def repair(self, named_tensors: NamedTensors, version: int) -> None:
         """Get engines going that a learner which was killed left paused: with what they serve or, where that is in doubt, with
@@ -156,6 +169,9 @@ class WeightPusher:
             return urls
         raise EngineError("no engine serves the policy: `swarmq engine start` or `swarmq engine add` brings one")
 
+    def _control(self, url: str) -> EngineControl:
+        return EngineControl(url, secret=self._secret, timeouts=self._timeouts)
+
     def _tell_each(self, order: Callable[[str], Awaitable[object]]) -> None:
         try:
             urls = self._engines()
@@ -167,7 +183,7 @@ class WeightPusher:
     async def _get_going(self, url: str) -> bool:
         """Whether whole weights are what it takes."""
         try:
-            async with EngineControl(url, timeouts=self._timeouts) as engine:
+            async with self._control(url) as engine:
                 status = await engine.wake()
         except EngineError as error:
             log.warning("engine does not wake", engine=url, reason=str(error))
@@ -178,7 +194,7 @@ class WeightPusher:
         deadline = time.monotonic() + self._patience_s
         while True:
             try:
-                async with EngineControl(url, timeouts=self._timeouts) as engine:
+                async with self._control(url) as engine:
                     await engine.sleep()
             except EngineError as error:
                 refused = isinstance(error, EngineRefusedError)
@@ -239,7 +255,7 @@ class WeightPusher:
         if error := self._resting(url):
             return error
         try:
-            async with EngineControl(url, timeouts=self._timeouts) as engine:
+            async with self._control(url) as engine:
                 if (await engine.status()).condemned:
                     return EngineError(f"engine {url} is left out until it is started again: its weights are in doubt")
                 route = route_to(url, await engine.facts(), gpu_uuid(), adapted=adapted)
@@ -272,7 +288,7 @@ class WeightPusher:
             log.warning("weights not taken", engine=url, version=shipment.version, reason=str(route))
             return route
         failed = EngineError(f"engine {url}: there is no way to bring it weights")
-        async with EngineControl(url, timeouts=self._timeouts) as engine:
+        async with self._control(url) as engine:
             for way in route.ways:
                 if (parcel := await shipment.fetch(way, route)) is None:
                     continue
@@ -288,6 +304,7 @@ class WeightPusher:
                         self._unfit.add((url, way, route.workers))
                 else:
                     self._doubts.pop(url, None)
+                    self._loads[url] = _loads(engine.served)
                     return Taken(pause_s=pause_s, way=way)
             await self._judge(engine, shipment.version)
         return failed
@@ -315,13 +332,18 @@ class WeightPusher:
         if self._resting(url):
             return False
         try:
-            async with EngineControl(url, timeouts=self._timeouts) as engine:
+            async with self._control(url) as engine:
                 status = await engine.status()
+                loads = _loads(await engine.facts())
         except EngineError as error:
             self._heard(url, error)
             return False
         self._heard(url)
-        return status.version == version and not status.paused
+        as_sent = self._loads.get(url) == loads
+        if status.unannounced or (status.version == version and url in self._loads and not as_sent):
+            log.error("weights changed by somebody else", engine=url, label=status.label)
+            self._changed.add(url)
+        return status.version == version and as_sent and not status.paused
 
     def _resting(self, url: str) -> EngineError | None:
         """Why the engine is not asked now."""
@@ -377,6 +399,10 @@ class Shipment:
     def withdraw(self) -> None:
         for way in {way for way, _ in self._parcels}:
             self._transfers[way].withdraw()
+
+
+def _loads(facts: Sequence[Facts]) -> Loads:
+    return frozenset((worker.pid, worker.loads, worker.checksum) for worker in facts)
 
 
 def _failed(outcome: Outcome) -> dict[str, str]:

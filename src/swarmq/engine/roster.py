@@ -5,11 +5,14 @@ Whoever adds or removes an engine writes it; proxies and learners of the run loo
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import msgspec
 
+from swarmq import keys
 from swarmq.config import RunFolder, SwarmJob
+from swarmq.engine.guard import SECRET_ENV
 from swarmq.errors import EngineError
 from swarmq.sheets import changing, write_whole
 
@@ -19,7 +22,8 @@ Urls = dict[str, tuple[str, ...]]
 class Roster:
     def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
         """`folder`: the run folder, where it is not known by the job's name for it."""
-        self._path = (folder or job.run_folder).roster
+        self._folder = folder or job.run_folder
+        self._path = self._folder.roster
         self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
 
     def urls(self) -> Urls:
@@ -33,6 +37,10 @@ class Roster:
                 f"{self._path} cannot be read ({error}): delete it to go back to the job's engines"
             ) from error
         return {name: written.get(name, urls) for name, urls in self._at_start.items()}
+
+    def secret(self) -> str:
+        """What the engines ask every caller for: $SWARMQ_ENGINE_SECRET, for engines that several runs share, else the run's own."""
+        return os.environ.get(SECRET_ENV) or keys.engine_secret(keys.load_root(self._folder.root_secret))
 
     def add(self, policy: str, url: str) -> Urls:
         return self._change(policy, lambda urls: urls if url in urls else (*urls, url))

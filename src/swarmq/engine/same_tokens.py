@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 
 import structlog
 
@@ -19,17 +20,18 @@ ASK_S = 10.0
 """For one answer: whoever asks has others to see to."""
 
 
-async def ids_of_all(urls: Sequence[str], text: str = PROBE) -> dict[str, list[int]]:
-    """Engine url -> its ids of `text`; without those that do not answer, which is logged."""
+async def ids_of_all(urls: Sequence[str], text: str = PROBE, *, secret: str = "") -> dict[str, list[int]]:
+    """Engine url -> its ids of `text`; without those that do not answer, which is logged. `secret`: the engines'."""
     async with AsyncExitStack() as opened:
-        engines = [await opened.enter_async_context(VllmEngine.open(url, deadline_s=ASK_S)) for url in urls]
+        opener = partial(VllmEngine.open, deadline_s=ASK_S, secret=secret)
+        engines = [await opened.enter_async_context(opener(url)) for url in urls]
         answers = zip(urls, await asyncio.gather(*(ids_of(engine, text) for engine in engines)), strict=True)
     return {url: ids for url, ids in answers if ids is not None}
 
 
-async def room_of(url: str) -> int | None:
+async def room_of(url: str, *, secret: str = "") -> int | None:
     """Tokens that the engine has room for; None where it does not answer."""
-    async with VllmEngine.open(url, deadline_s=ASK_S) as engine:
+    async with VllmEngine.open(url, deadline_s=ASK_S, secret=secret) as engine:
         with suppress(EngineError):
             return (await engine.info()).max_model_len
     return None

@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 
 from swarmq.engine import adapters, weights_ipc, weights_nccl
 from swarmq.engine.control import EngineControl, Facts, Parcel
-from swarmq.engine.packing import CPU, NamedTensors, Packed, Tensors, Weight, checksum, held, made, typed
+from swarmq.engine.packing import CPU, NamedTensors, Packed, Tensors, Weight, checksum, file_checksum, held, made, typed
 from swarmq.errors import EngineError
 from swarmq.process import free_port
 
@@ -126,7 +126,7 @@ class FileTransfer:
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
         placed = {name: typed(made(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
-        return Parcel(update_info={"path": str(self._written(placed, version))}, size_bytes=_size_bytes(placed))
+        return _parcel("path", self._written(placed, version), _size_bytes(placed))
 
     def withdraw(self) -> None:
         while self._scratch:
@@ -175,8 +175,12 @@ class AdaptersTransfer(FileTransfer):
         parts, metadata = adapters.apart(tensors, dtype, self._base)
         path = self._written(parts, version, metadata)
         read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
-        # what the engine reads of its folder is as large
-        return Parcel(update_info={"adapters": str(path)}, size_bytes=read)
+        return _parcel("adapters", path, read)  # what the engine reads of its folder is as large
+
+
+def _parcel(way: str, path: Path, size_bytes: int) -> Parcel:
+    checksum = file_checksum(path)
+    return Parcel(update_info={way: str(path), "checksum": checksum}, checksum=checksum, size_bytes=size_bytes)
 
 
 def _size_bytes(placed: dict[str, torch.Tensor]) -> int:
@@ -227,7 +231,8 @@ class IpcTransfer:
 
     def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
         buffer, facts = self._staging.packed(tensors, dtype)
-        return Parcel(update_info={"handle": weights_ipc.exported(buffer), **facts}, size_bytes=buffer.numel())
+        info = {"handle": weights_ipc.exported(buffer), **facts}
+        return Parcel(update_info=info, checksum=facts["checksum"], size_bytes=buffer.numel())
 
     def withdraw(self) -> None:
         self._staging.withdraw()
@@ -275,7 +280,7 @@ class NcclTransfer:
                 self._forget(url)
                 raise
 
-        return Parcel(update_info=facts, size_bytes=buffer.numel(), send=send)
+        return Parcel(update_info=facts, checksum=facts["checksum"], size_bytes=buffer.numel(), send=send)
 
     def withdraw(self) -> None:
         self._staging.withdraw()

@@ -1,4 +1,5 @@
-"""Runs inside vLLM: brings it the weight-transfer backend `swarmq` and a quicker way for log-probabilities, ends it with its parent.
+"""Runs inside vLLM: brings it the weight-transfer backend `swarmq`, a quicker way for log-probabilities, and labels for weights
+that change unannounced; ends it with its parent.
 
 vLLM finds `register` by the entry point `vllm.general_plugins` and calls it in each of its processes.
 """
@@ -16,6 +17,11 @@ WORKER_EXTENSION = "swarmq.engine.worker_facts.WorkerFacts"
 UNTOUCHED = "the model was not touched"
 """In the message of every error after which the engine may go on with the weights it had."""
 
+UPDATING = "updating-"
+"""Begins the label of an engine whose weights are being changed, or are in doubt."""
+UNANNOUNCED = f"{UPDATING}unannounced"
+"""The label where nobody had set such a one before the weights changed (doubt.py)."""
+
 ENGINE_ENV = "SWARMQ_ENGINE"
 """Set in the environment of the vLLM servers that we start."""
 
@@ -24,9 +30,11 @@ _PR_SET_PDEATHSIG = 1
 
 def register() -> None:
     """Make the backend and the columns known to this process of vLLM; one that vLLM started is also tied to its life."""
-    from swarmq.engine import columns  # noqa: PLC0415 - imports vLLM, as the line below does
+    from swarmq.engine import columns, doubt, pieces  # noqa: PLC0415 - they import vLLM, as the line below does
 
     columns.register()
+    doubt.register()
+    pieces.register()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory  # noqa: PLC0415
 
     if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001 - there is no public look-up

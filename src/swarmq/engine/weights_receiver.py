@@ -1,7 +1,7 @@
 """Runs inside vLLM: loads what the learner sends into the model being served. Four ways, one at a time:
 
-    {"path": ...}                  a safetensors file, in shared memory or on a disk that both see
-    {"adapters": ...}              the same of adapters alone, for the weights in the folder that is served
+    {"path": ..., "checksum": ...}       a safetensors file, in shared memory or on a disk that both see
+    {"adapters": ..., "checksum": ...}   the same of adapters alone, for the weights in the folder that is served
     {"handle": ..., "tensors": ..., "checksum": ...}   memory of the learner on this very GPU (CUDA IPC)
     {"tensors": ..., "checksum": ...}   a broadcast of the learner's GPU (NCCL), after a rendezvous
 
@@ -29,7 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from swarmq.engine import adapters, weights_ipc, weights_nccl, weights_reload
-from swarmq.engine.packing import Packed, Tensors, checksum, made
+from swarmq.engine.packing import Packed, Tensors, checksum, file_checksum, made
 from swarmq.engine.served_folder import ServedFolder, Shape
 from swarmq.engine.weights_plugin import UNTOUCHED
 
@@ -59,7 +59,7 @@ class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
     tensors: list[Any] | None = None
     """Of `Packed`."""
     checksum: int | None = None
-    """Of the packed bytes."""
+    """Of the file, or of the packed bytes."""
 
 
 class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[misc]
@@ -69,9 +69,13 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
     update_info_cls = Update
     loads = 0
     """Updates that have changed this worker's weights."""
+    checksum: int | None = None
+    """Of what the newest of them brought, as it arrived."""
     _expected: dict[str, Shape] | None = None
     _served: ServedFolder | None = None
     _group: weights_nccl.Group | None = None
+    _arriving: int | None = None
+    """Checksum of an update on its way."""
 
     def init_transfer_engine(self, init_info: Rendezvous) -> None:
         """Meet the learner; for NCCL only."""
@@ -107,7 +111,7 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
             self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
             weights_reload.make_ready(self.model, self.device)
             named = self._with_head(tensors, own=weights_reload.has_own_head(self.model))
-            self.loads += 1
+            self.loads, self.checksum = self.loads + 1, self._arriving
             initialize_layerwise_reload(self.model)
             self.model.load_weights(named)
             left_out = weights_reload.left_out(self.model) if self.model_config.quantization is None else []
@@ -122,11 +126,12 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
 
     @contextlib.contextmanager
     def _arrived(self, update: Update) -> Iterator[Tensors]:
-        if update.path is not None:
-            yield self._read(update.path)
-            return
-        if update.adapters is not None:
-            with adapters.together(update.adapters, self._folder(), self.device) as merged:
+        if file := update.path or update.adapters:
+            self._arriving = _checked(file, update.checksum)
+            if update.path:
+                yield self._read(file)
+                return
+            with adapters.together(file, self._folder(), self.device) as merged:
                 yield merged
             return
         packed = Packed(update.tensors or ())
@@ -138,7 +143,8 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
                 self._group.broadcast(buffer)
             else:
                 raise RuntimeError("there was no rendezvous with the learner")
-            if checksum(buffer) != update.checksum:
+            self._arriving = checksum(buffer)
+            if self._arriving != update.checksum:
                 raise RuntimeError("other bytes arrived than were sent")
         except Exception as error:
             raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
@@ -188,3 +194,14 @@ class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[
         yield from ((name, made(tensor)) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
         if HEAD not in tensors and self._tied and own:
             yield from ((HEAD, made(tensor)) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
+
+
+def _checked(path: str, expected: int | None) -> int | None:
+    """Checksum of the file; None where it cannot be read, which whoever reads it says. Raises ValueError for another than expected."""
+    try:
+        arrived = file_checksum(path)
+    except (OSError, ValueError):
+        return None
+    if expected is not None and arrived != expected:
+        raise ValueError(f"{path} has other bytes than were sent, {UNTOUCHED}")
+    return arrived

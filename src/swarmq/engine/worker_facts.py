@@ -19,4 +19,5 @@ class WorkerFacts:
             "pid": os.getpid(),
             "nccl": weights_nccl.version() if on_gpu else "",
             "loads": getattr(self.weight_transfer_engine, "loads", 0),
+            "checksum": getattr(self.weight_transfer_engine, "checksum", None),
         }

@@ -33,6 +33,8 @@ class PushReport(Protocol):
     def pauses(self) -> dict[str, float]: ...
     @property
     def total_s(self) -> float: ...
+    @property
+    def replaced(self) -> tuple[str, ...]: ...
 
 
 class Pusher(Protocol):
@@ -43,7 +45,7 @@ class Pusher(Protocol):
         """Engine url -> why it does not serve the newest version that it was offered."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
-    def ensure(self, named_tensors: NamedTensors, version: int) -> Any: ...
+    def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport: ...
     def repair(self, named_tensors: NamedTensors, version: int) -> None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
@@ -115,8 +117,14 @@ class Engines:
             return
         self._fence.check()
         try:
-            self._pusher.ensure(weights.weights_to_push(), weights.version)
+            report = self._pusher.ensure(weights.weights_to_push(), weights.version)
             self._current = True
+            for url in report.replaced:
+                to.tell(
+                    records.Warn(
+                        text=f"somebody else had changed the weights of {url}: it has those of {self._policy} again"
+                    )
+                )
         except EngineError as error:
             log.warning("engines_not_current", version=weights.version, error=str(error))
         finally:

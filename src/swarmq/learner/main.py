@@ -63,8 +63,12 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     pusher = tokenizers = None
     if is_main and not no_push:
         settings = job.policies[policy]
+        roster = Roster(job)
         tokenizers = EngineTokenizers(
-            settings.model, lambda: Roster(job).urls()[policy], max_model_len=settings.engine.max_model_len
+            settings.model,
+            lambda: roster.urls()[policy],
+            max_model_len=settings.engine.max_model_len,
+            secret=roster.secret(),
         )
         tokenizers.check()
         pusher = _pusher(job, policy)
@@ -87,4 +91,10 @@ def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
         return None
     roster, folder = Roster(job), job.run_folder.path / policy
     fence = Fence(folder / "lock")
-    return WeightPusher(urls, folder / "weights", current=lambda: roster.urls()[policy], check=fence.check)
+    return WeightPusher(
+        urls,
+        folder / "weights",
+        secret=roster.secret(),
+        current=lambda: roster.urls()[policy],
+        check=fence.check,
+    )

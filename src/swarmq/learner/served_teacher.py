@@ -18,9 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from swarmq.config import JUDGED_AT
+from swarmq.engine.guard import authorized
 from swarmq.errors import LearnerError
 from swarmq.learner.passes import Pass, Work
-from swarmq.learner.teacher_away import base_of
+from swarmq.learner.teacher_away import base_of, teacher_key
 from swarmq.learner.tokenizers import check_served_judge
 from swarmq.learner.tree_attention import placed
 from swarmq.messages import Episode
@@ -82,7 +83,7 @@ class ServedTeacher:
 
     async def _scores(self, episodes: dict[int, Episode]) -> Scores:
         limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
-        async with aiohttp.ClientSession(timeout=limits) as http:
+        async with aiohttp.ClientSession(timeout=limits, headers=authorized(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
 
             async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:

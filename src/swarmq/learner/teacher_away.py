@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.error
 import urllib.request
 
+from swarmq.engine.guard import authorized
+
 ANSWER_S = 10.0
+KEY_ENV = "SWARMQ_TEACHER_KEY"
+
+
+def teacher_key() -> str:
+    """What the teacher's server asks for: its api key, or the secret of an engine of another run; empty where it asks nobody."""
+    return os.environ.get(KEY_ENV, "")
 
 
 def base_of(url: str) -> str:
@@ -18,6 +27,7 @@ def trouble_of(url: str) -> str:
     """Why the teacher at `url` cannot be asked now, in words; empty where it answers, be it with a refusal."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
+        opener.addheaders = list(authorized(teacher_key()).items())
         opener.open(f"{base_of(url)}/v1/models", timeout=ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:

@@ -13,6 +13,7 @@ import structlog
 
 from swarmq.engine.same_tokens import PROBE, difference, ids_of_all, room_of
 from swarmq.errors import SetUpError
+from swarmq.learner.teacher_away import teacher_key
 
 log = structlog.get_logger()
 
@@ -23,9 +24,12 @@ MOST_MARKUP = 1024
 class EngineTokenizers:
     """The engines of a policy, each compared with its model once: as soon as it answers."""
 
-    def __init__(self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None) -> None:
-        """`current` gives the urls of each moment: engines come and go. `max_model_len`: what the learner takes theirs for."""
-        self._model, self._current, self._max_model_len = model, current, max_model_len
+    def __init__(
+        self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
+    ) -> None:
+        """`current` gives the urls of each moment: engines come and go. `max_model_len`: what the learner takes theirs for.
+        `secret`: what they ask every caller for."""
+        self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
         self._same: set[str] = set()
 
     def check(self) -> None:
@@ -33,7 +37,7 @@ class EngineTokenizers:
         urls = [url for url in self._current() if url not in self._same]
         if not urls or (ids := own_ids(self._model, text := probe_of(self._model))) is None:
             return
-        for url, told in asyncio.run(ids_of_all(urls, text)).items():
+        for url, told in asyncio.run(ids_of_all(urls, text, secret=self._secret)).items():
             if (how := difference(told, ids)) is not None:
                 raise SetUpError(
                     f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
@@ -53,7 +57,7 @@ class EngineTokenizers:
         ours = turns_long(config, self._max_model_len)
         if ours is None:
             return True
-        if (room := asyncio.run(room_of(url))) is None:
+        if (room := asyncio.run(room_of(url, secret=self._secret))) is None:
             return False
         if turns_long(config, room) != ours:
             ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
@@ -69,7 +73,7 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
     judged."""
     if (ids := own_ids(model, text := probe_of(model))) is None:
         return
-    for told in asyncio.run(ids_of_all([url], text)).values():
+    for told in asyncio.run(ids_of_all([url], text, secret=teacher_key())).values():
         if (how := difference(told, ids)) is not None:
             raise SetUpError(_other_family(model, url, role, how))
 

@@ -25,6 +25,7 @@ from swarmq import keys, logs
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import Proxy, SwarmJob, amqp_url, make_folder
 from swarmq.engine.client import VllmEngine
+from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
 from swarmq.open_files import raise_file_limit
@@ -74,7 +75,9 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         name = f"swarmq proxy.{number} {job.run}"
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=name, deadline_s=first_wait_s()))
         await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
-        opener = partial(VllmEngine.open, deadline_s=None)  # calls have one of their own
+        opener = partial(
+            VllmEngine.open, deadline_s=None, secret=Roster(job).secret()
+        )  # calls have a deadline of their own
         engines = {
             name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]
             for name, policy in job.policies.items()

@@ -35,6 +35,7 @@ from swarmq.broker.node import PrivateNode
 from swarmq.broker.node_files import BLOCKED, check_disk, tls_listener
 from swarmq.client.invitations import host_invite, renew_clients
 from swarmq.config import Policy, RunFolder, SwarmJob, amqp_url, make_folder
+from swarmq.engine.join import warn_of_open
 from swarmq.engine.launch import EngineProcess, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import BrokerError, SwarmqError
@@ -275,6 +276,8 @@ async def _engines(
     for name, policy in job.policies.items():
         if policy.engine.urls:
             report(f"engine {name}: the ones you named")
+            for line in await warn_of_open(policy.engine.urls, Roster(job).secret()):
+                report(f"warning: {line}")
         elif name in placements:
             own, gpus = placements[name].applied(policy)
             wanted |= {f"{name}.{index}": (own, group) for index, group in enumerate(gpus)}
@@ -286,6 +289,7 @@ async def _engines(
             policy,
             port=ports[name],
             log_path=job.run_folder.logs / f"engine.{name}.log",
+            secret=Roster(job).secret(),
             progress=partial(_report_engine, report, name),
             gpus=gpus,
         )

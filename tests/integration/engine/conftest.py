@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.engine import KNOWN, SECRET
 from swarmq.engine.control import Timeouts
 from swarmq.engine.push import WeightPusher
 
@@ -47,7 +48,7 @@ class Vllm:
 @pytest.fixture
 async def vllm(engine_url: str, tiny_model: Path) -> AsyncIterator[Vllm]:
     # vLLM closes what is idle for 5 s; a kept connection would fail a test that computes for longer.
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=KNOWN) as session:
         yield Vllm(engine_url, tiny_model, session)
 
 
@@ -59,7 +60,7 @@ def network(tiny_model: Path) -> torch.nn.Module:
 @pytest.fixture
 def pusher(engine_url: str, tiny_model: Path, tmp_path: Path) -> Iterator[WeightPusher]:
     """Pushes to the shared engine; afterwards it has its first weights again."""
-    pusher = WeightPusher([engine_url], tmp_path, patience_s=0, timeouts=PATIENT)
+    pusher = WeightPusher([engine_url], tmp_path, secret=SECRET, patience_s=0, timeouts=PATIENT)
     yield pusher
     first = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     pusher.push(first.named_parameters(), 0)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import running_engine
+from support.engine import KNOWN, SECRET, running_engine
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Loss, Train
@@ -53,7 +53,7 @@ def url(trained: tuple[Trainer, Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 async def vllm(url: str, trained: tuple[Trainer, Path]) -> AsyncIterator[Vllm]:
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=KNOWN) as session:
         yield Vllm(url, trained[1], session)
 
 
@@ -64,7 +64,7 @@ async def test_the_engine_samples_from_a_checkpoint_and_from_every_push_after_it
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     choice = await vllm.generate(PROMPT, 16)
     assert logprobs_in(choice) == pytest.approx(logprobs_of(network, PROMPT, choice["token_ids"]), abs=TOLERANCE)
-    pusher = WeightPusher([vllm.url], tmp_path, patience_s=0, timeouts=PATIENT)
+    pusher = WeightPusher([vllm.url], tmp_path, secret=SECRET, patience_s=0, timeouts=PATIENT)
     for version in (2, 3, 4):
         before = logprobs_of(network, PROMPT, choice["token_ids"])
         disturb(trainer.lm, version)
@@ -83,10 +83,10 @@ async def test_experts_that_vllm_does_not_reload_are_not_served_as_they_were(tmp
     model = tiny_experts("gpt_oss")
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running_engine(model, tmp_path / "engine.log", "--tool-call-parser", "openai") as engine:
-        pusher = WeightPusher([engine.url], tmp_path, patience_s=0, timeouts=PATIENT)
+        pusher = WeightPusher([engine.url], tmp_path, secret=SECRET, patience_s=0, timeouts=PATIENT)
         with pytest.raises(EngineError, match=r"does not reload .*attn\.sinks.* of a GptOssForCausalLM"):
             await asyncio.to_thread(pusher.push, network.state_dict().items(), 1)
-        async with EngineControl(engine.url, timeouts=PATIENT) as control:
+        async with EngineControl(engine.url, secret=SECRET, timeouts=PATIENT) as control:
             status = await control.status()
             assert status.in_doubt
             assert status.paused

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from support.engine import tiny_policy
+from support.engine import KNOWN, tiny_policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import EngineError
@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 OWNER = """
 import asyncio, sys
 from pathlib import Path
-from support.engine import tiny_policy
+from support.engine import SECRET, tiny_policy
 from swarmq.engine.launch import EngineProcess
 
 async def main(model, port, log):
-    async with EngineProcess(tiny_policy(Path(model)), port=int(port), log_path=Path(log)) as engine:
+    async with EngineProcess(tiny_policy(Path(model)), port=int(port), log_path=Path(log), secret=SECRET) as engine:
         print("serving", flush=True)
         await engine.wait()
 
@@ -75,7 +75,7 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
         await engine.restart()
         assert engine.url == url
         assert engine.pid != first
-        async with EngineControl(url) as control:
+        async with EngineControl(url, secret=engine.secret) as control:
             assert (await control.status()).version is None
     assert engine.pid is not None
     await until_gone(engine.pid)
@@ -103,7 +103,7 @@ async def test_nothing_is_left_when_the_owner_is_killed_hard_with_a_call_in_flig
             assert not owner.stdout.at_eof()
         (server,) = children(owner.pid)
         assert len(family(server)) > 1
-        async with aiohttp.ClientSession() as http:
+        async with aiohttp.ClientSession(headers=KNOWN) as http:
             call = await answering(http, port)
             owner.kill()
             await owner.wait()

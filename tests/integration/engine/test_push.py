@@ -12,13 +12,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.engine import running_engine
+from support.engine import KNOWN, SECRET, running_engine
 from support.tiny_model import tiny_model as make_tiny_model
 from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
 from swarmq.engine.control import EngineControl, Parcel, Status
 from swarmq.engine.push import WeightPusher
-from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, distinct
+from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, FileTransfer, distinct
+from swarmq.engine.weights_plugin import UNANNOUNCED
 from swarmq.errors import EngineError
 from swarmq.learner.trainer import Trainer
 from swarmq.learner.tree import Placed
@@ -105,12 +106,12 @@ async def test_a_torn_file_of_adapters_is_refused_and_the_engine_goes_on_with_th
     await push(network, 4)
     parcel = parcel_of(adapted(tiny_model))
     _cut(Path(parcel.update_info["adapters"]))
-    await _is_refused(vllm, network, parcel, "cannot be merged")
+    await _is_refused(vllm, network, parcel, "has other bytes than were sent")
 
 
 async def _is_refused(vllm, network, parcel: Parcel, reason: str) -> None:
     """`network`, pushed as version 4, is what is served on."""
-    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
+    async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
         with pytest.raises(EngineError, match=f"(?=.*the model was not touched).*{reason}"):
             await engine.update(parcel, 5)
         assert await engine.status() == Status(label="4", paused=False)
@@ -125,8 +126,8 @@ async def test_a_tied_head_is_pushed_with_the_embedding_whatever_vllm_calls_them
     model = tiny_tied(family)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with running_engine(model, tmp_path / "engine.log") as engine:
-        pusher = WeightPusher([engine.url], tmp_path, patience_s=0, timeouts=PATIENT)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
+        pusher = WeightPusher([engine.url], tmp_path, secret=SECRET, patience_s=0, timeouts=PATIENT)
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True), headers=KNOWN) as session:
             vllm = Vllm(engine.url, model, session)
             for version in (1, 2):
                 disturb(network, version)
@@ -194,7 +195,7 @@ async def test_no_file_is_left_in_shared_memory(network, push):
 
 async def test_the_model_on_disk_has_no_version_until_one_is_pushed(engine_url, network, pusher):
     assert (await asyncio.to_thread(pusher.ensure, network.named_parameters(), 0)).version == 0
-    async with EngineControl(engine_url, timeouts=PATIENT) as engine:
+    async with EngineControl(engine_url, secret=SECRET, timeouts=PATIENT) as engine:
         assert await engine.status() == Status(label="0", paused=False)
 
 
@@ -260,7 +261,7 @@ async def test_whatever_step_a_pusher_died_after_the_next_one_repairs_the_engine
     path = _damaged("not at all", network, tmp_path)
     request = asyncio.create_task(vllm.generate(PROMPT, 3))
     await _walk(vllm, STEPS[:died_after], path)
-    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
+    async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
         assert (await engine.status()).paused, "vLLM does not end a pause by itself"
     report = await asyncio.to_thread(pusher.ensure, network.named_parameters(), 3)
     assert report.failed == {}
@@ -292,7 +293,7 @@ async def test_whatever_step_a_learner_died_after_that_takes_turns_the_next_one_
     request = asyncio.create_task(vllm.generate(PROMPT, 3))
     await _walk(vllm, steps, path)
     await asyncio.to_thread(pusher.sleep)
-    async with EngineControl(vllm.url, timeouts=PATIENT) as engine:
+    async with EngineControl(vllm.url, secret=SECRET, timeouts=PATIENT) as engine:
         assert (await engine.status()).asleep
     await asyncio.to_thread(pusher.wake)
     await asyncio.to_thread(pusher.repair, network.named_parameters(), 3)
@@ -303,15 +304,47 @@ async def test_whatever_step_a_learner_died_after_that_takes_turns_the_next_one_
     assert logprobs_in(choice) == pytest.approx(theirs, abs=TOLERANCE)
 
 
+async def test_weights_that_change_unannounced_are_served_under_no_version_and_replaced(
+    engine_url, network, vllm, pusher, tmp_path
+):
+    """Done by somebody who knows the secret, or on an engine that asks nobody for one."""
+    named = list(network.named_parameters())
+    await asyncio.to_thread(pusher.push, named, 3)
+    zeros = FileTransfer([engine_url], tmp_path)
+    parcel = zeros.publish({name: torch.zeros_like(tensor) for name, tensor in named}, 3, None)
+    for path, body in (
+        ("/start_weight_update", {}),
+        ("/update_weights", {"update_info": parcel.update_info}),
+        ("/finish_weight_update", {}),
+    ):
+        async with vllm.session.post(vllm.url + path, json=body) as response:
+            assert response.status == 200, await response.text()
+    zeros.withdraw()
+    foreign = await vllm.generate(PROMPT, 4)
+    assert foreign["weight_versions"] == [{"version": UNANNOUNCED, "start": 0, "end": 4}], "which no proxy records"
+    assert logprobs_in(foreign) != pytest.approx(logprobs_of(network, PROMPT, foreign["token_ids"]), abs=TOLERANCE)
+    assert (await asyncio.to_thread(pusher.ensure, named, 3)).replaced == (engine_url,)
+    mended = await vllm.generate(PROMPT, 4)
+    assert mended["weight_versions"] == [{"version": "3", "start": 0, "end": 4}]
+    assert logprobs_in(mended) == pytest.approx(logprobs_of(network, PROMPT, mended["token_ids"]), abs=TOLERANCE)
+
+
+async def test_a_file_of_other_bytes_than_were_sent_is_refused(vllm, network, push, tmp_path):
+    await push(network, 4)
+    parcel = FileTransfer([vllm.url], tmp_path).publish(dict(network.named_parameters()), 5, None)
+    other = Parcel(update_info={**parcel.update_info, "checksum": parcel.checksum + 1})
+    await _is_refused(vllm, network, other, "has other bytes than were sent")
+
+
 async def test_the_engine_says_where_its_workers_are(engine_url):
-    async with EngineControl(engine_url, timeouts=PATIENT) as engine:
+    async with EngineControl(engine_url, secret=SECRET, timeouts=PATIENT) as engine:
         (worker,) = await engine.facts()
     assert (worker.gpu, worker.dtype) == ("", "float32")
     assert worker.pid > 0
 
 
 async def test_a_worker_counts_the_updates_that_changed_its_weights_and_no_others(engine_url, network, push, parcel_of):
-    async with EngineControl(engine_url, timeouts=PATIENT) as engine:
+    async with EngineControl(engine_url, secret=SECRET, timeouts=PATIENT) as engine:
         (before,) = await engine.facts()
         await push(network, 4)
         (after,) = await engine.facts()

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
+from support.engine import SECRET
 from support.episodes import make_group
 from support.tiny_model import tiny_model as make_tiny_model
 from swarmq.config import Loss, Train
 from swarmq.engine.same_tokens import ids_of_all
 from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.teacher_away import KEY_ENV
 from swarmq.learner.tokenizers import own_ids, probe_of
 from swarmq.learner.trainer import Trainer
 
@@ -28,8 +30,11 @@ def stepped(policy: Path, teacher: str) -> dict[str, Any]:
     return Trainer(str(policy), train).step(BatchRecord(index=index, episodes=BATCH, settings=train))
 
 
-def test_an_engine_teaches_what_its_model_teaches_in_memory(engine_url: str, tiny_model: Path) -> None:
+def test_an_engine_teaches_what_its_model_teaches_in_memory(
+    engine_url: str, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = make_tiny_model(seed=1)
+    monkeypatch.setenv(KEY_ENV, SECRET)
     served, loaded = (stepped(policy, str(teacher)) for teacher in (engine_url, tiny_model))
     for figure in ("loss", "grad_norm"):
         assert served[figure] == pytest.approx(loaded[figure], rel=1e-3)
@@ -38,4 +43,6 @@ def test_an_engine_teaches_what_its_model_teaches_in_memory(engine_url: str, tin
 
 def test_an_engine_s_ids_of_the_test_text_are_its_model_s(engine_url: str, tiny_model: Path) -> None:
     text = probe_of(str(tiny_model))
-    assert asyncio.run(ids_of_all([engine_url], text)) == {engine_url: list(own_ids(str(tiny_model), text) or ())}
+    assert asyncio.run(ids_of_all([engine_url], text, secret=SECRET)) == {
+        engine_url: list(own_ids(str(tiny_model), text) or ())
+    }

@@ -6,6 +6,8 @@ import json
 import msgspec
 import pytest
 
+from support.engine import KNOWN
+
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
 USER = {"role": "user", "content": "What is 17 + 25?"}
@@ -90,7 +92,7 @@ async def both(stage, path, change):
             return response.status, await response.read()
 
     key = {"authorization": f"Bearer {stage.key(f'd-{hash(json.dumps(request))}', mode='eval')}"}
-    return await asyncio.gather(ask(stage.engine.url, served, {}), ask(stage.url, "main", key))
+    return await asyncio.gather(ask(stage.engine.url, served, KNOWN), ask(stage.url, "main", key))
 
 
 def essence(path, raw):

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from tokenizers import Tokenizer
 
-from support.engine import running_engine
+from support.engine import KNOWN, running_engine
 from support.real_proxy import real_stage
 from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
 from swarmq.engine.launch import is_cuda_build
@@ -69,7 +69,7 @@ def key(stage, episode="e1", **claims):
 async def direct(stage, url, *messages):
     """vLLM's own answer, with its token ids."""
     body = {"model": str(tiny_vision_model()), "messages": messages, "return_token_ids": True, **GREEDY}
-    async with stage.http.post(f"{url}/v1/chat/completions", json=body) as response:
+    async with stage.http.post(f"{url}/v1/chat/completions", json=body, headers=KNOWN) as response:
         assert response.status == 200, await response.text()
         return await response.json()
 

@@ -9,6 +9,7 @@ import openai
 import pydantic
 import pytest
 
+from support.engine import KNOWN
 from swarmq.engine.protocol import Answer
 from swarmq.messages import unpack_floats, unpack_ids
 
@@ -38,7 +39,7 @@ async def agent(stage):
 async def direct(stage, messages, **fields):
     """vLLM's own answer to the same request, with its token ids."""
     body = {"messages": messages, "return_token_ids": True, "model": (await stage.engine.info()).model, **fields}
-    async with stage.http.post(f"{stage.engine.url}/v1/chat/completions", json=body) as response:
+    async with stage.http.post(f"{stage.engine.url}/v1/chat/completions", json=body, headers=KNOWN) as response:
         assert response.status == 200, await response.text()
         return await response.json()
 
@@ -357,7 +358,7 @@ async def _until_idle(stage):
     """Return when vLLM runs nothing; the request that hung up would run for many seconds."""
     async with asyncio.timeout(600):
         while True:
-            async with stage.http.get(f"{stage.engine.url}/metrics") as response:
+            async with stage.http.get(f"{stage.engine.url}/metrics", headers=KNOWN) as response:
                 lines = (await response.text()).splitlines()
             if any(line.startswith("vllm:num_requests_running") and line.endswith(" 0.0") for line in lines):
                 return

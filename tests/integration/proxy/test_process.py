@@ -12,12 +12,14 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import ClientConnectorCertificateError, ClientSession, TCPConnector
 
+from support.engine import SECRET
 from support.proxy import Agent
 from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
+from swarmq.engine.guard import SECRET_ENV
 from swarmq.messages import Turn
 from swarmq.proxies import Proxies
 
@@ -40,7 +42,7 @@ async def started(job_file, *arguments):
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, str(job_file), *arguments),
         stderr=asyncio.subprocess.PIPE,
-        env=os.environ | {ANSWERED: "1"},
+        env=os.environ | {ANSWERED: "1", SECRET_ENV: SECRET},
     )
     try:
         yield process

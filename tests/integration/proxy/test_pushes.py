@@ -5,6 +5,7 @@ import asyncio
 import pytest
 from transformers import AutoModelForCausalLM
 
+from support.engine import KNOWN, SECRET
 from swarmq.engine.push import WeightPusher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
@@ -14,7 +15,7 @@ USER = {"role": "user", "content": "What is 17 + 25?"}
 
 async def test_calls_are_held_through_a_real_push_and_answered(stage, tiny_model, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tiny_model)
-    pusher = WeightPusher([stage.engine.url], tmp_path, patience_s=0)
+    pusher = WeightPusher([stage.engine.url], tmp_path, secret=SECRET, patience_s=0)
     long = {"ignore_eos": True, "max_tokens": 1000}
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -41,7 +42,7 @@ async def test_calls_are_held_through_a_real_push_and_answered(stage, tiny_model
 async def _running(stage, calls):
     """Wait until all of them are sampled at the same time; False when one of them has ended before."""
     while not any(call.done() for call in calls):
-        async with stage.http.get(f"{stage.engine.url}/metrics") as response:
+        async with stage.http.get(f"{stage.engine.url}/metrics", headers=KNOWN) as response:
             lines = (await response.text()).splitlines()
         if any(line.startswith("vllm:num_requests_running") and line.endswith(f" {len(calls)}.0") for line in lines):
             return not any(call.done() for call in calls)

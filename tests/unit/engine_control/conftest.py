@@ -19,6 +19,8 @@ class ScriptedVllm:
     """`fail[path]` makes that endpoint refuse with this text."""
 
     url: str = ""
+    secret: str = ""
+    """What it asks every caller for."""
     version: str = "0.32.0"
     label: str = "default"
     paused: bool = False
@@ -67,6 +69,8 @@ class ScriptedVllm:
 
     async def handle(self, request: web.Request) -> web.Response:
         path = request.path
+        if self.secret and request.headers.get("authorization") != f"Bearer {self.secret}":
+            return web.json_response({"error": {"message": "send its secret", "code": 401}}, status=401)
         self.calls.append(path)
         if self.silent:
             await self.going.wait()
@@ -126,9 +130,9 @@ class ScriptedVllm:
                 self.weights = body["update_info"].get("path", "packed")
                 if self.changes == self.killed_in:
                     self.weights = "torn"
-            case "/collective_rpc":
+            case "/swarmq/facts":
                 if self.workers is None:
-                    return self.refuse(f"Method {body['method']} is not implemented.")
+                    return web.json_response({"detail": "Not Found"}, status=404)
                 return web.json_response({"results": self.workers})
             case "/init_weight_transfer_engine":
                 self.met.append(body["init_info"])

@@ -4,7 +4,7 @@ import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.engine.control import EngineControl
-from swarmq.engine.join import add, look, remove
+from swarmq.engine.join import add, look, remove, warn_of_open
 from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError, EngineError
 
@@ -25,7 +25,7 @@ async def test_an_engine_that_answers_is_added_and_listed_and_one_that_does_not_
     assert Roster(job).urls() == {"main": (vllm.url,)}
     vllm.label = "7"
     [seen] = await look(Roster(job))
-    assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves")
+    assert (seen.policy, seen.url, seen.weights, seen.state) == ("main", vllm.url, "7", "serves, open to everybody")
     Roster(job).add("main", dead)
     assert (await look(Roster(job)))[1].state == (
         f"the engine at {dead} cannot be reached: nothing answers there (Connection refused); is vLLM running, and is the url right?"
@@ -78,3 +78,24 @@ async def test_an_engine_is_asked_how_much_is_open_there(vllm):
     )
     async with EngineControl(vllm.url) as engine:
         assert await engine.open_requests() == 4
+
+
+async def test_an_engine_that_asks_for_the_run_s_secret_is_no_cause_to_warn_and_an_open_one_is(job, vllm, another):
+    vllm.secret = Roster(job).secret()
+    assert await add(Roster(job), "main", vllm.url) == ""
+    assert (await look(Roster(job)))[0].state == "serves"
+    assert "--middleware swarmq.engine.guard.Guard" in await add(Roster(job), "main", another.url)
+    assert len(await warn_of_open([vllm.url, another.url, "http://127.0.0.1:9"], vllm.secret)) == 1
+
+
+async def test_an_engine_of_another_secret_is_not_added(job, vllm, another):
+    another.secret = "of another run"
+    with pytest.raises(EngineError, match=f"{another.url} asks for another secret than this run's"):
+        await add(Roster(job), "main", another.url)
+
+
+def test_runs_may_share_engines_by_a_secret_of_the_user_s(job, monkeypatch):
+    own = Roster(job).secret()
+    assert own == Roster(job).secret()
+    monkeypatch.setenv("SWARMQ_ENGINE_SECRET", "shared")
+    assert Roster(job).secret() == "shared" != own

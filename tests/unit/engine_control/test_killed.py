@@ -11,7 +11,7 @@ from swarmq.engine.control import Parcel
 from swarmq.engine.push import WeightPusher
 from swarmq.errors import EngineError
 
-STEP, PUSH, REPAIR = 17, 7, 13
+STEP, PUSH, REPAIR = 16, 6, 12
 """Calls of a learner's start and first step, of a push alone, and of a start that finds weights in doubt, but those that only
 look."""
 SAVED, NEXT = 3, 4

@@ -26,6 +26,7 @@ from swarmq.engine.transfers import (
     distinct,
     route_to,
 )
+from swarmq.engine.weights_plugin import UNANNOUNCED
 from swarmq.errors import EngineError, LearnerError
 
 GONE = "http://127.0.0.1:9"
@@ -53,11 +54,51 @@ async def test_an_engine_that_is_gone_does_not_keep_the_others_back(vllm, weight
     assert vllm.label == "5"
 
 
-async def test_ensure_leaves_an_engine_alone_that_serves_the_version(vllm, weights, tmp_path):
-    vllm.label = "5"
-    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
+async def test_ensure_leaves_an_engine_alone_that_serves_the_version_as_it_was_pushed(vllm, weights, tmp_path):
+    pusher = WeightPusher([vllm.url], tmp_path)
+    await asyncio.to_thread(pusher.push, weights, 5)
+    vllm.calls.clear()
+    report = await asyncio.to_thread(pusher.ensure, weights, 5)
     assert report.total_s == 0
-    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused"}
+    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/swarmq/facts"}
+
+
+def counting(*, loads=1, checksum=None):
+    return {"gpu": "", "dtype": "float32", "pid": 7, "loads": loads, "checksum": checksum}
+
+
+async def test_weights_that_somebody_changed_under_the_same_version_are_replaced_and_told_of(vllm, weights, tmp_path):
+    pusher = WeightPusher([vllm.url], tmp_path)
+    vllm.workers = [counting()]
+    await asyncio.to_thread(pusher.push, weights, 5)
+    vllm.weights, vllm.workers = "zeros", [counting(loads=2)]
+    report = await asyncio.to_thread(pusher.ensure, weights, 5)
+    assert report.replaced == (vllm.url,)
+    assert vllm.weights != "zeros"
+    assert (await asyncio.to_thread(pusher.ensure, weights, 5)).replaced == ()
+
+
+async def test_an_engine_whose_weights_changed_unannounced_is_told_of(vllm, weights, tmp_path):
+    pusher = WeightPusher([vllm.url], tmp_path)
+    await asyncio.to_thread(pusher.push, weights, 5)
+    vllm.label = UNANNOUNCED
+    assert (await asyncio.to_thread(pusher.ensure, weights, 5)).replaced == (vllm.url,)
+    assert vllm.label == "5"
+
+
+async def test_an_engine_that_is_taken_over_gets_the_weights_whatever_its_label_says(vllm, weights, tmp_path):
+    vllm.label, vllm.weights, vllm.workers = "5", "zeros", [counting()]
+    report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path).ensure, weights, 5)
+    assert list(report.ways) == [vllm.url]
+    assert vllm.weights != "zeros"
+    assert report.replaced == (), "another learner's, for all that is known"
+
+
+async def test_an_engine_that_loaded_other_bytes_than_were_sent_does_not_serve_them(vllm, weights, tmp_path):
+    vllm.workers = [counting(checksum=1)]
+    with pytest.raises(EngineError, match="has loaded other weights than were sent"):
+        await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, patience_s=0).push, weights, 5)
+    assert (vllm.label, vllm.paused) == ("updating-5", True)
 
 
 @pytest.mark.parametrize(("label", "paused"), [("4", False), ("5", True), ("updating-5", True), ("default", False)])
@@ -374,9 +415,10 @@ async def test_an_engine_left_in_doubt_again_and_again_is_condemned_and_left_out
 
 
 async def test_a_dead_engine_does_not_hold_up_the_care_for_the_others(vllm, weights, tmp_path):
-    vllm.label = "5"
+    pusher = WeightPusher([vllm.url, GONE], tmp_path, patience_s=600)
+    await asyncio.to_thread(pusher.push, weights, 5)
     with pytest.raises(EngineError, match="no engine took version 5"):
-        await asyncio.to_thread(WeightPusher([vllm.url, GONE], tmp_path, patience_s=600).ensure, weights, 5)
+        await asyncio.to_thread(pusher.ensure, weights, 5)
 
 
 def test_an_update_may_take_as_long_as_its_size_needs_and_no_longer():
@@ -554,8 +596,11 @@ async def test_an_engine_that_fails_at_once_holds_up_nobody_and_is_asked_every_t
 async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, weights, tmp_path, monkeypatch):
     now = 0.0
     monkeypatch.setattr("swarmq.engine.push.time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: 0.0))
-    vllm.label, another.silent = "5", True
-    pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=Timeouts(ask_s=1.0))
+    another.silent = True
+    urls = [vllm.url]
+    pusher = WeightPusher(urls, tmp_path, timeouts=Timeouts(ask_s=1.0))
+    await asyncio.to_thread(pusher.push, weights, 5)
+    urls.append(another.url)
     asked = []
     for now in range(0, 500, 5):
         before = len(another.calls)
@@ -587,4 +632,4 @@ async def test_a_learner_whose_place_was_taken_on_the_way_updates_nothing(vllm, 
     with pytest.raises(LearnerError, match="taken over"):
         await asyncio.to_thread(pusher.push, weights, 5)
     assert ways["file"].published == 1, "it stood still until now"
-    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/collective_rpc"}
+    assert set(vllm.calls) == {"/version", "/weight_info", "/is_paused", "/swarmq/facts"}
