@@ -2,7 +2,10 @@
 
 Each seed is a whole `swarmq demo` in a process of its own: fresh run folder, held-out reward before and after, a client
 killed half-way, every episode accounted for; what agents felt of a weight push is read from its batch log. Then, with a run up, a client script is started over and over: seconds to
-its first answered completion, and, after an edit that breaks its reward function, to its first traceback.
+its first answered completion, and, after an edit that breaks its reward function, to its first traceback. With other settings the
+demo is all that runs, and its result has a name of its own:
+
+    python -m benchmarks.demo --seeds 0 --steps 20 --name demo_lora --set policies.main.train.lora.rank=8
 """
 
 from __future__ import annotations
@@ -36,8 +39,16 @@ def main() -> None:
     parser = report.parser(__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="optimizer steps of each run; the demo's own number by default")
+    parser.add_argument("--set", dest="sets", action="append", default=[], help="KEY=VALUE; needs --name")
+    parser.add_argument("--name", default="demo", help="of the result")
     options = parser.parse_args()
-    results, felt = zip(*(run_seed(seed, options.steps) for seed in options.seeds), strict=True)
+    if options.sets and options.name == "demo":
+        parser.error("--set: give the result another --name than demo")
+    results, felt = zip(*(run_seed(seed, options.steps, options.sets) for seed in options.seeds), strict=True)
+    if options.sets:
+        runs = msgspec.to_builtins(results, str_keys=True)
+        report.save(options.name, learned(results), detail={"runs": runs, "sets": options.sets}, out=options.out)
+        return
     imports = [float(_python("-c", IMPORT)) for _ in range(REPEATS)]
     answered, traced = asyncio.run(client_seconds())
     rows = [
@@ -71,12 +82,7 @@ def main() -> None:
     )
     print(report.table(heads, rows))
     figures = {
-        "seeds": len(results),
-        "reward_before_max": max(row[2] for row in rows),
-        "reward_after_min": min(row[3] for row in rows),
-        "train_seconds_max": max(r.train_s for r in results),
-        "episodes_lost": sum(len(r.account.lost) for r in results),
-        "episodes_twice": sum(len(r.account.twice) for r in results),
+        **learned(results),
         "client_import_s": statistics.median(imports),
         "first_completion_s": statistics.median(answered),
         "edit_to_traceback_s": statistics.median(traced),
@@ -95,16 +101,33 @@ def main() -> None:
         "edit_to_traceback_s": traced,
     }
     print(report.table(("figure", "value"), list(figures.items())))
-    report.save("demo", figures, detail=detail, out=options.out)
+    report.save(options.name, figures, detail=detail, out=options.out)
 
 
-def run_seed(seed: int, steps: int | None) -> tuple[DemoResult, float]:
+def learned(results: Sequence[DemoResult]) -> dict[str, float]:
+    """What the runs came to, the worst of each."""
+    return {
+        "seeds": len(results),
+        "reward_before_max": max(min(r.held_out.items())[1] for r in results),
+        "reward_after_min": min(max(r.held_out.items())[1] for r in results),
+        "train_seconds_max": max(r.train_s for r in results),
+        "episodes_lost": sum(len(r.account.lost) for r in results),
+        "episodes_twice": sum(len(r.account.twice) for r in results),
+    }
+
+
+def run_seed(seed: int, steps: int | None, sets: Sequence[str] = ()) -> tuple[DemoResult, float]:
     """One whole demo, and what its agents felt of a push. Raises CalledProcessError when it fails."""
     with tempfile.TemporaryDirectory(prefix="swarmq-demo-") as folder:
         command = ["demo", "--plain", "--folder", folder, "--run", "bench", "--seed", str(seed)]
         print(f"--- seed {seed}", flush=True)
         subprocess.run(
-            [sys.executable, "-m", "swarmq", *command, *(["--steps", str(steps)] if steps else [])], check=True
+            [
+                *(sys.executable, "-m", "swarmq", *command),
+                *(["--steps", str(steps)] if steps else []),
+                *(word for text in sets for word in ("--set", text)),
+            ],
+            check=True,
         )
         run = RunFolder(Path(folder) / "bench")
         result = msgspec.json.decode((run.path / "result.json").read_bytes(), type=DemoResult)
