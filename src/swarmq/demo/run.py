@@ -30,10 +30,9 @@ from swarmq.demo.recipe import user_cache
 from swarmq.demo.settings import DemoSize, demo_job
 from swarmq.errors import SwarmqError
 from swarmq.logs import told
-from swarmq.observe.board import Board
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import hanging, since
-from swarmq.observe.monitor import follow
+from swarmq.observe.monitor import Follower, follow
 from swarmq.observe.screen import draw
 from swarmq.up import check_settings, deploy, planned
 
@@ -88,7 +87,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         )
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
         client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
-        say = await stack.enter_async_context(_stage(follower.board, console, report))
+        say = await stack.enter_async_context(stage(follower, console, report))
         play = Play(deployment, follower, client, broker, options.size, say)
         await play.run()
     held_out = {version: measured.mean_reward or 0.0 for version, measured in play.held_out.items()}
@@ -145,24 +144,40 @@ def _reporter(console: Console, began: float) -> Callable[[str], None]:
 
 
 @contextlib.asynccontextmanager
-async def _stage(board: Board, console: Console, report: Callable[[str], None]) -> AsyncIterator[Callable[[str], None]]:
-    """Lines for what happens, above a live picture where the console is a terminal."""
-    if not console.is_terminal:
-        yield report
-        return
+async def stage(
+    follower: Follower, console: Console, report: Callable[[str], None]
+) -> AsyncIterator[Callable[[str], None]]:
+    """Lines for what happens: above a live picture where the console is a terminal, elsewhere with a line for each step."""
 
     async def paint(live: Live) -> None:
         while True:
-            live.update(draw(board, now=time.time(), width=console.width), refresh=True)
+            live.update(draw(follower.board, now=time.time(), width=console.width), refresh=True)
             await asyncio.sleep(FRAME_S)
 
-    with Live(console=console, auto_refresh=False) as live:
+    async with contextlib.AsyncExitStack() as stack:
+        if console.is_terminal:
+            shown = paint(stack.enter_context(Live(console=console, auto_refresh=False)))
+        else:
+            shown = _tell_steps(follower, report)
         async with asyncio.TaskGroup() as tasks:
-            painting = tasks.create_task(paint(live))
+            showing = tasks.create_task(shown)
             try:
                 yield report
             finally:
-                painting.cancel()
+                showing.cancel()
+
+
+async def _tell_steps(follower: Follower, report: Callable[[str], None]) -> None:
+    told = 0
+    while True:
+        await follower.until(lambda board, told=told: board.version > told)  # type: ignore[misc]
+        for step in follower.board.steps["main"]:
+            if (version := int(step["version"])) > told:
+                told = version
+                reward = "-" if step.get("reward") is None else f"{step['reward']:.3f}"
+                report(
+                    f"step {version}: reward {reward}, {step.get('episodes', 0)} episodes, {step.get('step_s', 0.0):.1f} s"
+                )
 
 
 def _medians(events: Path) -> dict[str, float]:
