@@ -28,6 +28,7 @@ EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),
     "learner": ("torch", "transformers", "accelerate", "zstandard", "safetensors", "peft"),
     "vllm": ("vllm",),
+    "inspect": ("numpy", "tokenizers", "zstandard"),
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }
 HOST = ("proxy", "learner", "vllm")
@@ -109,6 +110,19 @@ def need(*extras: str, installed: Callable[[str], object] = importlib.util.find_
         f"not installed: {', '.join(dict.fromkeys(name for names in missing.values() for name in names))}; "
         f"pip install 'swarmq[{','.join(wanted)}]'{no_gpu}"
     )
+
+
+@contextlib.contextmanager
+def warnings_in_words() -> Iterator[None]:
+    """While the context is open warnings of our log are sentences on standard error, and its other lines are left out."""
+    from swarmq.logs import told
+
+    def say(text: str) -> None:
+        if text.startswith("warning: "):
+            click.echo(visible(text), err=True)
+
+    with told(say):
+        yield
 
 
 def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:

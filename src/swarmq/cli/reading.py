@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, main, need, one_policy, private_files, stored, terminal_width
+from swarmq.cli.base import RUN, main, need, one_policy, private_files, stored, terminal_width, warnings_in_words
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
@@ -26,6 +26,7 @@ from swarmq.errors import ConfigError
     type=click.Path(path_type=Path),
     help="Write the episode to this file, one self-contained page that only you can read.",
 )
+@warnings_in_words()
 def inspect(
     run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
 ) -> None:
@@ -43,7 +44,7 @@ def inspect(
     swarmq inspect runs/demo 5d0c19e7
     swarmq inspect runs/demo 5d0c19e7 --html episode.html
     """
-    need("learner")
+    need("inspect")
     if html and episode is None:
         raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
     if step is not None and episode is not None:
@@ -96,6 +97,7 @@ POLICY = click.option("--policy", help="Which policy; needed when the run trains
     "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
 )
 @click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
+@warnings_in_words()
 def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
     """Train again from the batch log alone.
 

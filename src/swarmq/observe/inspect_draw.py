@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from itertools import chain, groupby, islice, repeat
 
+import msgspec
 from rich.console import Console, RenderableType
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -36,12 +37,14 @@ Styled = tuple[str, str]
 
 
 def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
-    """A row per record; below, why episodes were dropped and how much drifted in all of them together."""
-    rows = list(batches)
+    """A row per batch, with what was dropped on the way to it; below, why episodes were dropped and how much drifted in all of them
+    together."""
+    log = list(batches)
+    rows, left = _steps_of(log)
     headings = ("step", "episodes", "groups", "dropped", "reward trained", "drift", "logged", "episode")
     cells = [
         (
-            "-" if row.step is None else str(row.step),
+            str(row.step),
             str(row.episodes),
             str(row.groups),
             str(sum(row.dropped.values())),
@@ -53,10 +56,23 @@ def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
         for row in rows
     ]
     yield from _portions(_columns(headings, cells))
-    dropped = sum((Counter(row.dropped) for row in rows), Counter[str]())
-    yield Text(f"\ndropped: {_counts(dropped) or 'none'}\nturns: {sum((row.drift for row in rows), Drift())}\n")
-    if last := next((row for row in reversed(rows) if row.first_episode), None):
+    last = rows[-1] if rows else None
+    dropped = sum((Counter(row.dropped) for row in log), Counter[str]())
+    since = f"; {left.total()} of them {f'since step {last.step}' if last else 'before the first step'}" if left else ""
+    yield Text(f"\ndropped: {_counts(dropped) or 'none'}{since}\nturns: {sum((row.drift for row in log), Drift())}\n")
+    if last:
         yield Text(f"--step {last.step} lists the episodes of a step, {last.first_episode[-SHORT:]} shows one\n", "dim")
+
+
+def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
+    """Rows of batches, to each of which the records of drops before it are added; and what was dropped since the last one."""
+    rows, before = list[BatchRow](), Counter[str]()
+    for row in log:
+        before += Counter(row.dropped)
+        if row.step is not None:
+            rows.append(msgspec.structs.replace(row, dropped=dict(before)))
+            before = Counter()
+    return rows, before
 
 
 def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:

@@ -242,10 +242,11 @@ def test_a_bug_keeps_its_traceback():
 
 
 def test_a_missing_extra_is_named(monkeypatch):
-    monkeypatch.setitem(base.EXTRAS, "learner", ("a_package_nobody_has",))
-    result = swarmq("inspect", "/tmp")
-    assert result.exit_code == 1
-    assert "pip install 'swarmq[learner]'" in result.output
+    for extra, command in {"learner": ["doctor", "/tmp"], "inspect": ["inspect", "/tmp"]}.items():
+        monkeypatch.setitem(base.EXTRAS, extra, ("a_package_nobody_has",))
+        result = swarmq(*command)
+        assert result.exit_code == 1
+        assert f"pip install 'swarmq[{extra}]'" in result.output
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ import io
 import math
 import re
 import shutil
+import subprocess
+import sys
 from html.parser import HTMLParser
 
 import msgspec
@@ -319,12 +321,52 @@ def inspect(*arguments):
 def test_the_list_of_batches_says_what_was_dropped_and_how_much_drifted(run):
     listing = inspect(run)
     assert "reward trained" in listing.splitlines()[0]
-    assert "dropped: stale 2, over_budget 1\n" in listing
+    assert "dropped: stale 2, over_budget 1; 1 of them since step 2\n" in listing
     assert "8 of 12 turns had one to continue: 25.0% drifted, 2 repaired, branches: none" in listing
     assert "…" not in listing
     rows = [msgspec.json.decode(line) for line in inspect(run, "--json").splitlines()]
     figures = [(row["step"], row["episodes"], row["drift"].get("repaired")) for row in rows]
     assert figures == [(1, 2, 1), (2, 2, 1), (None, 0, 0)]
+
+
+def test_records_of_drops_alone_are_counted_with_the_step_that_they_are_on_the_way_to():
+    def record(step, **dropped):
+        return BatchRow(
+            step=step, episodes=8 if step else 0, groups=2 if step else 0, dropped=dropped, reward_trained=0.5 if step else None,
+            drift=Drift(), at=0.0, first_episode=f"episode-of-{step}" if step else "",
+        )  # fmt: skip
+
+    log = [record(None, stale=8), record(None, equal_rewards=8), record(1, stale=1), record(2), record(None, stale=3)]
+    _, *rows = text_of(draw_batches(log)).split("\n\n")[0].splitlines()
+    assert [row.split()[:4] for row in rows] == [["1", "8", "2", "17"], ["2", "8", "2", "0"]]
+    assert "dropped: stale 12, equal_rewards 8; 3 of them since step 2" in text_of(draw_batches(log))
+    assert text_of(draw_batches(log[:1])).splitlines()[2] == "dropped: stale 8; 8 of them before the first step"
+
+
+def test_without_torch_all_of_it_can_be_read(run):
+    script = (
+        "import sys; sys.modules.update(dict.fromkeys(('torch', 'transformers', 'accelerate', 'litestar', 'vllm'))); "
+        "from swarmq.cli import main; main()"
+    )
+    for arguments in ([], ["--step", "2"], ["second-0"]):
+        done = subprocess.run(
+            [sys.executable, "-c", script, "inspect", run, *arguments], capture_output=True, text=True, check=False
+        )
+        assert (done.returncode, done.stderr) == (0, ""), done.stderr
+        assert done.stdout
+
+
+def test_a_record_that_is_being_written_is_said_in_words_and_beside_the_output(run):
+    (segment,) = (run / "main" / "batches").glob("*.log")
+    with segment.open("ab") as log:
+        log.write(b"SQRC")
+    done = CliRunner().invoke(main, ["inspect", str(run), "--json"])
+    assert [msgspec.json.decode(line)["step"] for line in done.stdout.splitlines() if line.startswith("{")] == [
+        1,
+        2,
+        None,
+    ]
+    assert done.stderr.startswith(f"warning: batch log torn tail: segment {segment}, at ")
 
 
 def test_the_list_of_batches_fits_80_columns_with_large_figures():
