@@ -31,6 +31,10 @@ class BrokerLostError(BrokerError):
     """The broker session ended; what was in flight is unknown and must be sent again under the same key."""
 
 
+class LoginRefusedError(BrokerError):
+    """The broker refuses user or password."""
+
+
 class UnconfirmedError(BrokerError):
     """The broker did not confirm in time; it may have the message all the same."""
 

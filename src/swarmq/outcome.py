@@ -54,6 +54,24 @@ def as_outcome(returned: Any, name: str = "reward") -> Outcome:
     return returned if isinstance(returned, Outcome) else Outcome(reward=reward_of(name, returned))
 
 
+def said(
+    reward: float | Outcome | None,
+    rewards: Mapping[str, float] | None,
+    success: bool | None,
+    metrics: Mapping[str, float] | None,
+    metadata: Mapping[str, Any] | None,
+    agent_rewards: Mapping[str, Mapping[str, float]] | None,
+    call_rewards: Mapping[str, float] | None,
+) -> Outcome:
+    """Return what `end` was given as one Outcome. Raises OutcomeError for an Outcome with something beside it."""
+    others = (rewards, success, metrics, metadata, agent_rewards, call_rewards)
+    if not isinstance(reward, Outcome):
+        return Outcome(reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {})
+    if any(other is not None for other in others):
+        raise OutcomeError("an Outcome and other fields are given: put them into the Outcome")
+    return reward
+
+
 def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection[str] = ()) -> EpisodeEnd:
     """The end of an episode that was scored; `frozen` policies need no reward.
 

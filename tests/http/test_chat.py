@@ -252,12 +252,24 @@ async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage):
 )
 async def test_no_parameter_of_an_engine_changes_what_is_trained(stage, asked):
     stage.engine.say("x")
-    _, headers, _ = await stage.post({"model": "main", "messages": [HI], "stop": ["q"], "seed": 3, **asked})
+    _, headers, _ = await stage.post({"model": "main", "messages": [HI], "stop": ["q"], **asked})
     assert headers["x-swarmq-overridden"] == next(iter(asked))
     [sampled] = stage.engine.requests
-    expected = {"temperature": 0.8, "max_tokens": 200, "logprobs": 0, "stop": ["q"], "seed": 3}
+    expected = {"temperature": 0.8, "max_tokens": 200, "logprobs": 0, "stop": ["q"]}
     assert sampled.sampling == expected
-    assert stage.turns()[0].sampling == Sampling(temperature=0.8, max_tokens=200, stop=("q",), seed=3)
+    assert stage.turns()[0].sampling == Sampling(temperature=0.8, max_tokens=200, stop=("q",))
+
+
+@pytest.mark.parametrize("seed", [0, 42])
+async def test_a_seed_does_not_make_the_attempts_of_a_group_the_same(stage, seed):
+    stage.engine.say("x")
+    _, headers, _ = await stage.post({"model": "main", "messages": [HI], "seed": seed})
+    assert (headers["x-swarmq-overridden"], "seed" in stage.engine.requests[0].sampling) == ("seed", False)
+    stage.engine.say("x")
+    _, headers, _ = await stage.post(
+        {"model": "main", "messages": [HI], "seed": seed}, key=stage.key("e2", mode="eval")
+    )
+    assert (headers.get("x-swarmq-overridden"), stage.engine.requests[1].sampling["seed"]) == (None, seed)
 
 
 async def test_a_turn_says_what_it_was_sampled_with(stage):

@@ -281,3 +281,22 @@ async def test_a_stream_that_fails_says_so(anthropic, stage, agent):
         async with agent.stream(**ASKED) as stream:
             await stream.get_final_message()
     assert stage.turns() == []
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize(("asked", "reason"), [(64_000, "model_context_window_exceeded"), (2, "max_tokens")])
+async def test_a_cut_is_told_as_the_agent_s_own_only_where_it_is(anthropic, stages, streamed, asked, reason):
+    """Claude Code says of `max_tokens` that its own limit was exceeded, with that number."""
+    async with stages(sampling={"max_tokens": 3}) as stage:
+        http = anthropic.DefaultAsyncHttpxClient(verify=False)  # or it loads certificates: 50 ms
+        stage.engine.say("a long answer")
+        async with anthropic.AsyncAnthropic(
+            base_url=stage.url, api_key=stage.key(), max_retries=0, http_client=http
+        ) as client:
+            body = {**ASKED, "max_tokens": asked}
+            if streamed:
+                async with client.messages.stream(**body) as stream:
+                    answer = await stream.get_final_message()
+            else:
+                answer = await client.messages.create(**body, timeout=60)
+        assert answer.stop_reason == reason

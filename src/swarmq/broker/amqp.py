@@ -11,6 +11,7 @@ Publishing and consuming never share a connection: an alarm blocks publishers, a
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
@@ -34,6 +35,7 @@ from swarmq.errors import BrokerError, BrokerLostError
 from swarmq.logs import log
 from swarmq.messages import Event, Message, encode, key_of
 
+LOGIN_PATIENCE_S = 30.0
 OPEN_S = 10.0
 ANSWERED = "SWARMQ_BROKER_ANSWERED"
 """Set by `swarmq up` for its parts: the broker's address is right, so one that is away will be back."""
@@ -63,9 +65,11 @@ class AmqpBroker:
         stack: AsyncExitStack,
         user: str = "",
         default_ack_s: float = DEFAULT_ACK_S,
+        login_patience_s: float = math.inf,
     ) -> None:
         self._url = url
         self._default_ack_s = default_ack_s
+        self._login_patience_s = login_patience_s
         self._name = name
         self._stack = stack
         self._user = user
@@ -83,15 +87,18 @@ class AmqpBroker:
         deadline_s: float | None = OPEN_S,
         user: str = "",
         default_ack_s: float = DEFAULT_ACK_S,
+        login_patience_s: float = LOGIN_PATIENCE_S,
     ) -> AsyncIterator[Self]:
         """Connect; an unreachable broker is waited for, `deadline_s` seconds long or, with None, for ever.
 
         Raises BrokerError at once for a bad url, wrong password or unknown vhost, and at the deadline.
         `name` shows in the management UI. `user` is the url's where that is an invited client's (docs/access.md).
-        `default_ack_s`: how long RabbitMQ lets a message be held, where it says nothing of that.
+        `default_ack_s`: how long RabbitMQ lets a message be held, where it says nothing of that. `login_patience_s`: how long
+        the login of an invited client may be refused once it has worked, before the client counts as removed.
         """
         address(url)
-        link = Link(url, name=f"{name}.publish")
+        patience_s = login_patience_s if user else math.inf
+        link = Link(url, name=f"{name}.publish", login_patience_s=patience_s)
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(link.keep())
             try:
@@ -99,7 +106,15 @@ class AmqpBroker:
                     await link.session()
             except TimeoutError:
                 raise BrokerError(link.trouble or "the broker has gone") from None
-            yield cls(url, name=name, link=link, stack=stack, user=user, default_ack_s=default_ack_s)
+            yield cls(
+                url,
+                name=name,
+                link=link,
+                stack=stack,
+                user=user,
+                default_ack_s=default_ack_s,
+                login_patience_s=patience_s,
+            )
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
         await self._publisher.publish(
@@ -118,6 +133,7 @@ class AmqpBroker:
             name=f"{self._name}.consume",
             bury=self._bury,
             default_ack_s=self._default_ack_s,
+            login_patience_s=self._login_patience_s,
         )
 
     def receipts(self, book: str) -> AbstractAsyncContextManager[Receipts]:

@@ -11,6 +11,7 @@ acknowledging the old delivery raises BrokerLostError.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -44,6 +45,7 @@ async def consuming(
     ack_s: float = topology.ACK_S,
     default_ack_s: float = DEFAULT_ACK_S,
     recycle_s: float | None = None,
+    login_patience_s: float = math.inf,
 ) -> AsyncIterator[Deliveries]:
     """Deliveries of `queue`. Raises UnroutableError when there is no such queue.
 
@@ -61,7 +63,14 @@ async def consuming(
         )
         await Intake(session, queue, deliveries).start(topology.consumer_arguments(ack_s))
 
-    link = Link(url, name=name, prepare=prepare, forget=deliveries.forget, refused=deliveries.fail)
+    link = Link(
+        url,
+        name=name,
+        prepare=prepare,
+        forget=deliveries.forget,
+        refused=deliveries.fail,
+        login_patience_s=login_patience_s,
+    )
     async with link.keep():
         try:
             await link.session()

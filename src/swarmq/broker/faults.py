@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from aio_pika import exceptions as amqp
 from aiormq.exceptions import ConnectionInternalError
 
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
 
 EXAMPLE = "write it as amqp://user:password@host:5672/vhost"
 
@@ -37,7 +37,7 @@ def translate(error: Exception, where: str) -> BrokerError:
         case BrokerError():
             return error
         case amqp.AuthenticationError() | amqp.ProbableAuthenticationError():
-            return BrokerError(f"RabbitMQ at {where} refused user or password: check the broker's url")
+            return LoginRefusedError(f"RabbitMQ at {where} refused user or password: check the broker's url")
         case amqp.InvalidFrameError() if "Connection.OpenOk" in text:  # the driver keeps the broker's words to itself
             return BrokerError(
                 f"RabbitMQ at {where} refused the connection: the virtual host at the end of the url does not exist, "

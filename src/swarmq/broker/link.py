@@ -6,18 +6,21 @@
 Waiting is visible: one warning when the broker goes away, one line when it is back. A refusal (wrong password, no
 such queue) ends the link at its first connection, because a person has to act; once a link has worked, refusals are
 waited out, since a broker that restarts or is being repaired refuses too, and the collector makes a deleted queue again.
+The user of an invited client is deleted when the client is removed: its link ends once its login was refused for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from swarmq.broker.faults import address
 from swarmq.broker.session import Session, open_session
-from swarmq.errors import BrokerError, BrokerLostError
+from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
 from swarmq.logs import log
 
 FIRST_DELAY_S = 0.1
@@ -39,12 +42,15 @@ class Link:
         prepare: Callable[[Session], Awaitable[None]] = _nothing,
         forget: Callable[[], None] = lambda: None,
         refused: Callable[[BrokerError], None] = lambda _: None,
+        login_patience_s: float = math.inf,
     ) -> None:
+        """`login_patience_s`: how long the broker may refuse the login of a link that has worked."""
         self._url = url
         self._name = name
         self._prepare = prepare
         self._forget = forget
         self._refused = refused
+        self._login_patience_s = login_patience_s
         self._up = asyncio.Event()
         self._session: Session | None = None
         self._refusal: BrokerError | None = None
@@ -80,18 +86,27 @@ class Link:
             await self._up.wait()
 
     async def _run(self) -> None:
-        delay_s, worked = FIRST_DELAY_S, False
+        delay_s, worked, login_refused_at = FIRST_DELAY_S, False, math.inf
         while True:
             try:
                 async with open_session(self._url, name=self._name) as session:
                     await self._prepare(session)
                     self._connected(session)
-                    delay_s, worked = FIRST_DELAY_S, True
+                    delay_s, worked, login_refused_at = FIRST_DELAY_S, True, math.inf
                     await asyncio.wait({session.lost})
                     self._disconnected(session.lost.result())
             except BrokerError as error:
                 if not (worked or isinstance(error, BrokerLostError)):
                     self._refuse(error)
+                    return
+                now = time.monotonic()
+                login_refused_at = min(login_refused_at, now) if isinstance(error, LoginRefusedError) else math.inf
+                if now - login_refused_at >= self._login_patience_s:
+                    self._refuse(
+                        BrokerError(
+                            f"{error}; it worked before: the client was removed from the run, ask for an invite"
+                        )
+                    )
                     return
                 self._wait(str(error))
             except Exception as error:

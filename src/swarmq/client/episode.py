@@ -10,7 +10,7 @@ from swarmq.client.loops import Make, T, blocking, hop
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import SwarmqError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
-from swarmq.outcome import Outcome
+from swarmq.outcome import Outcome, said
 
 if TYPE_CHECKING:
     from swarmq.client.session import AsyncSwarmClient
@@ -126,7 +126,7 @@ class AsyncEpisode(Handle):
 
     async def end(
         self,
-        reward: float | None = None,
+        reward: float | Outcome | None = None,
         *,
         rewards: Mapping[str, float] | None = None,
         success: bool | None = None,
@@ -135,14 +135,12 @@ class AsyncEpisode(Handle):
         agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
-        """Finished, with a reward for all policies or one for each. Returns once the broker has confirmed it.
+        """Finished, with a reward for all policies or one for each, or with an Outcome. Returns once the broker has confirmed it.
 
         Raises OutcomeError for a reward that is not a finite number (nothing is sent, the episode stays open) and
         EpisodeError when the episode has ended in another way before; the same end again is no error.
         """
-        outcome = Outcome(
-            reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {}
-        )
+        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         await self._hop(lambda: self._client.end_with(self, outcome))
 
     async def abort(self, reason: str = "aborted by the client") -> None:
@@ -159,7 +157,7 @@ class Episode(Handle):
 
     def end(
         self,
-        reward: float | None = None,
+        reward: float | Outcome | None = None,
         *,
         rewards: Mapping[str, float] | None = None,
         success: bool | None = None,
@@ -169,9 +167,7 @@ class Episode(Handle):
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
         """As AsyncEpisode.end."""
-        outcome = Outcome(
-            reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {}
-        )
+        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         self._wait(lambda: self._client.end_with(self, outcome))
 
     def abort(self, reason: str = "aborted by the client") -> None:

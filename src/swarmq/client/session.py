@@ -34,7 +34,7 @@ from swarmq.errors import ClientError, EpisodeError, SwarmqError
 from swarmq.keys import Claims, Invite, mint
 from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
-from swarmq.outcome import Outcome, finished, unfinished, untrainable
+from swarmq.outcome import Outcome, finished, said, unfinished, untrainable
 
 DRAIN_S = 10.0
 """How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
@@ -199,7 +199,7 @@ class AsyncSwarmClient:
     async def end_episode(
         self,
         episode: Handle | str,
-        reward: float | None = None,
+        reward: float | Outcome | None = None,
         *,
         rewards: Mapping[str, float] | None = None,
         success: bool | None = None,
@@ -209,9 +209,7 @@ class AsyncSwarmClient:
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
         """As AsyncEpisode.end; `episode` may also be an episode id."""
-        outcome = Outcome(
-            reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {}
-        )
+        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         await self.end_with(episode, outcome)
 
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:

@@ -140,6 +140,9 @@ class VllmEngine:
             [prompt] = await self._json("POST", "/v1/completions/render", request)
             return Rendered(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
         reply = await self._json("POST", "/v1/chat/completions/render", request)
+        if tools := held_tools(request):  # asked apart, because templates show the model the word `strict`
+            held = await self._json("POST", "/v1/chat/completions/render", {**request, "tools": tools})
+            reply["sampling_params"] = held["sampling_params"]
         carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
         _check_places(carried.get("features"), reply["token_ids"])
         calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
@@ -291,6 +294,25 @@ class VllmEngine:
             return kind(f"the engine at {self.url} failed ({status}): {message}")
         code = "context_length_exceeded" if TOO_LONG.search(message) else None
         return EngineRefusedError(message, status=status, code=code, param=param)
+
+
+def held_tools(chat: Json) -> list[Json]:
+    """The tools, of which the forced ones are `strict` where the agent does not say: vLLM would take arguments of any form.
+    Empty where that changes nothing."""
+    choice, tools = chat.get("tool_choice"), chat.get("tools")
+    if not isinstance(tools, list) or not (choice == "required" or isinstance(choice, dict)):
+        return []
+    name = (choice.get("function") or {}).get("name") if isinstance(choice, dict) else None
+    held = [_held_tool(tool, name) for tool in tools]
+    return held if held != tools else []
+
+
+def _held_tool(tool: Json, name: str | None) -> Json:
+    """`name`: of the only tool that is meant."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("strict") is not None or name not in (None, function.get("name")):
+        return tool
+    return {**tool, "function": {**function, "strict": True}}
 
 
 def for_parsers(chat: Json) -> Json:

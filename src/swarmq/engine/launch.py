@@ -215,8 +215,9 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         "--dtype": "float32" if engine.dtype == "auto" and not cuda else engine.dtype,
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",
+        # between JSON's fields a model that is held to a schema may sample blanks until its answer is cut;
         # with "auto" the first schema that only another backend takes would decide it for all requests until a restart
-        "--structured-outputs-config": json.dumps({"backend": "xgrammar"}),
+        "--structured-outputs-config": json.dumps({"backend": "xgrammar", "disable_any_whitespace": True}),
         "--weight-transfer-config": json.dumps({"backend": BACKEND}),
         "--worker-extension-cls": WORKER_EXTENSION,
         "--middleware": MIDDLEWARE,

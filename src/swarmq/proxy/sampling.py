@@ -21,7 +21,7 @@ Json = dict[str, Any]
 _canonical = msgspec.json.Encoder(order="deterministic")
 KEPT = frozenset(
     {
-        *("n", "seed", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "structured_outputs"),
+        *("n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "structured_outputs"),
         *(
             "logprobs",
             "detokenize",
@@ -47,6 +47,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "allowed_token_ids": (),
     "thinking_token_budget": (),
+    "seed": (),
     "watermarking": (False,),
     "repetition_detection": (),
     "extra_args": ({},),

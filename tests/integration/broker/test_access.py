@@ -194,6 +194,21 @@ async def test_removing_a_client_closes_its_connections_and_refuses_it_from_then
             remove_client(w.folder, "bob", w.management)
 
 
+async def test_what_a_removed_client_still_sends_ends_with_the_reason(world):
+    async with world() as w:
+        user = topology.user_of(w.run, "alice")
+
+        def impatient(invite, name):
+            return AmqpBroker.open(invite.broker_url, name=name, user=user, deadline_s=120.0, login_patience_s=0.1)
+
+        async with AsyncSwarmClient(w.invite("alice"), open_broker=impatient) as client:
+            ep = await client.begin_episode({"id": "t"}, kind="math", mode="eval")
+            remove_client(w.folder, "alice", w.management)
+            async with asyncio.timeout(240):
+                with pytest.raises(BrokerError, match="the client was removed from the run"):
+                    await ep.end(1.0)
+
+
 async def third(invite):
     """One connection more, again and again: RabbitMQ counts them a moment after it has let them in."""
     while True:

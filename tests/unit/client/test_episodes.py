@@ -235,6 +235,18 @@ async def test_an_end_carries_everything_and_leaves_nothing_in_the_spool(swarm, 
     assert swarm.spooled == []
 
 
+async def test_an_end_takes_what_an_agent_s_function_returns(swarm, client):
+    """`ep.end(attempt(ep))`, be it a number or an Outcome."""
+    for returned in (0.5, Outcome(0.5, success=True)):
+        await (await client.begin_episode("t")).end(returned)
+        await client.end_episode(await client.begin_episode("t"), returned)
+    assert [(end.rewards, end.success) for end in swarm.ends] == [({"main": 0.5}, s) for s in (None, None, True, True)]
+    ep = await client.begin_episode("t")
+    with pytest.raises(OutcomeError, match="put them into the Outcome"):
+        await ep.end(Outcome(0.5), success=True)
+    await ep.end(0.5)
+
+
 @pytest.mark.parametrize("reward", [None, math.nan, math.inf, "good"])
 async def test_a_wrong_reward_sends_nothing_and_leaves_the_episode_open(swarm, client, reward):
     ep = await client.begin_episode("t")

@@ -36,7 +36,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
         ("--host", "127.0.0.1"),
         ("--port", "81"),
         ("--logprobs-mode", "processed_logprobs"),
-        ("--structured-outputs-config", '{"backend": "xgrammar"}'),
+        ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         ("--generation-config", "vllm"),
         ("--tool-call-parser", "hermes"),
     ):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -23,7 +24,7 @@ from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
 from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
 from swarmq.learner.doctor.findings import Finding, verdict
-from swarmq.learner.doctor.mismatch import compare, explain
+from swarmq.learner.doctor.mismatch import Compared, compare, explain
 from swarmq.learner.doctor.signs import SIGNS, signs
 from swarmq.learner.passes import work_of
 from swarmq.learner.records import BatchRecord, Identity, Index
@@ -339,3 +340,25 @@ def test_the_command_says_what_it_found_and_its_status_whether_something_is_wron
         assert "[info" not in made.output, "nor is a line of its log"
         assert "log-softmax in chunks and in FP32" in made.output
         assert ("cause: truncated support" in made.output) == bool(status)
+
+
+def test_turns_that_were_held_to_a_grammar_are_told_apart_and_are_no_alarm() -> None:
+    """Their mu is normalised over what the grammar allowed: that is no fault of the engine."""
+    n = 200
+    gap = np.where(np.arange(n) < 100, -3.0, 0.0)
+    mixed = Compared(
+        theta=np.full(n, -1.0) + gap,
+        at_one=np.full(n, -1.0) + gap,
+        mu=np.full(n, -1.0),
+        lag=np.zeros(n, np.int64),
+        pushed=np.zeros(n, np.bool_),
+        repaired=np.zeros(n, np.bool_),
+        held=gap < 0,
+    )
+    found = list(explain([mixed]))
+    assert {finding.level for finding in found} == {"ok"}
+    assert [finding.check for finding in found] == [
+        "mismatch: arithmetic alone (same weights)",
+        "mismatch: held to a grammar",
+    ]
+    assert {f.level for f in explain([msgspec.structs.replace(mixed, held=np.zeros(n, np.bool_))])} == {"error"}

@@ -26,6 +26,7 @@ Floats = NDArray[np.float64]
 SAME_WEIGHTS_LIMIT = 0.01
 """k3 per token under the same weights; BF16 engines and learners of one model stay below."""
 BROKEN = 0.1
+HELD = "held to a grammar"
 EXPLAINS = 0.25
 """A cause that was tried out explains a mismatch when it leaves less than this share of it."""
 
@@ -55,6 +56,8 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     pushed: NDArray[np.bool_]
     """Sampled after a weight push in the middle of its answer."""
     repaired: NDArray[np.bool_]
+    held: NDArray[np.bool_]
+    """Sampled under a grammar: mu is normalised over what it allowed, theta over all tokens."""
 
 
 def compare(trainer: Trainer, record: BatchRecord) -> Compared:
@@ -77,21 +80,24 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
         lag=trainer.version - np.maximum(versions, 0),
         pushed=versions != first,
         repaired=np.array([turn.repaired for turn in turns]),
+        held=np.array([bool(turn.sampling.grammar) for turn in turns]),
     )
 
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
     """Disjoint groups of tokens, the least disturbed first."""
-    theta, mu, lag, pushed, repaired = (
+    theta, mu, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
-        for name in ("theta", "mu", "lag", "pushed", "repaired")
+        for name in ("theta", "mu", "lag", "pushed", "repaired", "held")
     )
-    plain = ~pushed & ~repaired
+    pushed, repaired = pushed & ~held, repaired & ~held
+    plain = ~pushed & ~repaired & ~held
     groups = {
         "arithmetic alone (same weights)": plain & (lag == 0),
         **{f"weights {n} steps old": plain & (lag == n) for n in sorted({*lag[plain].tolist()} - {0})},
         "after a push in mid-answer": pushed & ~repaired,
         "repaired prompt": repaired,
+        HELD: held,
     }
     return [_cause(name, theta[which] - mu[which]) for name, which in groups.items() if which.any()]
 
@@ -102,7 +108,9 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
     same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
     for cause in found:
         level: Level = "ok"
-        if cause.k3 > BROKEN or math.isnan(cause.k3):
+        if cause.name == HELD:
+            pass  # as expected: docs/learning.md says what that does to training
+        elif cause.k3 > BROKEN or math.isnan(cause.k3):
             level = "error" if cause is same else "warning"
         elif cause.k3 > SAME_WEIGHTS_LIMIT:
             level = "warning" if cause is same else "note"
@@ -122,10 +130,10 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
 
 
 def _suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
-    theta, at_one, mu, lag = (
-        np.concatenate([getattr(each, name) for each in batches]) for name in ("theta", "at_one", "mu", "lag")
+    theta, at_one, mu, lag, held = (
+        np.concatenate([getattr(each, name) for each in batches]) for name in ("theta", "at_one", "mu", "lag", "held")
     )
-    now = lag == 0
+    now = (lag == 0) & ~held
     raw = _cause("", at_one[now] - mu[now])
     if raw.k3 < EXPLAINS * same.k3:
         text = f"k3 is {raw.k3:.2g} at temperature 1: the engine reports raw log-probabilities; --logprobs-mode processed_logprobs"

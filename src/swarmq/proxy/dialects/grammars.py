@@ -39,12 +39,16 @@ def check_schemas(chat: Json) -> None:
     choices = _field(chat, "structured_outputs").get("choice")
     if isinstance(choices, list) and len(choices) > MAX_PARTS:
         raise _refused("structured_outputs", f"choice has more than {MAX_PARTS} entries")
-    parts = 0
+    parts, enforced = 0, _is_enforced(chat)
     for where, schema in _schemas(chat):
         nodes = []
         for node, depth, _ in _descent(schema, partial(_steps, root=schema), set()):
             parts += 1 + (len(node) if isinstance(node, list) else 0)
             nodes.append(node)
+            if where in enforced and (elsewhere := _elsewhere(node)):
+                raise _refused(
+                    where, f"the JSON schema refers to {elsewhere!r:.100}: it can only refer to its own parts (#/...)"
+                )
             if len(_field(node, "properties") if isinstance(node, dict) else ()) > MAX_PROPERTIES:
                 raise _refused(where, f"an object in the JSON schema has more than {MAX_PROPERTIES} properties")
             if parts > MAX_PARTS or depth > MAX_STEPS:
@@ -81,6 +85,22 @@ def _schemas(chat: Json) -> Iterator[tuple[str, Node]]:
         parsed = _parsed(schema, where)
         if isinstance(parsed, (dict, list)):
             yield where, parsed
+
+
+def _is_enforced(chat: Json) -> frozenset[str]:
+    """The places whose schemas an answer is held to; those of other tools are only shown to the model."""
+    choice, tools = chat.get("tool_choice"), chat.get("tools")
+    functions = (
+        [_field(tool, "function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    )
+    held = choice == "required" or isinstance(choice, dict) or any(one.get("strict") is True for one in functions)
+    return frozenset({"response_format", "structured_outputs", *(("tools",) if held else ())})
+
+
+def _elsewhere(node: Node) -> str | None:
+    """What the node refers to, where that is outside of the document."""
+    reference = node.get("$ref") if isinstance(node, dict) else None
+    return reference if isinstance(reference, str) and reference and not reference.startswith("#") else None
 
 
 def _parsed(value: Any, where: str) -> Any:

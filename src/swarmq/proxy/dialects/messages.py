@@ -89,7 +89,7 @@ class Messages:
             blocks.append(
                 {"type": "tool_use", "id": identity, "name": function["name"], "input": _input(function["arguments"])}
             )
-        return _message(begun, blocks) | _ending(ended) | {"usage": _usage(begun, ended.num_tokens)}
+        return _message(begun, blocks) | _ending(begun, ended) | {"usage": _usage(begun, ended.num_tokens)}
 
     def writer(self, begun: Begun) -> MessageWriter:
         return MessageWriter(begun)
@@ -145,7 +145,7 @@ class MessageWriter:
             self._delta({"type": "text_delta", "text": blank})
         self._close()
         usage = _usage(self._begun, ended.num_tokens)
-        self._tell({"type": "message_delta", "delta": _ending(ended), "usage": usage})
+        self._tell({"type": "message_delta", "delta": _ending(self._begun, ended), "usage": usage})
         self._tell({"type": "message_stop"})
         return self._flush()
 
@@ -360,10 +360,11 @@ def _usage(begun: Begun, sampled: int) -> Json:
     return {"input_tokens": begun.prompt_tokens, **cached, "output_tokens": sampled}
 
 
-def _ending(ended: Ended) -> Json:
+def _ending(begun: Begun, ended: Ended) -> Json:
     met = ended.stop_reason if isinstance(ended.stop_reason, str) else None
     if ended.finish_reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        ours = "max_tokens" in begun.overridden  # clients say of `max_tokens` that the agent's own limit was reached
+        return {"stop_reason": "model_context_window_exceeded" if ours else "max_tokens", "stop_sequence": None}
     if ended.message.get("tool_calls"):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     return {"stop_reason": "stop_sequence" if met else "end_turn", "stop_sequence": met}
