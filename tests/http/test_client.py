@@ -5,8 +5,10 @@ import contextlib
 import functools
 import time
 
+import httpx
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from support.proxy import ROOT, served
 from support.tls import self_signed
@@ -19,7 +21,7 @@ from swarmq.client.worker import Worker
 from swarmq.config import SwarmJob
 from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
 from swarmq.members import Member, Members
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
 from swarmq.process import held_port
 from swarmq.proxy.app import create_app
 from swarmq.testing import MemoryBroker
@@ -51,12 +53,13 @@ class Far:
         self.unknown = b""
         """A field that the proxy refuses, as one of another version does."""
         self.asked = []
+        self.engine = ScriptedEngine()
 
     @contextlib.asynccontextmanager
     async def open(self, tls=None):
         await self.broker.declare(RUN, policies=["main"], kinds=["math"])
         self.job.run_folder.path.mkdir(exist_ok=True)
-        app = create_app(self.job, root=ROOT, engines={"main": [ScriptedEngine()]}, broker=self.broker)
+        app = create_app(self.job, root=ROOT, engines={"main": [self.engine]}, broker=self.broker)
 
         async def wire(scope, receive, send):
             if scope["type"] == "http":
@@ -116,6 +119,43 @@ async def test_an_episode_begins_and_ends_over_http_alone(far):
         claims = keys.verify(ROOT, ep.api_key, run=RUN, now=time.time())
         assert (claims.episode_id, claims.client) == (ep.episode_id, "alice")
         assert not list(far.spool.rglob("*.end"))
+
+
+async def ask(ep, **headers):
+    """An agent's call; the id of its answer."""
+    body = {"model": ep.model, "messages": [{"role": "user", "content": "hi"}]}
+    headers = {"authorization": f"Bearer {ep.api_key}", **headers}
+    async with httpx.AsyncClient() as http:
+        return (await http.post(f"{ep.base_url}/chat/completions", json=body, headers=headers)).json()["id"]
+
+
+@pytest.mark.parametrize("proxy", ["this one", "an older one"])
+async def test_an_end_names_the_calls_whose_answers_its_agent_received(far, proxy):
+    far.unknown = b'"received"' if proxy == "an older one" else b""
+    async with far.open():
+        await far.issue(1)
+        async with far.client() as client, client.episode({"id": "a"}) as ep:
+            for _ in range(2):
+                far.engine.say("x")
+            calls = (await ask(ep), await ask(ep))
+            await ep.end(0.5)
+            await ep.end(0.5)
+        [end] = far.pieces(EpisodeEnd)
+        assert end.calls is None
+        assert end.received == (calls if proxy == "this one" else None)
+        assert all(turn.observed for turn in far.pieces(Turn))
+
+
+async def test_a_reward_for_a_call_whose_answer_did_not_arrive_is_told_to_the_client(far):
+    async with far.open():
+        await far.issue(1)
+        async with far.client() as client, client.episode({"id": "a"}) as ep:
+            far.engine.say("x")
+            call = await ask(ep)
+            with capture_logs() as lines:
+                await ep.end(0.5, call_rewards={call: 1.0, "lost.0": 2.0})
+        [told] = [line for line in lines if line["event"] == "reward_for_a_call_without_an_answer"]
+        assert told["calls"] == ["lost.0"]
 
 
 async def test_it_speaks_https_and_trusts_the_invites_authority_alone(far, tmp_path):

@@ -6,7 +6,9 @@ import asyncio
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from swarmq.client import received
 from swarmq.client.loops import Make, T, blocking, hop
+from swarmq.client.received import Received
 from swarmq.client.tasks import SwarmTask
 from swarmq.errors import SwarmqError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
@@ -27,6 +29,8 @@ class EpisodeRecord:
         self.task = task
         self.base_url = base_url
         self.api_key = api_key
+        self.received = Received(base_url)
+        """What its agent was answered in this process."""
         self.end: EpisodeEnd | None = None
         self.sending: asyncio.Task[SwarmqError | None] | None = None
         self.key_was_read = False
@@ -65,6 +69,7 @@ class Handle:
     def api_key(self) -> str:
         """For any OpenAI client; valid for this episode alone."""
         self._record.key_was_read = True
+        received.watch_libraries()  # by now its agent has loaded the one that it uses
         return self._record.api_key
 
     @property

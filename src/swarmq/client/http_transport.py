@@ -109,8 +109,16 @@ class HttpTransport:
             "calls": end.calls,
         }
         with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
-            await self._until_confirmed(f"/{end.episode_id}/end", end.episode_id, body)
+            await self._finish(end, body)
         self._homes.pop(end.episode_id, None)
+
+    async def _finish(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
+        path = f"/{end.episode_id}/end"
+        if end.received is not None:
+            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+                await self._until_confirmed(path, end.episode_id, {**body, "received": end.received})
+                return
+        await self._until_confirmed(path, end.episode_id, body)
 
     async def _abort(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
         path = f"/{end.episode_id}/abort"

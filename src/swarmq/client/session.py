@@ -20,8 +20,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
+
 from swarmq.broker import Broker, topology
-from swarmq.client import runner
+from swarmq.client import received, runner
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
 from swarmq.client.invites import find_invite
@@ -77,7 +79,7 @@ class AsyncSwarmClient:
         self._code_version = code_version
         self._spool_root = spool or spool_root(self.invite)
         self._open_broker = open_broker
-        self._warn_of_no_calls_at = 0.0
+        self._warn_of_no_calls_at = self._warn_of_rewards_at = 0.0
         self._state = "not open: use `async with`"
         self._pid = os.getpid()
         self._broker: Broker | None = None
@@ -193,6 +195,7 @@ class AsyncSwarmClient:
         key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
         base_url = self._transport.base_url_of(begin.episode_id)
         record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=last_attempt)
+        received.watch(key, record.received)
         self._open[begin.episode_id] = record
         return AsyncEpisode(self, record)
 
@@ -272,6 +275,20 @@ class AsyncSwarmClient:
             episode=record.begin.episode_id,
             task=record.task.id,
             meaning="it will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
+        )
+
+    def _look_for_rewards(self, end: EpisodeEnd) -> None:
+        """A reward for a call whose answer did not arrive is nobody's. Calls of other processes may have arrived there."""
+        now = self.loop.time()
+        lost = sorted(end.call_rewards.keys() - set(end.received or ()))
+        if end.received is None or not lost or now < self._warn_of_rewards_at:
+            return
+        self._warn_of_rewards_at = now + NO_CALLS_EVERY_S
+        log.warning(
+            "reward_for_a_call_without_an_answer",
+            episode=end.episode_id,
+            calls=lost,
+            meaning="this process did not see their answers arrive; if no other one did, they are not trained",
         )
 
     async def confirmed(self, ep: Handle) -> None:
@@ -365,9 +382,12 @@ class AsyncSwarmClient:
     async def _finish(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
         self.check()
         if record.end is None:
+            if end.status == "finished":
+                end = msgspec.structs.replace(end, received=record.received.calls())
+                self._look_for_rewards(end)
             encode(end)  # too large is said now, while the episode can still be ended otherwise
             self._start_sending(record, end)
-        elif record.end != end:
+        elif record.end != msgspec.structs.replace(end, received=record.end.received):
             raise EpisodeError(
                 f"episode {end.episode_id} has ended as {_describe(record.end)}; now it is to end as "
                 f"{_describe(end)}: the first end counts, nothing was sent"
@@ -390,6 +410,7 @@ class AsyncSwarmClient:
         except asyncio.CancelledError:
             return ClientError("the client was closed before the broker confirmed the end: it is in the spool")
         self._open.pop(end.episode_id, None)
+        received.unwatch(record.api_key)
         self._remember(record)
         return None
 

@@ -20,7 +20,7 @@ from litestar.types import ASGIApp, Receive, Scope, Send
 
 from swarmq.keys import Claims
 from swarmq.proxy.calls import Call
-from swarmq.proxy.completion import Completions
+from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.dialects import DIALECTS, CountTokens, Dialect, chat, events, headers, messages, read, schemas
 from swarmq.proxy.dialects.base import policy_of
 from swarmq.proxy.memory import Episodes
@@ -105,7 +105,7 @@ def agent_routes(
             try:
                 with serving.answering(begun, scope):
                     if call.stream:
-                        await _send_events(send, events(dialect, completions, begun, meter), headers(begun))
+                        await _send_events(send, begun, events(dialect, completions, begun, meter), headers(begun))
                     else:
                         body = dialect.answer(begun, await completions.whole(begun))
                         await _whole(request, body, headers(begun))(scope, receive, send)
@@ -222,8 +222,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     return outcome[0]
 
 
-async def _send_events(send: Send, said: AsyncGenerator[bytes, None], told: Mapping[str, str]) -> None:
-    """The answer as server-sent events, with what is `told` as headers."""
+async def _send_events(send: Send, begun: Begun, said: AsyncGenerator[bytes, None], told: Mapping[str, str]) -> None:
+    """The answer as server-sent events, with what is `told` as headers. The last event ends the body at once: agents that hang up
+    after it are to have read all there is."""
     named = {
         "content-type": "text/event-stream; charset=utf-8",
         "cache-control": "no-cache",
@@ -234,8 +235,7 @@ async def _send_events(send: Send, said: AsyncGenerator[bytes, None], told: Mapp
     async with aclosing(said):
         await send({"type": "http.response.start", "status": 200, "headers": encoded})
         async for event in said:
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-    await send({"type": "http.response.body", "body": b"", "more_body": False})
+            await send({"type": "http.response.body", "body": event, "more_body": not begun.closing})
 
 
 def _no_model(name: str, served: Iterable[str]) -> RefusedError:

@@ -66,6 +66,10 @@ class Begun(msgspec.Struct, kw_only=True):
     """Call ids of the choices whose turns may be in the queue."""
     failed: bool = False
     """Its agent was told of an error instead of the end."""
+    ended: int = 0
+    """Choices whose ends were written to a stream."""
+    closing: bool = False
+    """What a stream says next is the last."""
 
     async def close(self) -> None:
         """Give everything back. Doing it again does nothing."""

@@ -112,7 +112,9 @@ class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     call_rewards: dict[str, float] = {}
     """Call id -> reward."""
     calls: tuple[str, ...] | None = None
-    """Ids of the calls whose answers the agent received, where it knows them."""
+    """Ids of the calls whose answers the agent received, where it knows all of them: no other is trained."""
+    received: tuple[str, ...] | None = None
+    """Ids of those calls with the header `x-swarmq-observed` whose answers the agent received: no other with it is trained."""
     policies: tuple[str, ...] | None = None
     """As `begin` answered them. Needed beside `reward` where another proxy began the episode."""
     outcome_id: Annotated[str, Meta(max_length=128)] | None = None
@@ -217,7 +219,9 @@ class Control:
             call_rewards=asked.call_rewards,
         )
         end = finished(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
-        return await self._end(entry, msgspec.structs.replace(end, calls=asked.calls), asked.outcome_id)
+        return await self._end(
+            entry, msgspec.structs.replace(end, calls=asked.calls, received=asked.received), asked.outcome_id
+        )
 
     async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndedEpisode:
         """Raises RefusedError, BrokerError."""

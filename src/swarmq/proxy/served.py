@@ -61,19 +61,23 @@ class Serving:
         self._known: list[tuple[str, tuple[str, ...], bool]] = []
         """Episode, calls, and whether they were sent."""
         self._wake = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @contextmanager
     def answering(self, begun: Begun, scope: Mapping[str, Any]) -> Iterator[None]:
-        """Around everything that is done to answer a call. What is raised through it refuses the call, and so does `begun.failed`."""
+        """Around everything that is done to answer a call. What is raised through it refuses the call, and so does `begun.failed`;
+        but an agent that hangs up after the end of each choice has all that it wanted of a stream."""
+        has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
         is_whole = False
         try:
             yield
             is_whole = not begun.failed
+        except BaseException:
+            is_whole = 0 < begun.rendered.sampling.get("n", 1) == begun.ended
+            has_left = lambda: True  # noqa: E731
+            raise
         finally:
             if begun.recorded and begun.call.claims.mode == "train":
-                self._add(begun.call.claims.episode_id, tuple(begun.recorded), scope.get(HAS_LEFT), is_whole=is_whole)
+                self._add(begun, has_left if is_whole else lambda: False)
 
     async def tell(self) -> None:
         """Tell until cancelled; then what is left, for a while."""
@@ -82,9 +86,8 @@ class Serving:
                 await self._wake.wait()
                 await asyncio.sleep(self._pause_s)
                 self._look()
-                if not self._known and not self._written:
+                if not self._written:
                     self._wake.clear()
-                    self._idle.set()
                 while self._known:
                     await self._publish()
         finally:
@@ -94,19 +97,9 @@ class Serving:
                     while self._known:
                         await self._publish()
 
-    async def told(self) -> None:
-        """Return when everything is confirmed."""
-        await self._idle.wait()
-
-    def _add(
-        self, episode_id: str, calls: tuple[str, ...], has_left: Callable[[], bool | None] | None, *, is_whole: bool
-    ) -> None:
-        if is_whole and has_left:
-            due = asyncio.get_running_loop().time()
-            self._written.append(Answer(episode_id, calls, has_left, self._pause_s, due))
-        else:
-            self._known.append((episode_id, calls, is_whole))
-        self._idle.clear()
+    def _add(self, begun: Begun, has_left: Callable[[], bool | None]) -> None:
+        calls, due = tuple(begun.recorded), asyncio.get_running_loop().time()
+        self._written.append(Answer(begun.call.claims.episode_id, calls, has_left, self._pause_s, due))
         self._wake.set()
 
     def _look(self, *, every: bool = False) -> None:

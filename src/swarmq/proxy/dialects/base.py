@@ -164,13 +164,15 @@ async def events(dialect: Dialect, completions: Completions, begun: Begun, meter
             async for gain in gains:
                 if said := writer.end(gain) if isinstance(gain, Ended) else writer.gain(gain):
                     yield said
+                begun.ended += isinstance(gain, Ended)
     except Exception as error:
-        begun.failed = True
+        begun.failed = begun.closing = True
         refusal = refusal_of(error)
         meter.errors += 1
         log.warning("stream_failed", status=refusal.status, error=str(error), exc_info=refusal.status == 500)
         yield writer.fail(refusal)
     else:
+        begun.closing = True
         yield writer.close()
 
 
