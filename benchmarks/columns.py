@@ -1,7 +1,7 @@
 """What the log-probabilities of a step cost vLLM's engine core and its API servers, in vLLM's own messages and in columns.
 
 A message holds one sampled token of each of `--requests` requests; it is written as the core writes it, and read as a server
-reads it. One thread, no sockets. Needs vLLM; example:
+reads it. One thread, no sockets; its processor time counts, so that other work on the machine hardly does. Needs vLLM; example:
 
     python -m benchmarks.columns --requests 256
 """
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def measure(arguments: Any, cut: Callable[..., Any] | None) -> tuple[float, float]:
-    """Milliseconds to cut a step for its requests and write it as a message, and to read that; medians."""
+    """Milliseconds of processor to cut a step for its requests and write it as a message, and to read that; medians."""
     from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs  # noqa: PLC0415 - only where it is needed
     from vllm.v1.outputs import LogprobsLists  # noqa: PLC0415
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder  # noqa: PLC0415
@@ -60,13 +60,13 @@ def measure(arguments: Any, cut: Callable[..., Any] | None) -> tuple[float, floa
     names = [f"generate-{row:032x}" for row in range(count)]
     encoder, decoder, spent = MsgpackEncoder(), MsgpackDecoder(EngineCoreOutputs), []
     for _ in range(arguments.repeats):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         own = [None if cut is None else cut(step, row, 1) for row in range(count)]
         message = EngineCoreOutputs(outputs=[EngineCoreOutput(names[row], [row], own[row]) for row in range(count)])
         buffers = encoder.encode_into(message, bytearray())
-        written = time.perf_counter()
+        written = time.thread_time()
         decoder.decode(list(buffers))
-        spent.append((written - begun, time.perf_counter() - written))
+        spent.append((written - begun, time.thread_time() - written))
     write, read = np.median(np.array(spent), axis=0) * 1e3
     return float(write), float(read)
 
