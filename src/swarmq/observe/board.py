@@ -133,6 +133,39 @@ class Board:
         return {**sums, "drift_rate": drifted / max(sums["continued"], 1), "branches": dict(branches)}
 
 
+def as_data(board: Board, *, now: float) -> dict[str, Any]:
+    """What the screen shows, for programs."""
+    learners = {source.removeprefix("learner.") for source in board.parts if source.startswith("learner.")}
+    return {
+        "run": board.run,
+        "at": now,
+        "pace": board.part("collector").get("pace", "running"),
+        "blocked": board.blocked,
+        "parts": {
+            source: {"silent_s": round(now - part.at, 3), **part.fields} for source, part in sorted(board.parts.items())
+        },
+        "stages": board.stages,
+        "policies": {name: _policy_data(board, name) for name in sorted({*learners, *board.steps})},
+        "proxies": {**board.proxies(), "tokens_per_s": board.tokens_per_s()},
+        "evaluation": board.rounds[-1][1] if board.rounds else None,
+        "queues": board.depths,
+        "warnings": [
+            {"at": one.at, "source": one.source, "text": one.text, "times": one.times} for one in board.warnings
+        ],
+    }
+
+
+def _policy_data(board: Board, policy: str) -> dict[str, Any]:
+    newest = board.steps[policy][-1] if board.steps.get(policy) else {}
+    state = board.part(f"learner.{policy}")
+    return {
+        "phase": state.get("phase"),
+        "step": newest.get("version", state.get("version", 0)),
+        "reward": newest.get("reward"),
+        "newest_step": newest,
+    }
+
+
 def _without_figures(text: str) -> str:
     """Nor ids of episodes; numbers in names stay."""
     return re.sub(r"[0-9a-f-]{32,}|(?<![\w./-])-?\d+(\.\d+)?", "#", text)

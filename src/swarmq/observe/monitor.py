@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 
@@ -124,22 +125,43 @@ async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> No
         listening.set()
 
 
-async def watch(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
-    """Draw the run until cancelled."""
+async def watch(
+    job: SwarmJob, broker: Broker, *, console: Console | None = None, notes: deque[str] | None = None
+) -> None:
+    """Draw the run until cancelled. `notes` are lines of this process's log, which become warnings in the picture."""
     console = console or terminal.console()
     async with follow(job, broker) as follower:
         with Live(console=console, refresh_per_second=FRAMES_PER_S) as live:
             while True:
+                _take_in(notes, follower)
                 live.update(draw(follower.board, now=time.time(), width=console.width))
                 await asyncio.sleep(1 / FRAMES_PER_S)
 
 
-async def glance(job: SwarmJob, broker: Broker, *, console: Console | None = None) -> None:
+async def glance(
+    job: SwarmJob, broker: Broker, *, console: Console | None = None, notes: deque[str] | None = None
+) -> None:
     """Draw the run once, after every part has had time to say how it is."""
     console = console or terminal.console()
+    board = await look(job, broker, notes=notes)
+    console.print(draw(board, now=time.time(), width=console.width))
+
+
+async def look(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None) -> Board:
+    """The board, after every part has had time to say how it is."""
     async with follow(job, broker) as follower:
         await asyncio.sleep(GLANCE_S)
-        console.print(draw(follower.board, now=time.time(), width=console.width))
+        _take_in(notes, follower)
+        return follower.board
+
+
+def _take_in(notes: deque[str] | None, follower: Follower) -> None:
+    """Warnings among them go to the board."""
+    while notes:
+        if (text := notes.popleft()).startswith("warning: "):
+            fields = {"text": text.removeprefix("warning: ")}
+            run = follower.board.run
+            follower.fold(Event(run=run, source="watch", name="warning", at=time.time(), fields=fields))
 
 
 def queues_of(job: SwarmJob) -> list[str]:

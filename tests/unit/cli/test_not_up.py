@@ -17,6 +17,7 @@ from swarmq.broker import amqp
 from swarmq.broker.node_files import Identity
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError
+from swarmq.logs import log
 from swarmq.observe import monitor
 from swarmq.testing import MemoryBroker
 
@@ -72,9 +73,13 @@ def test_watching_ends_with_the_run_and_says_how_to_go_on(run: RunFolder, monkey
 
     @asynccontextmanager
     async def serve(*_: object, **__: object) -> AsyncIterator[MemoryBroker]:
-        yield MemoryBroker()
+        try:
+            yield MemoryBroker()
+        finally:
+            log.warning("broker_closed_badly")
 
-    async def up_for_a_moment(*_: object) -> None:
+    async def up_for_a_moment(*_: object, **__: object) -> None:
+        log.warning("broker_lost")
         held.close()
         await asyncio.get_running_loop().create_future()
 
@@ -83,3 +88,17 @@ def test_watching_ends_with_the_run_and_says_how_to_go_on(run: RunFolder, monkey
     assert swarmq("watch", run.path).output == (
         f"swarmq: run 'math' is not up, nor is its RabbitMQ: `swarmq up {run.job}` goes on with it\n"
     )
+
+
+def test_the_status_is_one_json_object(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    @asynccontextmanager
+    async def serve(*_: object, **__: object) -> AsyncIterator[MemoryBroker]:
+        log.warning("broker_lost")
+        yield MemoryBroker()
+
+    (run.broker / "node.json").unlink()
+    monkeypatch.setattr(amqp.AmqpBroker, "open", serve)
+    told = swarmq("status", run.path, "--json")
+    assert (told.exit_code, told.stderr) == (0, "")
+    data = msgspec.json.decode(told.stdout)
+    assert (data["run"], data["warnings"][0]["text"]) == ("math", "broker lost")

@@ -4,11 +4,12 @@ import io
 import math
 import re
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from swarmq.messages import Event
-from swarmq.observe.board import BLOCKS, Board, condense, sparkline
+from swarmq.observe.board import BLOCKS, Board, as_data, condense, sparkline
 from swarmq.observe.screen import STALE_S, draw
 
 
@@ -263,3 +264,27 @@ def test_held_out_rewards_are_of_one_weight_version_and_never_of_attempts_withou
         board.fold(event("eval", "collector", reward=reward))
     assert board.held_out() == (8, [1.0, 1.0, 0.5])
     assert re.search(r"held-out, version 8 +0\.833 \(n=3\)", text_of(board))
+
+
+def test_programs_get_what_the_screen_shows():
+    board = Board(run="r")
+    board.fold(event("state", at=8.0, phase="training", version=2))
+    board.fold(event("state", source="collector", at=9.5, pace="paused", begun=3))
+    board.fold(event("state", source="proxy.0", at=9.0, calls=7))
+    for version, reward in ((1, 0.5), (2, math.nan)):
+        board.fold(event("step", version=version, reward=reward, loss=0.25))
+    board.fold(event("evaluated", "collector", version=2, kinds={}))
+    board.fold(event("warning", source="up", at=5.0, text="collector died"))
+    board.depths = {"swarmq.r.in": 4}
+    data = msgspec.json.decode(msgspec.json.encode(as_data(board, now=10.0)))
+    assert data["parts"]["learner.main"] == {"silent_s": 2.0, "phase": "training", "version": 2}
+    assert data["policies"]["main"] == {
+        "phase": "training",
+        "step": 2,
+        "reward": None,
+        "newest_step": {"version": 2, "reward": None, "loss": 0.25},
+    }
+    assert (data["run"], data["at"], data["pace"], data["queues"]) == ("r", 10.0, "paused", {"swarmq.r.in": 4})
+    assert (data["proxies"]["calls"], data["evaluation"]["version"]) == (7, 2)
+    assert data["warnings"] == [{"at": 5.0, "source": "up", "text": "collector died", "times": 1}]
+    assert as_data(Board(run="r"), now=0.0)["policies"] == {}

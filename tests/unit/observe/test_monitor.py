@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import math
+from collections import deque
 from pathlib import Path
 
 import msgspec
@@ -107,6 +108,14 @@ async def test_a_board_says_that_the_broker_takes_no_messages(tmp_path: Path) ->
     shown = io.StringIO()
     await glance(job(tmp_path), broker, console=Console(file=shown, width=120))
     assert "RabbitMQ takes no messages" in shown.getvalue()
+
+
+async def test_what_the_watcher_itself_has_to_warn_of_stands_in_the_picture(tmp_path: Path) -> None:
+    shown = io.StringIO()
+    notes = deque(["warning: broker lost: wait s 2", "broker connected"])
+    await glance(job(tmp_path), MemoryBroker(), console=Console(file=shown, width=120), notes=notes)
+    assert "watch: broker lost: wait s 2" in shown.getvalue()
+    assert "broker connected" not in shown.getvalue()
 
 
 async def test_only_the_end_of_a_long_event_file_is_read(tmp_path: Path) -> None:
