@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import importlib.util
 import os
 import shutil
@@ -21,7 +20,7 @@ from swarmq import __version__
 from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
-from swarmq.process import WORDS, exit_status
+from swarmq.process import WORDS, exit_status, is_locked
 from swarmq.terminal import visible
 
 EXTRAS = {
@@ -175,19 +174,8 @@ def check_up(job: SwarmJob) -> None:
 
     folder = job.run_folder
     node = read_identity(folder.broker)
-    if node and urlsplit(job.broker.url or "").port == node.amqp_port and not _is_held(folder.lock):
+    if node and urlsplit(job.broker.url or "").port == node.amqp_port and not is_locked(folder.lock):
         raise ConfigError(f"run {job.run!r} is not up, nor is its RabbitMQ: `swarmq up {folder.job}` goes on with it")
-
-
-def _is_held(path: Path) -> bool:
-    try:
-        with path.open("rb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    return False
 
 
 def stored(run: Path) -> SwarmJob:

@@ -67,3 +67,42 @@ async def _until_ended(job: SwarmJob) -> None:
     while True:
         check_up(job)
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+@main.command()
+@click.argument("folder", default="runs", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, a run a line.")
+def runs(folder: Path, *, as_json: bool) -> None:
+    """List the runs in a folder.
+
+    Says of each whether it is up, its newest step and reward, and how long ago that was. FOLDER is runs by default.
+
+    \b
+    swarmq runs
+    swarmq runs /data/runs --json
+    """
+    from rich.table import Table
+
+    from swarmq.observe.runs import age, list_runs
+    from swarmq.terminal import console
+
+    rows = list_runs(folder)
+    if as_json:
+        for row in rows:
+            click.echo(msgspec.json.encode(row))
+        return
+    if not rows:
+        click.echo(f"no run was started in {folder}")
+        return
+    table = Table("run", "state", box=None, pad_edge=False)
+    for heading in ("step", "reward"):
+        table.add_column(heading, justify="right")
+    table.add_column("newest step")
+    now = time.time()
+    for row in rows:
+        several = len(row.policies) > 1
+        steps = [f"{name} {one.step}" if several else str(one.step) for name, one in row.policies.items()]
+        rewards = ["-" if one.reward is None else f"{one.reward:.3f}" for one in row.policies.values()]
+        when = f"{age(now - row.at)} ago" if any(one.step for one in row.policies.values()) else "none yet"
+        table.add_row(row.run, row.state, "\n".join(steps), "\n".join(rewards), when)
+    console().print(table)

@@ -25,12 +25,18 @@ class Fate(msgspec.Struct, frozen=True, kw_only=True):
 
 def changes(path: Path) -> tuple[Change, ...]:
     """What was changed while the run was up; empty where nothing was, or no collector has run yet."""
+    state = control(path)
+    return state.changes if state else ()
+
+
+def control(path: Path) -> Control | None:
+    """What was asked of the run while it was up; None where nothing was, or no collector has run yet."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
             row = ledger.execute("SELECT body FROM control").fetchone()
     except sqlite3.Error:
-        return ()
-    return msgspec.msgpack.decode(row[0], type=Control).changes if row else ()
+        return None
+    return msgspec.msgpack.decode(row[0], type=Control) if row else None
 
 
 def fates(path: Path) -> dict[str, Fate]:

@@ -1,0 +1,100 @@
+"""Which runs there are in a folder: whether each is up, how far it came, and when. Reads files alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from swarmq import live
+from swarmq.collector import ledger
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.observe.curves import read_events
+from swarmq.process import is_locked
+
+READ_BYTES = 8 * 1024 * 1024
+"""So much of the end of an event file is read for the newest step."""
+UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    """Of one trained policy."""
+
+    step: int = 0
+    reward: float | None = None
+    """Of the newest step."""
+    at: float | None = None
+    """Unix time of the newest step."""
+
+
+class RunRow(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    folder: str
+    state: str
+    """`up` or `stopped`, and `paused`, `draining` or `ended` behind it; or what is wrong with its settings."""
+    policies: dict[str, Progress] = {}
+    at: float
+    """Unix time of the newest step; before the first, of the newest start."""
+
+
+def list_runs(folder: Path) -> list[RunRow]:
+    """The runs in `folder` that were started, the newest step first. Raises ConfigError when it cannot be read."""
+    try:
+        found = [RunFolder(path.parent) for path in folder.glob("*/resolved.toml")]
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{folder}: there is no such folder; runs are in runs/ by default, or where `folder` says"
+            )
+        rows = [_row(one) for one in found]
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be read ({error.strerror})") from error
+    return sorted(rows, key=lambda row: row.at, reverse=True)
+
+
+def age(seconds: float) -> str:
+    """For people, in the largest unit that there are two of."""
+    size, unit = next(((size, unit) for size, unit in UNITS if seconds >= 2 * size), UNITS[-1])
+    return f"{max(seconds, 0) / size:.0f} {unit}"
+
+
+def _row(folder: RunFolder) -> RunRow:
+    started = folder.resolved.stat().st_mtime
+    try:
+        job = SwarmJob.load(folder.resolved)
+    except ConfigError as error:
+        return RunRow(run=folder.path.name, folder=str(folder.path), state=str(error), at=started)
+    policies = {policy: Progress() for policy in job.trained} | _progress(folder, job)
+    return RunRow(
+        run=job.run,
+        folder=str(folder.path),
+        state=", ".join(_state(folder, job, policies)),
+        policies=policies,
+        at=max((one.at for one in policies.values() if one.at is not None), default=started),
+    )
+
+
+def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, Progress]) -> Iterator[str]:
+    locks = [folder.lock, *(folder.checkpoints(policy).parent / "lock" for policy in job.trained)]
+    yield "up" if any(map(is_locked, locks)) else "stopped"
+    control = ledger.control(folder.inbox)
+    if control and control.pace != "running":
+        yield control.pace
+    now = live.applied(job, control.changes if control else ())
+    if all(live.has_ended(now, policy, policies[policy].step) for policy in job.trained):
+        yield "ended"
+
+
+def _progress(folder: RunFolder, job: SwarmJob) -> dict[str, Progress]:
+    """By policy, of those that have made a step."""
+    found: dict[str, Progress] = {}
+    try:
+        for event in read_events(folder.events, last_bytes=READ_BYTES):
+            policy = event.source.removeprefix("learner.")
+            if event.name == "step" and policy in job.trained:
+                reward = event.fields.get("reward")
+                found[policy] = Progress(step=int(event.fields["version"]), reward=reward, at=event.at)
+    except FileNotFoundError:
+        pass
+    return found
