@@ -30,6 +30,9 @@ from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfo
 
 log = structlog.get_logger()
 
+EAGER = "eager"
+"""transformers' attention that leaves nothing out: its faster ones drop soft-capping and sinks without a word."""
+
 LAYERS = {"full_attention", "sliding_attention"}
 """Kinds of layers for which who sees whom is all there is to know."""
 
@@ -122,6 +125,8 @@ class LayoutModel(nn.Module):
         """Why trees cannot be computed; None when they can."""
         self._windows: list[int | None] = []
         """How far back each layer sees, where that was found out."""
+        self._own: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
+        """transformers' attention that computes rows one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
         self._device = device or self.model.device
         self._check(self._device, dtype or self.model.dtype, pass_tokens)
@@ -176,10 +181,9 @@ class LayoutModel(nn.Module):
         """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
-        plain = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
         calls = [] if self.model.device.type == "meta" else self._tried(rows, tree)
-        self.head_apart, self.rows_only, self._windows, calls = of_rank_0(
-            (self.head_apart, self.rows_only, self._windows, calls)
+        self.head_apart, self.rows_only, self._windows, self._own, calls = of_rank_0(
+            (self.head_apart, self.rows_only, self._windows, self._own, calls)
         )
         if self.rows_only is None and device.type == "cuda":
             trained = any(parameter.requires_grad for parameter in self.parameters())
@@ -189,14 +193,15 @@ class LayoutModel(nn.Module):
         self.rows_only = agreed(self.rows_only)
         if self.rows_only is None:
             self._attend_over_layouts()
-        elif self.model.config._attn_implementation != plain:  # noqa: SLF001
-            self.model.set_attn_implementation(plain)
+        else:
+            self._attend_with(self._own)
         if self.rows_only or not self.head_apart:
             log.warning(
                 "slower_than_could_be",
                 model=type(self.model).__name__,
                 rows_only=self.rows_only,
                 head_apart=self.head_apart,
+                attention=self.model.config._attn_implementation,  # noqa: SLF001 - it has no public name
             )
 
     def _tried(self, rows: Layout, tree: Layout) -> list[Call]:
@@ -208,6 +213,7 @@ class LayoutModel(nn.Module):
         with evaluating(self.model), precisely(self.model):
             expected = _by_the_book(self.model, few)
             _check_noise(self.model, float((as_trained - expected).abs().max()))
+            expected = self._eagerly(few, expected)
             self.head_apart = self._flaw(few, expected) is None
             self.rows_only = why_not(self.model)
             if self.rows_only is None:
@@ -215,11 +221,33 @@ class LayoutModel(nn.Module):
                 self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
                 self.rows_only = self.rows_only or _kept_back(self.model, recorded.windows)
                 self._windows = [] if self.rows_only else recorded.windows
+        if any(call.form.softcap is not None or call.form.sinks is not None for call in recorded.calls):
+            self._own = EAGER  # only eager attention has both; an example this small need not show it
         return recorded.calls
+
+    def _eagerly(self, few: Placed, expected: Tensor) -> Tensor:
+        """Log-probabilities by transformers' eager attention, which has every feature of the configuration, as its faster ones have not.
+        `expected` are those of the implementation that the model was loaded with, which is kept for rows where both agree."""
+        if self._own == EAGER:
+            return expected
+        try:
+            self._attend_with(EAGER)
+        except (ValueError, NotImplementedError):  # a model with one attention of its own
+            self._attend_with(self._own)
+            return expected
+        eagerly = _by_the_book(self.model, few)
+        if not float((eagerly - expected).abs().max()) < TOLERATED:
+            self._own = EAGER
+        self._attend_with(self._own)
+        return eagerly
+
+    def _attend_with(self, implementation: str) -> None:
+        if self.model.config._attn_implementation != implementation:  # noqa: SLF001 - it has no public name
+            self.model.set_attn_implementation(implementation)
 
     def _attend_over_layouts(self) -> None:
         AttentionInterface.register(tree_attention.NAME, tree_attention.attend)
-        self.model.set_attn_implementation(tree_attention.NAME)
+        self._attend_with(tree_attention.NAME)
 
     def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
         try:

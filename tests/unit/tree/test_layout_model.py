@@ -1,10 +1,11 @@
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from support.forks import CONFIGS, SHARED
+from support.forks import CONFIGS, MIXED, SHARED, VOCAB
 from swarmq.errors import LearnerError
+from swarmq.learner.model import load_lm
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import NAME
 from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
@@ -278,3 +279,52 @@ def test_a_model_that_is_kept_in_bf16_is_checked_as_precisely_as_any(family):
         dtype, values = before[name]
         assert tensor.dtype == dtype, name
         assert torch.equal(tensor, values), name
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 30.0], ids=["small logits", "logits of 100"])
+@pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])
+def test_soft_capped_attention_is_capped_as_engines_cap_it(family, sharpness, tmp_path):
+    """transformers' default attention leaves the cap out, which a small example of a fresh model would not show."""
+    save_capped(tmp_path, family, sharpness)
+    model = LayoutModel(load_lm(str(tmp_path), gradient_checkpointing=False))
+    assert model.rows_only is None
+    assert capped_error(model, tmp_path, NAME) < 1e-4
+
+
+@pytest.mark.parametrize("sharpness", [1.0, 30.0], ids=["small logits", "logits of 100"])
+def test_rows_one_after_another_are_capped_too(sharpness, tmp_path):
+    save_capped(tmp_path, "gemma2", sharpness)
+    lm = load_lm(str(tmp_path), gradient_checkpointing=False)
+    mix_tokens(lm)
+    model = LayoutModel(lm)
+    assert model.rows_only
+    assert capped_error(model, tmp_path, "eager") < 1e-4
+
+
+def mix_tokens(lm):
+    """So that it cannot compute layouts."""
+    lm.model.layers[1].mlp.register_forward_hook(lambda _m, _i, out: out + out.cumsum(1))
+
+
+def save_capped(folder, family, sharpness):
+    """Logits of attention reach 100 where queries are 30 times as large."""
+    torch.manual_seed(0)
+    special = {"layer_types": MIXED, "sliding_window": 32, "attn_logit_softcapping": 20.0, "head_dim": 8}
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHARED | special))
+    with torch.no_grad():
+        for layer in lm.model.layers:
+            layer.self_attn.q_proj.weight.mul_(sharpness)
+    lm.save_pretrained(folder)
+
+
+def capped_error(model, folder, attention):
+    """The largest difference from transformers' own capped attention. `attention`: what the model is to compute with."""
+    assert model.model.config._attn_implementation == attention
+    ids = torch.arange(40) % VOCAB
+    (layout,) = row_layouts([[standalone(ids[:10].tolist(), ids[10:].tolist(), [-1.0] * 30)]], 100)
+    exact = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+    if model.rows_only:
+        mix_tokens(exact)
+    with torch.no_grad():
+        expected = exact(input_ids=ids[None]).logits[0].log_softmax(-1)[9:-1].gather(1, ids[10:, None])[:, 0]
+        return float((score(model.eval(), layout) - expected).abs().max())
