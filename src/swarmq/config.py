@@ -254,6 +254,9 @@ class Train(Settings, frozen=True, kw_only=True):
     """Model calls whose mean k3 mismatch with the engine is larger are left out; 0 keeps all."""
     ratio_band: tuple[Positive, Positive] | None = None
     """Tokens whose probability ratio to the engine's is outside are left out, e.g. [0.5, 2.0]."""
+    engine_gap_max: NonNegative | None = None
+    """Nats by which engine and learner, with the same weights, may differ about sampled tokens on average; beyond, the learner stops
+    before it trains on them. 0.005 without it where both compute in FP32, else 0.1; 0 never stops."""
     learning_rate: Factor = 1e-6
     warmup_steps: Whole = 10
     betas: tuple[Decay, Decay] = (0.9, 0.999)

@@ -22,7 +22,7 @@ import sys
 import time
 import uuid
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -37,6 +37,12 @@ MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 
 MAX_LOGPROB = 1e-3
 """Rounding lets an engine report a log-probability a little above 0, not more."""
+
+MIN_LOGPROB = -104.0
+"""Below the logarithm of the smallest positive float32: no sampler draws a token of such a probability. vLLM writes -9999 for none."""
+
+MAX_REWARD = 1e6
+"""Largest reward, either way. The others of its batch would drown in a larger one, and the learner computes in float32."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 """Runs, policies and kinds name queues: lower case, digits and dashes, at most 40."""
@@ -425,8 +431,12 @@ def check(message: Message) -> None:
                     f"begin of {message.episode_id}: group_size, policies and silence_s must be positive"
                 )
         case Episode():
-            if not math.isfinite(message.reward):
-                raise MessageError(f"episode {message.episode_id}: reward {message.reward} is not finite")
+            _check_rewards(
+                f"episode {message.episode_id}",
+                {"reward": message.reward},
+                {f"agent_rewards.{agent}": reward for agent, reward in message.agent_rewards.items()},
+                {f"call_rewards.{call}": reward for call, reward in message.call_rewards.items()},
+            )
             for turn in message.turns:
                 _check_turn(turn)
         case _:
@@ -446,8 +456,9 @@ def _check_turn(turn: Turn) -> None:
     if not math.isfinite(turn.sampling.temperature):
         raise MessageError(f"{where}: temperature {turn.sampling.temperature} is not finite")
     logprobs = unpack_floats(turn.logprobs)
-    if not math.isfinite(sum(logprobs)) or max(logprobs, default=0.0) > MAX_LOGPROB:
-        raise MessageError(f"{where}: a log-probability is above 0 or not finite")
+    if not math.isfinite(sum(logprobs)) or not is_possible(min(logprobs, default=0.0), max(logprobs, default=0.0)):
+        wrong = next(logprob for logprob in logprobs if not is_possible(logprob))
+        raise MessageError(f"{where}: a log-probability is {wrong:g}, outside [{MIN_LOGPROB:g}, 0] or not finite")
     if turn.versions:
         edges = [0, *(span.end for span in turn.versions)]
         if [span.start for span in turn.versions] != edges[:-1] or edges[-1] != turn.num_sampled:
@@ -455,17 +466,38 @@ def _check_turn(turn: Turn) -> None:
 
 
 def _check_end(end: EpisodeEnd) -> None:
-    numbers: Iterable[tuple[str, float]] = [
-        *((f"rewards.{k}", v) for k, v in end.rewards.items()),
-        *((f"agent_rewards.{p}.{a}", v) for p, by in end.agent_rewards.items() for a, v in by.items()),
-        *((f"call_rewards.{k}", v) for k, v in end.call_rewards.items()),
-        *((f"metrics.{k}", v) for k, v in end.metrics.items()),
-    ]
-    for path, value in numbers:
+    where = f"end of {end.episode_id}"
+    _check_rewards(
+        where,
+        {f"rewards.{policy}": reward for policy, reward in end.rewards.items()},
+        {f"agent_rewards.{p}.{agent}": reward for p, by in end.agent_rewards.items() for agent, reward in by.items()},
+        {f"call_rewards.{call}": reward for call, reward in end.call_rewards.items()},
+    )
+    for name, value in end.metrics.items():
         if not math.isfinite(value):
-            raise MessageError(f"end of {end.episode_id}: {path} is {value}, not a finite number")
+            raise MessageError(f"{where}: metrics.{name} is {value}, not a finite number")
     if end.status == "finished" and not end.rewards:
         raise MessageError(f"end of {end.episode_id}: finished, but no policy has a reward")
+
+
+def _check_rewards(where: str, *rewards: dict[str, float]) -> None:
+    """`rewards`: path -> reward."""
+    for of in rewards:
+        for path, value in of.items():
+            if said := objection_to_reward(value):
+                raise MessageError(f"{where}: {path} is {value:g}, {said}")
+
+
+def objection_to_reward(value: float) -> str:
+    """Why nothing can be learned from a reward; empty where something can. The same for clients, proxies, collector and learner."""
+    if not math.isfinite(value):
+        return "not a finite number"
+    return f"beyond {MAX_REWARD:g}: scale rewards" if abs(value) > MAX_REWARD else ""
+
+
+def is_possible(*logprobs: float) -> bool:
+    """Whether a token can have been sampled with such log-probabilities."""
+    return all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs)
 
 
 def key_of(message: Message) -> str:

@@ -9,14 +9,10 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import msgspec
 
 from swarmq.errors import OutcomeError
-from swarmq.messages import RESPONSE, EpisodeBegin, EpisodeEnd
+from swarmq.messages import RESPONSE, EpisodeBegin, EpisodeEnd, objection_to_reward
 
 MAX_REASON = 4000
 """Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
-
-
-MAX_REWARD = 3.4028234e38
-"""What the learner computes in, float32, has nothing beyond."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -147,8 +143,8 @@ def number(name: str, value: Any) -> float:
 def reward_of(name: str, value: Any) -> float:
     """A number that the learner can compute with. Raises OutcomeError."""
     result = number(name, value)
-    if abs(result) > MAX_REWARD:
-        raise OutcomeError(f"{name} is {result:g}: a reward must be a float32, at most {MAX_REWARD:.2g}")
+    if said := objection_to_reward(result):
+        raise OutcomeError(f"{name} is {result:g}, {said}")
     return result
 
 

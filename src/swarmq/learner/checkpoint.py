@@ -209,14 +209,17 @@ def _write(draft: Draft, check: Callable[[], None]) -> None:
     _publish(draft)
 
 
-def load(found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None) -> Trainer:
-    """A policy's trainer with the checkpoint that was found, or with the initial model."""
+def load(
+    found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None, *, engine_gap_max: float = 0.0
+) -> Trainer:
+    """A policy's trainer with the checkpoint that was found, or with the initial model. `engine_gap_max` as for Trainer."""
     trainer = Trainer(
         str(found.path) if found else settings.model,
         settings.train,
         accelerator=accelerator,
         initial=settings.model,
         max_model_len=settings.engine.max_model_len,
+        engine_gap_max=engine_gap_max,
     )
     if found:
         restore(trainer, found)

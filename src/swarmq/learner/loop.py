@@ -32,7 +32,7 @@ import torch.distributed
 
 from swarmq.config import SwarmJob
 from swarmq.errors import EngineError, LearnerError
-from swarmq.learner import checkpoint, records, saved, token_log
+from swarmq.learner import agreement, checkpoint, records, saved, token_log
 from swarmq.learner.accelerator import COMMAND_TIMEOUT, make_accelerator
 from swarmq.learner.engines import Engines, Pusher
 from swarmq.learner.files import DiskFullError
@@ -135,7 +135,8 @@ class Learner:
         self.engines.sleep()
         self._meet()
         try:
-            trainer = checkpoint.load(found, settings, accelerator)
+            limit = agreement.limit_of(settings, cuda=accelerator.device.type == "cuda")
+            trainer = checkpoint.load(found, settings, accelerator, engine_gap_max=limit)
         except LearnerError:
             self.engines.wake()  # the next start may be long in coming
             raise
@@ -211,6 +212,9 @@ class Learner:
         self._give_room_back()
         if link is None:
             return
+        if fields["episodes_left_out"]:
+            what = f"{fields['episodes_left_out']} episodes of the batch hold numbers that cannot be computed with; they were left out"
+            link.tell(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
         fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)

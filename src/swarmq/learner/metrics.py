@@ -14,7 +14,7 @@ from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, TokenLoss, Tokens
 NAMES = (
     "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
     "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
-    "filtered_positive", "filtered_negative", "divergence",
+    "filtered_positive", "filtered_negative", "divergence", "same_tokens", "same_gap",
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
@@ -45,6 +45,11 @@ class Sums:
         )
         place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
+
+    def add_same(self, logprobs: Tensor, mu: Tensor, same: Tensor) -> None:
+        """`logprobs` [S] are those under the weights that sampled the tokens `same` [S] bool."""
+        gap = (logprobs.detach() - mu).abs()
+        self.add(same_tokens=same.sum(), same_gap=torch.where(same, gap, 0).sum(dtype=torch.float64))
 
     def add_tokens(self, tokens: Tokens, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
         """`kept` [S] bool: the tokens that are trained and that weigh something."""
@@ -83,6 +88,8 @@ class Sums:
             "kl_k3": total["k3"] / compared,
             "gap_p99": _quantile(flat[len(NAMES) :], 0.99),
             "effective_samples": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-30)),
+            "same_weights_tokens": int(total["same_tokens"]),
+            "same_weights_gap": total["same_gap"] / max(total["same_tokens"], 1.0),
             "entropy": total["entropy"] / count,
             "logprob": total["theta"] / count,
             "masked_positive": total["masked_positive"] / max(total["positive"], 1.0),

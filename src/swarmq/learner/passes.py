@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.config import Train
+from swarmq.learner.agreement import is_plain
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.normalisation import token_weight, units
 from swarmq.messages import Episode
@@ -46,6 +47,8 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
     temperatures: FloatArray  # [S]
     calls: NDArray[np.int64]  # [S] which model call of this pass sampled the token
     num_calls: int
+    held: NDArray[np.bool_]  # [S] sampled under a grammar
+    plain: NDArray[np.bool_]  # [S] of a call with nothing but its weights to make engine and learner differ
 
     @property
     def idle(self) -> bool:
@@ -120,6 +123,8 @@ def idle() -> Pass:
         temperatures=np.ones(1, np.float32),
         calls=np.zeros(1, np.int64),
         num_calls=1,
+        held=np.zeros(1, np.bool_),
+        plain=np.zeros(1, np.bool_),
     )
 
 
@@ -141,6 +146,21 @@ def reweighed(work: Work, train: Train, tokens: Sequence[int]) -> Work:
     )
 
 
+def without(work: Work, episodes: Sequence[int]) -> Work:
+    """As if these episodes, by their index, had nothing to learn from, nor any number that cannot be computed with."""
+
+    def cleaned(one: Pass) -> Pass:
+        out = np.isin(one.layout.episodes, episodes)
+        logprobs, advantages, weights = (
+            np.where(out, 0, values).astype(np.float32) for values in (one.layout.logprobs, one.advantages, one.weights)
+        )
+        layout = msgspec.structs.replace(one.layout, logprobs=logprobs)
+        plain = one.plain & ~out
+        return msgspec.structs.replace(one, layout=layout, advantages=advantages, weights=weights, plain=plain)
+
+    return msgspec.structs.replace(work, passes=[cleaned(one) for one in work.passes])
+
+
 class Weigher:
     """Knows what every turn of a batch weighs."""
 
@@ -158,7 +178,10 @@ class Weigher:
         given = [a for e in episodes for a in by_id[e.episode_id]]
         self.weights = np.where([a is None for a in given], 0.0, np.repeat(weights, turns)).astype(np.float32)
         self.advantages = np.array([a or 0.0 for a in given], np.float32)
-        self.temperatures = np.array([t.sampling.temperature for e in episodes for t in e.turns], np.float32)
+        every = [turn for episode in episodes for turn in episode.turns]
+        self.temperatures = np.array([turn.sampling.temperature for turn in every], np.float32)
+        self.held = np.array([bool(turn.sampling.grammar) for turn in every], np.bool_)
+        self.plain = np.array([is_plain(turn) for turn in every], np.bool_)
 
     def __call__(self, layout: Layout) -> Pass:
         turn = self.first[layout.episodes] + layout.turns
@@ -170,6 +193,8 @@ class Weigher:
             temperatures=self.temperatures[turn],
             calls=calls.astype(np.int64),
             num_calls=len(which),
+            held=self.held[turn],
+            plain=self.plain[turn],
         )
 
 

@@ -10,10 +10,15 @@ from swarmq.learner.algorithms.advantages import groups_of
 from swarmq.messages import Episode
 
 ADDED = frozenset(
-    {"tokens_trained", "tokens_compared", "calls_left_out", "tokens_left_out", "passes", "tokens_computed", "flops"}
+    {
+        *("tokens_trained", "tokens_compared", "same_weights_tokens", "calls_left_out", "tokens_left_out"),
+        *("episodes_left_out", "passes", "tokens_computed", "flops"),
+    }
 )
 """Figures that add up over the steps of a batch; other numbers are averaged over the tokens trained."""
-COMPARED = frozenset({"kl_k3", "gap_p99", "effective_samples", "filtered_positive", "filtered_negative"})
+COMPARED = frozenset(
+    {"kl_k3", "gap_p99", "same_weights_gap", "effective_samples", "filtered_positive", "filtered_negative"}
+)
 """Those of the others that are averaged over the tokens before filters."""
 
 

@@ -27,12 +27,12 @@ from torch import Tensor
 
 from swarmq.config import Train
 from swarmq.engine.packing import NamedTensors, Weight, made
-from swarmq.errors import SetUpError
-from swarmq.learner import lora
+from swarmq.errors import MessageError, SetUpError
+from swarmq.learner import agreement, lora
 from swarmq.learner.accelerator import COLLECTIVE_TIMEOUT, make_accelerator, stays_gathered
-from swarmq.learner.algorithms.advantages import advantages, groups_of
+from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
-from swarmq.learner.algorithms.losses import Tokens, policy_loss
+from swarmq.learner.algorithms.losses import WITHOUT_RATIO, Tokens, policy_loss
 from swarmq.learner.algorithms.normalisation import units
 from swarmq.learner.context import Context
 from swarmq.learner.folders import as_in_folder
@@ -42,7 +42,7 @@ from swarmq.learner.kept import Checkpointing
 from swarmq.learner.metrics import Sums
 from swarmq.learner.model import load_lm, vocab_size
 from swarmq.learner.model_files import Adapters, HostCopies, ModelFiles
-from swarmq.learner.passes import Pass, Traits, Work, reweighed, work_of
+from swarmq.learner.passes import Pass, Traits, Work, reweighed, without, work_of
 from swarmq.learner.records import BatchRecord
 from swarmq.learner.saved import check_goes_on
 from swarmq.learner.seen import Seen
@@ -62,7 +62,7 @@ from swarmq.learner.throughput import head_flops, matrix_rate, model_flops
 from swarmq.learner.token_log import EpisodeTokens
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import placed
-from swarmq.messages import Episode
+from swarmq.messages import Episode, check
 from swarmq.timeline import resolve
 
 log = structlog.get_logger()
@@ -83,9 +83,11 @@ class Trainer:
         accelerator: Accelerator | None = None,
         initial: str | None = None,
         max_model_len: int | None = None,
+        engine_gap_max: float = 0.0,
     ) -> None:
         """Load the weights in `source`; `initial` is the run's first model, where that is another; `max_model_len`: the
-        engine's, as for LayoutModel. Raises LearnerError when a model cannot be loaded or does not fit."""
+        engine's, as for LayoutModel; `engine_gap_max`: mean nats between engine and learner beyond which no step is taken, 0: any.
+        Raises LearnerError when a model cannot be loaded or does not fit."""
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
@@ -93,7 +95,7 @@ class Trainer:
         """Whether the layers of a sharded policy stay gathered from pass to pass."""
         if self._held:
             hold(self.accelerator)
-        self.train, self.version = train, version
+        self.train, self.version, self._engine_gap_max = train, version, engine_gap_max
         self.context = Context.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
         lm = _policy_lm(source, initial or source, train, dtype, empty=without_weights(self.accelerator))
@@ -136,6 +138,8 @@ class Trainer:
         """By a teacher that an engine serves, of the episodes of the optimizer step."""
         self._proximal: list[Tensor] | None = None
         """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
+        self._infinite: list[tuple[Tensor, Tensor]] = []
+        """Of each pass of the optimizer step [S]: the episode of a token, and whether its loss is not finite."""
         self.gather()
 
     @property
@@ -224,7 +228,8 @@ class Trainer:
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
 
-        Raises LearnerError when a GPU fails or is too small; nothing that is on disk has changed then.
+        Raises LearnerError when a GPU fails or is too small, or when the engine samples from another model; nothing that is on disk has
+        changed then.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
         with gpu_errors(f"step {record.index.version}"):
@@ -233,7 +238,9 @@ class Trainer:
     def _step(self, record: BatchRecord) -> dict[str, Any]:
         began = time.perf_counter()
         train, (rank, world) = self.settings(record), self.share
-        credit = advantages(groups_of(record.episodes), train, record.baselines)
+        sound = [episode for episode in record.episodes if _is_sound(episode)]
+        nothing: Credit = {episode.episode_id: [None] * len(episode.turns) for episode in record.episodes}
+        credit = {**nothing, **advantages(groups_of(sound), train, record.baselines)}
         parts = parts_of(record.episodes, train.steps_per_batch)
         works = [work_of(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
         proximal = [self._logprobs(work) for work in works[1:]]
@@ -247,7 +254,9 @@ class Trainer:
         self._proximal = self._taught = None
         self.gather()
         self.version = record.index.version
-        return self._timed(merged(fields), began)
+        whole = merged(fields)
+        whole["episodes_left_out"] += len(record.episodes) - len(sound)
+        return self._timed(whole, began)
 
     def settings(self, record: BatchRecord) -> Train:
         """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
@@ -286,9 +295,17 @@ class Trainer:
         return Placed.of(one.layout, self.accelerator.device, context=self.context)
 
     def optimize(self, work: Work, train: Train, *, step: int) -> dict[str, Any]:
-        """One optimizer step on this rank's part of the work."""
+        """One optimizer step on this rank's part of the work. Where the gradient is not finite, it is made once more without the episodes
+        whose losses are not."""
         fields, left = self.accumulate(work, train)
-        return fields | self._update(train, step, anything=left > 0)
+        agreement.check(fields, self._engine_gap_max, type(self.lm).__name__)
+        norm, broken = self._clip(train), list[int]()
+        if not np.isfinite(norm) and (broken := self._broken(work.num_episodes)):
+            self.optimizer.zero_grad()
+            self._seen = self._seen and Seen()
+            fields, left = self.accumulate(without(work, broken), train)
+            norm = self._clip(train)
+        return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
 
     def consult(self, episodes: Sequence[Episode], work: Work, train: Train) -> None:
         """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
@@ -304,6 +321,7 @@ class Trainer:
         work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
         sums = Sums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
+        self._infinite = []
         for index, one in enumerate(work.passes):
             with self._accumulating(last=index == len(work.passes) - 1):
                 self._backward(index, one, train, total, sums, trained)
@@ -355,6 +373,7 @@ class Trainer:
             calls,
             one.num_calls,
             proximal=self._proximal[index] if self._proximal else None,
+            held=self._placed(one.held),
             **{role: model.logprobs(laid, temperatures) for role, model in self.frozen.of(train).items()},
         )
         if self._taught:
@@ -362,6 +381,9 @@ class Trainer:
         result = policy_loss(tokens, train.loss)
         kept = weights > 0
         sums.add_mismatch(tokens, kept)
+        if train.loss.name not in WITHOUT_RATIO:
+            same = one.plain & (one.layout.versions == self.version)
+            sums.add_same(tokens.theta if tokens.proximal is None else tokens.proximal, mu, self._placed(same))
         left_out = torch.zeros_like(kept)
         if (filtered := keep(tokens, train, kept)) is not None:
             left_out = kept & ~filtered.tokens
@@ -374,16 +396,29 @@ class Trainer:
         if one.idle:
             return
         sums.add(loss=objective.detach())
-        trained.index_add_(0, self._placed(one.layout.episodes), kept.float())
+        whose = self._placed(one.layout.episodes)
+        trained.index_add_(0, whose, kept.float())
+        self._infinite.append((whose, kept & ~result.per_token.detach().isfinite()))
         if self._seen:
             self._seen.add(one, tokens.theta, result, left_out)
 
     def _placed(self, values: np.ndarray) -> Tensor:
         return placed(values, self.accelerator.device)
 
-    def _update(self, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
-        """Clip, and let the optimizer step unless that would do harm."""
-        norm = float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
+    def _broken(self, num_episodes: int) -> list[int]:
+        """Episodes, on whichever rank, with a token whose loss is not finite."""
+        tokens = torch.zeros(num_episodes, device=self.accelerator.device)
+        for whose, infinite in self._infinite:
+            tokens.index_add_(0, whose, infinite.float())
+        found: list[int] = self._sum(tokens).nonzero().flatten().tolist()
+        return found
+
+    def _clip(self, train: Train) -> float:
+        """The gradient's norm before it is clipped."""
+        return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
+
+    def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
+        """Let the optimizer step unless that would do harm."""
         rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
         if not skipped:
@@ -402,6 +437,16 @@ class Trainer:
         """Over all ranks; of those that share each pass, and have the same numbers, the first one's count."""
         values = values if self.context.is_first else torch.zeros_like(values)
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
+
+
+def _is_sound(episode: Episode) -> bool:
+    """Whether it holds no number that would spoil its batch. None that does comes here but out of an old batch log."""
+    try:
+        check(episode)
+    except MessageError as error:
+        log.warning("episode_left_out", why=str(error))
+        return False
+    return True
 
 
 def _repeat(deterministic: bool) -> None:

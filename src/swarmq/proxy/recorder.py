@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -12,7 +11,6 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.errors import EngineAnswerError, MessageError
 from swarmq.messages import (
-    MAX_LOGPROB,
     Event,
     Message,
     Sampling,
@@ -20,6 +18,7 @@ from swarmq.messages import (
     Turn,
     VersionSpan,
     check,
+    is_possible,
     pack_floats,
     pack_ids,
     unpack_floats,
@@ -102,7 +101,7 @@ def _check(turn: Turn) -> None:
     try:
         check(turn)
     except MessageError as error:
-        impossible = any(not -math.inf < logprob <= MAX_LOGPROB for logprob in unpack_floats(turn.logprobs))
+        impossible = not is_possible(*unpack_floats(turn.logprobs))
         raise EngineAnswerError("logprobs" if impossible else "malformed", str(error)) from error
 
 

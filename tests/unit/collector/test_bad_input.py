@@ -30,6 +30,7 @@ REFUSED_ON_ARRIVAL = {
     "a log-probability is not a number": (lambda say: say.turn("b"), {"logprobs": floats(float("nan"))}),
     "a log-probability is minus infinity": (lambda say: say.turn("b"), {"logprobs": floats(float("-inf"))}),
     "a log-probability is above 0": (lambda say: say.turn("b"), {"logprobs": floats(0.7)}),
+    "a log-probability is impossible": (lambda say: say.turn("b"), {"logprobs": floats(-9999.0)}),
     "a token id is negative": (lambda say: say.turn("b", prompt=(-1,)), {}),
     "token ids are cut": (lambda say: say.turn("b"), {"prompt_ids": b"\1\0"}),
     "tokens are shared with nobody": (lambda say: say.turn("b", shared=2), {}),

@@ -31,6 +31,22 @@ def end(**changes):
     return m.EpisodeEnd(**({"run": "r", "episode_id": "e", "status": "finished", "rewards": {"main": 1.0}} | changes))
 
 
+def episode(**changes):
+    base = {
+        "run": "r",
+        "policy": "main",
+        "episode_id": "e",
+        "slot": m.Slot(task_id="t", repeat=1),
+        "kind": "math",
+        "group_id": "t/0",
+        "group_members": 4,
+        "group_size": 4,
+        "reward": 0.5,
+        "turns": (turn(),),
+    }
+    return m.Episode(**(base | changes))
+
+
 EVERY_RECORD = [
     m.EpisodeBegin(
         run="r",
@@ -45,18 +61,7 @@ EVERY_RECORD = [
     m.RefusedTurn(run="r", episode_id="e", call_id="c1", reason="a log-probability is above 0"),
     m.Served(run="r", served_id="s", sent={"e": ("c0",)}, withdrawn={"e": ("c1",)}),
     end(metrics={"turns": 3.0}, calls=("c0",)),
-    m.Episode(
-        run="r",
-        policy="main",
-        episode_id="e",
-        slot=m.Slot(task_id="t", repeat=1),
-        kind="math",
-        group_id="t/0",
-        group_members=4,
-        group_size=4,
-        reward=0.5,
-        turns=(turn(),),
-    ),
+    episode(),
     m.Consumed(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
     m.Ticket(run="r", ticket_id="k", kind="math"),
     m.Task(run="r", slot=m.Slot(task_id="t"), kind="math", group_size=4, payload=msgspec.Raw(b"\x01")),
@@ -130,8 +135,8 @@ def test_what_is_not_a_record_is_refused(body, reason):
     ("bad", "reason"),
     [
         (turn(logprobs=m.pack_floats([-1.0])), "2 sampled tokens but 1.0 log-probabilities"),
-        (turn(logprobs=m.pack_floats([-1.0, math.nan])), "not finite"),
-        (turn(logprobs=m.pack_floats([-1.0, 0.5])), "above 0"),
+        (turn(logprobs=m.pack_floats([-1.0, math.nan])), "is nan, outside"),
+        (turn(logprobs=m.pack_floats([-1.0, 0.5])), "is 0.5, outside"),
         (turn(sampling=m.Sampling(temperature=math.nan)), "temperature nan is not finite"),
         (turn(prompt_ids=m.pack_ids([-1])), "negative token id"),
         (turn(prompt_ids=b"\x00\x00\x00"), "whole int32"),
@@ -145,6 +150,31 @@ def test_what_is_not_a_record_is_refused(body, reason):
 def test_a_record_that_contradicts_itself_is_refused(bad, reason):
     with pytest.raises(MessageError, match=reason):
         m.decode(m.encode(bad))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 1e39, 1e30, -2e6])
+@pytest.mark.parametrize(
+    ("record", "path"),
+    [
+        (lambda value: end(rewards={"main": value}), "end of e: rewards.main"),
+        (lambda value: end(agent_rewards={"main": {"a": value}}), "end of e: agent_rewards.main.a"),
+        (lambda value: end(call_rewards={"c0": value}), "end of e: call_rewards.c0"),
+        (lambda value: episode(reward=value), "episode e: reward"),
+        (lambda value: episode(agent_rewards={"a": value}), "episode e: agent_rewards.a"),
+        (lambda value: episode(call_rewards={"c0": value}), "episode e: call_rewards.c0"),
+    ],
+)
+def test_a_reward_that_nothing_can_be_learned_from_is_refused_wherever_it_stands(record, path, value):
+    with pytest.raises(MessageError, match=f"{path} is {value:g}".replace("+", r"\+")):
+        m.decode(m.encode(record(value)))
+
+
+@pytest.mark.parametrize("logprob", [-104.5, -9999.0, -1e30])
+def test_a_log_probability_that_no_sampler_draws_is_refused(logprob):
+    bad = turn(logprobs=m.pack_floats([-1.0, logprob]))
+    for record in (bad, episode(turns=(bad,))):
+        with pytest.raises(MessageError, match=r"turn c0 of e: a log-probability is .*, outside \[-104, 0\]"):
+            m.decode(m.encode(record))
 
 
 def test_a_record_over_the_size_limit_is_refused_before_it_is_sent():

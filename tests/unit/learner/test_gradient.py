@@ -389,5 +389,8 @@ def only(one: Pass, kept: np.ndarray) -> Pass:
     return msgspec.structs.replace(
         one,
         layout=msgspec.structs.replace(one.layout, **{name: getattr(one.layout, name)[kept] for name in per_token}),
-        **{name: getattr(one, name)[kept] for name in ("advantages", "weights", "temperatures", "calls")},
+        **{
+            name: getattr(one, name)[kept]
+            for name in ("advantages", "weights", "temperatures", "calls", "held", "plain")
+        },
     )

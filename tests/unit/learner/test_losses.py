@@ -11,7 +11,7 @@ import torch
 from swarmq.config import Loss, Train
 from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.algorithms.filters import keep
-from swarmq.learner.algorithms.losses import LOSSES, Tokens, policy_loss
+from swarmq.learner.algorithms.losses import LOSSES, PULL_REACH, Tokens, policy_loss
 
 EVERY = torch.ones(1, dtype=torch.bool)
 CALLS = [0, 0, 0, 1, 1, 2]
@@ -26,7 +26,9 @@ def tis_mask(theta: float, mu: float, a: float, _: float) -> tuple[float, float]
     moved = math.exp(theta) - math.exp(mu)
     masked = (a > 0 and moved > 0.2) or (a < 0 and moved < -0.2)
     weight = 0.0 if masked else min(math.exp(theta - mu), 20.0)
-    return -weight * a * theta + 1e-3 * (theta - mu) ** 2, -weight * a + 2e-3 * (theta - mu)
+    d, reach = theta - mu, 3.0
+    pull, slope = (d**2, 2 * d) if abs(d) <= reach else (2 * reach * abs(d) - reach**2, math.copysign(2 * reach, d))
+    return -weight * a * theta + 1e-3 * pull, -weight * a + 1e-3 * slope
 
 
 def ppo_clip(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
@@ -158,6 +160,36 @@ def test_a_ratio_beyond_its_bound_is_truncated_and_said_to_be(name: str) -> None
     tokens = Tokens(theta, mu, torch.ones(4), torch.zeros(4, dtype=torch.int64), 1, teacher=theta + 1)
     effects = LOSSES[name](tokens, Loss(name=name, ratio_cap=4.0, clip_high=3.0)).effects.tolist()
     assert effects == [0, 0, Effect.TRUNCATED, Effect.MASKED if name == "tis_mask" else 0]
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+def test_a_token_that_a_grammar_forced_is_moved_by_its_reward_alone(advantage: float) -> None:
+    """Among what the grammar allowed its probability was 1, among all tokens it is 1.7e-5: that is no move of the policy."""
+    theta = torch.tensor([-11.0, -11.0], requires_grad=True)
+    held = torch.tensor([True, False])
+    tokens = Tokens(
+        theta,
+        torch.zeros(2),
+        torch.full((2,), advantage),
+        torch.zeros(2, dtype=torch.int64),
+        1,
+        held=held,
+    )
+    policy_loss(tokens, Loss(mask_delta=0.99999)).per_token.sum().backward()
+    assert theta.grad is not None
+    forced, free = theta.grad.tolist()
+    assert forced == pytest.approx(-advantage * math.exp(-11))
+    assert free == pytest.approx(-advantage * math.exp(-11) - 2e-3 * PULL_REACH)
+
+
+@pytest.mark.parametrize("mu", [-9999.0, -1e30])
+def test_a_log_probability_out_of_all_bounds_pulls_no_harder_than_a_large_one(mu: float) -> None:
+    theta = torch.tensor([-1.0], requires_grad=True)
+    nothing = torch.zeros(1)
+    tokens = Tokens(theta, torch.tensor([mu]), nothing, torch.zeros(1, dtype=torch.int64), 1)
+    policy_loss(tokens, Loss()).per_token.sum().backward()
+    assert theta.grad is not None
+    assert float(theta.grad) == pytest.approx(2e-3 * PULL_REACH)
 
 
 def test_the_advantages_are_those_that_the_loss_used() -> None:

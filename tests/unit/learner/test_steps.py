@@ -76,7 +76,7 @@ def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_corre
             mu, a = torch.from_numpy(one.layout.logprobs), torch.from_numpy(one.advantages)
             weight = (before - mu).exp().clamp(max=20) * (theta.detach() - before).exp().clamp(max=20)
             ((-weight * a * theta).sum() / work.totals.tokens).backward()
-        theirs._update(train, 1, anything=True)
+        theirs._update(theirs._clip(train), train, 1, anything=True)
     for (name, a), (_, b) in zip(ours.lm.named_parameters(), theirs.lm.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=name)
 

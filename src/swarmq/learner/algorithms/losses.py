@@ -21,6 +21,8 @@ PPO_LOW, PPO_HIGH = 0.2, 0.28
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 MAX_LOG_RATIO = 20.0
 """exp() of more overflows what follows; such a token is broken whatever its ratio."""
+PULL_REACH = 3.0
+"""Nats, where `ratio_cap` is by default: a token that is further away is not pulled harder."""
 
 
 class Tokens(NamedTuple):
@@ -34,6 +36,7 @@ class Tokens(NamedTuple):
     proximal: Tensor | None = None  # [S] float32, log-probability before the first optimizer step of this batch
     reference: Tensor | None = None  # [S] float32, under the reference model
     teacher: Tensor | None = None  # [S] float32, under the teacher
+    held: Tensor | None = None  # [S] bool, sampled under a grammar: mu is normalised over the tokens that it allowed
 
 
 class TokenLoss(NamedTuple):
@@ -51,9 +54,17 @@ def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
     )
     ratio = _ratio(theta, tokens.mu)
     weight = ratio.clamp(max=loss.ratio_cap) * ~masked
-    pull = loss.pull * (tokens.theta - tokens.mu).square()
+    pull = loss.pull * _pull(tokens.theta - tokens.mu)
+    if tokens.held is not None:
+        pull = pull * ~tokens.held  # mu is another distribution's: to close the gap would raise what the grammar forced
     effects = ((ratio > loss.ratio_cap) * Effect.TRUNCATED).masked_fill(masked, Effect.MASKED)
     return TokenLoss(-weight * tokens.advantages * tokens.theta + pull, effects, tokens.advantages)
+
+
+def _pull(gap: Tensor) -> Tensor:
+    """Its square, and from PULL_REACH on the tangent."""
+    near = gap.detach().clamp(-PULL_REACH, PULL_REACH)
+    return near * (2 * gap - near)
 
 
 def ppo_clip(tokens: Tokens, loss: Loss) -> TokenLoss:

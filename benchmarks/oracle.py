@@ -1,0 +1,420 @@
+"""Every family that transformers and vLLM both load: learner, oracle and engine compute the same log-probabilities.
+
+For each family a tiny random model, in FP32, and a process of its own:
+
+    engine     a real vLLM on the CPU samples turns that fork, continue each other and are longer than any sliding window
+    oracle     transformers' eager attention in float64, every turn alone, all logits at once
+    learner    what trains: packed rows, trees, the head in chunks, layers recomputed
+
+Compared are the learner's log-probabilities with the oracle's and with those that the engine reported, and its gradient with the oracle's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from benchmarks.report import kept, parser, save, table
+from swarmq.errors import LearnerError
+from swarmq.learner.batched_attention import Form
+from swarmq.learner.model import load_lm
+from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.tree_attention import Visibility
+from swarmq.timeline import Layout, PrefixTree, row_layouts, standalone
+
+VOCAB = 512
+TEMPERATURE = 0.8
+TOKENS = 20
+"""Of an answer."""
+LIMIT_S = 600
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+MIXED = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+}
+MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
+
+Fields = Mapping[str, Any]
+FAMILIES: dict[str, tuple[str, Fields]] = {
+    "apertus": ("apertus", {}),
+    "arcee": ("arcee", {}),
+    "bloom": ("bloom", {"n_layer": 3, "n_head": 4}),
+    "cohere": ("cohere", {"logit_scale": 0.3}),
+    "cohere2": ("cohere2", {**MIXED, "logit_scale": 0.3}),
+    "deepseek_v2": ("deepseek_v2", DEEPSEEK),
+    "deepseek_v3": ("deepseek_v3", DEEPSEEK),
+    "dots1": ("dots1", {**DEEPSEEK, "num_key_value_heads": 2}),
+    "ernie4_5": ("ernie4_5", {}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 96}),
+    "exaone4": ("exaone4", {**MIXED, "sliding_window_pattern": 2}),
+    "falcon": ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False, "head_dim": None}),
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {**MIXED, "query_pre_attn_scalar": 32}),
+    "gemma2, logits of 100": ("gemma2", {**MIXED, "query_pre_attn_scalar": 32}),
+    "gemma3": ("gemma3_text", {**MIXED, "query_pre_attn_scalar": 32}),
+    "glm": ("glm", {}),
+    "glm4": ("glm4", {}),
+    "glm4_moe": ("glm4_moe", {**DEEPSEEK, "num_key_value_heads": 2}),
+    "gpt2": ("gpt2", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_oss": ("gpt_oss", {**MIXED, **LOCAL_EXPERTS, "intermediate_size": 96, "max_position_embeddings": 4096}),
+    "gptj": ("gptj", {"n_embd": 128, "n_layer": 3, "n_head": 4, "n_positions": 512, "rotary_dim": 16}),
+    "granite": ("granite", {"logits_scaling": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5}),
+    "granitemoe": ("granitemoe", {**LOCAL_EXPERTS, "logits_scaling": 3.0}),
+    "granitemoeshared": ("granitemoeshared", {**LOCAL_EXPERTS, "shared_intermediate_size": 96}),
+    "helium": ("helium", {}),
+    "hunyuan_v1_dense": ("hunyuan_v1_dense", {}),
+    "jamba": ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "mamba_d_state": 16}),
+    "lfm2": (
+        "lfm2",
+        {"layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    ),
+    "llama": ("llama", {}),
+    "mamba": ("mamba", {"state_size": 16}),
+    "mamba2": ("mamba2", {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 1}),
+    "mistral": ("mistral", {"sliding_window": 32}),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "mpt": ("mpt", {"d_model": 128, "n_heads": 4, "n_layers": 3, "max_seq_len": 512, "expansion_ratio": 2}),
+    "nemotron": ("nemotron", {}),
+    "olmo": ("olmo", {}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", MIXED),
+    "olmoe": ("olmoe", {**EXPERTS, "intermediate_size": 96}),
+    "opt": ("opt", {"ffn_dim": 192, "word_embed_proj_dim": 128}),
+    "persimmon": ("persimmon", {}),
+    "phi": ("phi", {"num_key_value_heads": 4}),
+    "phi3": ("phi3", {"sliding_window": 32}),
+    "phimoe": ("phimoe", {**LOCAL_EXPERTS, "sliding_window": 512}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_moe": ("qwen2_moe", {**EXPERTS, "shared_expert_intermediate_size": 96}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {**EXPERTS, "norm_topk_prob": True}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "num_experts": 0,
+            "linear_num_value_heads": 4,
+            "linear_num_key_heads": 2,
+            "mlp_only_layers": [0, 1, 2],
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+        },
+    ),
+    "seed_oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {}),
+    "stablelm": ("stablelm", {}),
+    "starcoder2": ("starcoder2", {"sliding_window": 32}),
+    "vaultgemma": ("vaultgemma", {**MIXED, "query_pre_attn_scalar": 32}),
+    "vaultgemma, logits of 100": ("vaultgemma", {**MIXED, "query_pre_attn_scalar": 32}),
+}
+"""Name -> what transformers calls the family, and what its configuration has besides SHAPE."""
+
+TREES = "rows, trees"
+Key = tuple[int, int]
+"""Turn, and which of its sampled tokens."""
+
+
+def main() -> None:
+    """Measure all families, or some, and save."""
+    options = parser(__doc__)
+    options.add_argument("--only", default="", help="families, with commas; the results of the others are kept")
+    options.add_argument("--one", help=argparse.SUPPRESS)
+    asked = options.parse_args()
+    if asked.one:
+        print(json.dumps(measure(asked.one)))
+        return
+    _, detail = kept("oracle", out=asked.out)
+    rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
+    for name in [name.strip() for name in asked.only.split(";")] if asked.only else FAMILIES:
+        rows[name] = in_a_process(name)
+        print(name, rows[name], file=sys.stderr, flush=True)
+        write(rows, asked.out, finished=False)
+    print(table(("family", "found"), [(name, str(row)) for name, row in rows.items()]))
+    write(rows, asked.out, finished=True)
+
+
+def write(rows: Mapping[str, Fields], out: Path | None, *, finished: bool) -> None:
+    """Into the results file."""
+    served = [row for row in rows.values() if "engine_max" in row]
+    trained = [row for row in rows.values() if "logprob_max" in row]
+    capped = rows.get("gemma2, logits of 100", {})
+    figures = {
+        "families": len(rows),
+        "families_trained": len(trained),
+        "families_served": len(served),
+        "logprob_max_abs": max((row["logprob_max"] for row in trained), default=0.0),
+        "grad_rel_max": max((row["grad_rel"] for row in trained), default=0.0),
+        "engine_max_abs": max((row["engine_max"] for row in served), default=0.0),
+        "engine_mean_abs_max": max((row["engine_mean"] for row in served), default=0.0),
+        "gemma2_largest_logit": capped.get("largest_logit", 0.0),
+        "gemma2_engine_max_abs": capped.get("engine_max", 0.0),
+    }
+    save("oracle", figures, detail={"families": dict(sorted(rows.items()))}, out=out, finished=finished)
+
+
+def in_a_process(name: str) -> dict[str, Any]:
+    """`measure` where nothing is left of other families, engines keep a process to themselves."""
+    command = [sys.executable, "-m", "benchmarks.oracle", "--one", name]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=os.environ | ENGINE, timeout=LIMIT_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return {"reason": f"nothing within {LIMIT_S} s"}
+    try:
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        return {"reason": _last_words(done.stderr)}
+    return found
+
+
+ENGINE = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "HF_HUB_OFFLINE": "1",
+}
+"""As swarmq.engine.launch has it."""
+
+
+def measure(name: str) -> dict[str, Any]:
+    """Of one family. What cannot be measured has a `reason`."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        try:
+            make(name, folder)
+        except Exception as error:
+            return {"reason": f"transformers does not make it: {_words(error)}"}
+        turns, engine = _prompts(), ""
+        try:
+            turns, engine = sample(folder)
+        except Exception as error:
+            engine = ""
+            refused = f"vLLM does not serve it: {_words(error)}"
+        try:
+            found = compare(folder, turns)
+        except LearnerError as error:
+            return {"reason": f"the learner refuses it: {_words(error)}"}
+    if not engine:
+        return {name: value for name, value in found.items() if not name.startswith("engine")} | {"reason": refused}
+    return found | {"engine": engine}
+
+
+def make(name: str, folder: Path) -> None:
+    """Save a random model."""
+    kind, special = FAMILIES[name]
+    torch.manual_seed(0)
+    fields = {name: value for name, value in {**SHAPE, **special}.items() if value is not None}
+    config = AutoConfig.for_model(kind, **fields)
+    lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in lm.parameters():
+        if parameter.ndim == 1:  # norms that are all ones, and biases that are all zeros, would hide what is left out
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    lm.save_pretrained(folder)
+    if "logits of" in name:
+        wanted = float(name.rsplit(" ", 1)[1])
+        while (largest := compare(folder, _prompts())["largest_logit"]) < wanted:
+            for layer in lm.model.layers:
+                layer.self_attn.q_proj.weight.data *= 1.1 * wanted / largest
+            lm.save_pretrained(folder)
+
+
+def _prompts() -> list[Turn]:
+    """Turns before an engine sampled anything: answers are made up."""
+    rng = random.Random(0)
+    ids = [[rng.randrange(2, VOCAB) for _ in range(length)] for length in (5, 40, 90, 12)]
+    return [Turn(prompt, [rng.randrange(2, VOCAB) for _ in range(TOKENS)], [0.0] * TOKENS) for prompt in ids]
+
+
+@dataclasses.dataclass
+class Turn:
+    prompt: list[int]
+    sampled: list[int]
+    logprobs: list[float]
+    """That the engine reported."""
+
+
+def sample(folder: Path) -> tuple[list[Turn], str]:
+    """Turns of a real engine, and which class computed them: prompts, what continues their answers, and what forks off them."""
+    from vllm import LLM, SamplingParams  # noqa: PLC0415 - the process that starts the others does without
+
+    engine = LLM(
+        str(folder),
+        dtype="float32",
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        max_model_len=256,
+        max_num_seqs=16,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        seed=0,
+    )
+    how = SamplingParams(temperature=TEMPERATURE, max_tokens=TOKENS, logprobs=0, ignore_eos=True, detokenize=False, n=2)
+
+    def answered(prompts: Sequence[list[int]]) -> list[Turn]:
+        outputs = engine.generate([{"prompt_token_ids": prompt} for prompt in prompts], how, use_tqdm=False)
+        return [
+            Turn(
+                list(output.prompt_token_ids),
+                list(choice.token_ids),
+                [entry[token].logprob for entry, token in zip(choice.logprobs, choice.token_ids, strict=True)],
+            )
+            for output in outputs
+            for choice in output.outputs
+        ]
+
+    first = answered([turn.prompt for turn in _prompts()])
+    again = [[*turn.prompt, *turn.sampled, 7, 8, 9] for turn in first[::2]]
+    forked = [[*turn.prompt, *turn.sampled[:9], 11] for turn in first[1::2]]
+    names = engine.apply_model(lambda model: type(model).__name__)
+    return [*first, *answered([*again, *forked])], names[0]
+
+
+def compare(folder: Path, turns: Sequence[Turn]) -> dict[str, Any]:
+    """The learner with the oracle, and both with the engine."""
+    torch.set_num_threads(1)
+    truth, slope = oracle(folder, turns)
+    group = [[standalone(turn.prompt, turn.sampled, turn.logprobs) for turn in turns]]
+    ways: dict[str, Callable[[], Sequence[Layout]]] = {"rows": lambda: row_layouts(group, 300)}
+    model = LayoutModel(load_lm(str(folder), gradient_checkpointing=True))
+    if not model.rows_only:
+        ways["trees"] = lambda: PrefixTree(group).layouts(300)
+    found: dict[str, Any] = {"layouts": TREES if not model.rows_only else f"rows: {model.rows_only}"}
+    errors, slopes, engine, largest = [], [], [], 0.0
+    for way, layouts in ways.items():
+        for chunk in (None, 7) if model.head_apart else (None,):
+            model.head_chunk = chunk
+            logprobs, gradient, logit = learned(model, layouts())
+            errors.append(max(abs(logprobs[key] - truth[key]) for key in truth))
+            slopes.append(float(_norm(gradient, slope) / _norm(slope)))
+            largest = max(largest, logit)
+            if way == "rows" and chunk is None:
+                engine = [abs(turns[t].logprobs[offset] - value) for (t, offset), value in logprobs.items()]
+    return found | {
+        "tokens": len(truth),
+        "logprob_max": max(errors),
+        "grad_rel": max(slopes),
+        "engine_max": max(engine),
+        "engine_mean": sum(engine) / len(engine),
+        "largest_logit": largest,
+    }
+
+
+Gradient = dict[str, Tensor]
+
+
+def oracle(folder: Path, turns: Sequence[Turn]) -> tuple[dict[Key, float], Gradient]:
+    """Log-probabilities and gradient in float64, by transformers' eager attention, every turn alone."""
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    lm = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager).eval().double()
+    truth: dict[Key, float] = {}
+    for t, turn in enumerate(turns):
+        ids = torch.tensor([*turn.prompt, *turn.sampled])
+        logits = lm(input_ids=ids[None], use_cache=False).logits[0, len(turn.prompt) - 1 : -1].double() / TEMPERATURE
+        chosen = logits.log_softmax(-1).gather(1, ids[len(turn.prompt) :, None])[:, 0]
+        weights = torch.tensor([_weight((t, offset)) for offset in range(len(chosen))], dtype=torch.float64)
+        (chosen * weights).sum().backward()
+        truth.update({(t, offset): value for offset, value in enumerate(chosen.tolist())})
+    return truth, {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+
+
+def learned(model: LayoutModel, layouts: Sequence[Layout]) -> tuple[dict[Key, float], Gradient, float]:
+    """The same as the learner computes it, in FP32; and the largest logit of attention, 0 where its layers keep that to themselves."""
+    device, largest = torch.device("cpu"), 0.0
+
+    class Measured(Visibility):
+        def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+            nonlocal largest
+            keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+            seen = (query.detach() @ keys.detach().transpose(2, 3) * form.scale).abs().tril()
+            largest = max(largest, float(seen.max()))
+            return super().attend(module, query, key, value, form)
+
+    model.zero_grad()
+    logprobs: dict[Key, float] = {}
+    for layout in layouts:
+        placed = Placed.of(layout, device)
+        placed = dataclasses.replace(placed, visibility=Measured(layout, device, compiled=False))
+        chosen = model(placed, TEMPERATURE).logprobs
+        keys = list(zip(layout.turns.tolist(), layout.offsets.tolist(), strict=True))
+        (chosen * torch.tensor([_weight(key) for key in keys])).sum().backward()
+        logprobs.update(zip(keys, chosen.tolist(), strict=True))
+    gradient = {name: p.grad.clone() for name, p in model.model.named_parameters() if p.grad is not None}
+    return logprobs, gradient, largest
+
+
+def _weight(key: Key) -> float:
+    """Some fixed weight for every sampled token, as an advantage would be."""
+    return math.sin(1 + 3 * key[0] + key[1])
+
+
+def _norm(one: Gradient, other: Gradient | None = None) -> float:
+    """Of a gradient, or of the difference of two."""
+    if other is None:
+        return float(sum(float(value.double().square().sum()) for value in one.values()) ** 0.5)
+    return float(
+        sum(
+            float((one[name].double() - value.double()).square().sum()) if name in one else float(value.square().sum())
+            for name, value in other.items()
+        )
+        ** 0.5
+    )
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+
+
+def _last_words(text: str) -> str:
+    return (text.strip().splitlines() or ["it ended without a word"])[-1][:200]
+
+
+if __name__ == "__main__":
+    main()
