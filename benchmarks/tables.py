@@ -52,6 +52,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
         "learner": learning.learner_block,
+        "oracle": learning.oracle_block,
         "loop": learning.loop_block,
         "learns": learning.learns_block,
         "scaling": learning.scaling_block,

