@@ -386,6 +386,7 @@ def _job(folder: Path, model: Path, *, proxy_port: int) -> SwarmJob:
                         "learning_rate": 1e-4,
                         "checkpoint_every": 5,
                         "deterministic": True,
+                        "engine_gap_max": 0.0,  # its engine answers random letters
                         "gradient_checkpointing": False,
                     },
                 }
