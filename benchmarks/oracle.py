@@ -11,16 +11,15 @@ Compared are the learner's log-probabilities with the oracle's and with those th
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import math
+import multiprocessing
 import os
 import random
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -159,12 +158,10 @@ Key = tuple[int, int]
 def main() -> None:
     """Measure all families, or some, and save."""
     options = parser(__doc__)
-    options.add_argument("--only", default="", help="families, with commas; the results of the others are kept")
-    options.add_argument("--one", help=argparse.SUPPRESS)
+    options.add_argument("--only", default="", help="families, with semicolons; the results of the others are kept")
     asked = options.parse_args()
-    if asked.one:
-        print(json.dumps(measure(asked.one)))
-        return
+    os.environ.update(ENGINE)
+    CONTEXT.set_forkserver_preload(["benchmarks.oracle", "vllm"])
     _, detail = kept("oracle", out=asked.out)
     rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
     for name in [name.strip() for name in asked.only.split(";")] if asked.only else FAMILIES:
@@ -195,21 +192,26 @@ def write(rows: Mapping[str, Fields], out: Path | None, *, finished: bool) -> No
 
 
 def in_a_process(name: str) -> dict[str, Any]:
-    """`measure` where nothing is left of other families, engines keep a process to themselves."""
-    command = [sys.executable, "-m", "benchmarks.oracle", "--one", name]
+    """`measure`, where nothing is left of other families; libraries are imported once for all."""
+    here, there = CONTEXT.Pipe(duplex=False)
+    process = CONTEXT.Process(target=_tell, args=(name, there))
+    process.start()
+    there.close()
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, env=os.environ | ENGINE, timeout=LIMIT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"reason": f"nothing within {LIMIT_S} s"}
-    try:
-        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    except (IndexError, ValueError):
-        return {"reason": _last_words(done.stderr)}
+        found: dict[str, Any] = here.recv() if here.poll(LIMIT_S) else {"reason": f"nothing within {LIMIT_S} s"}
+    except EOFError:
+        process.join()
+        found = {"reason": f"its process ended with status {process.exitcode}"}
+    process.kill()
+    process.join()
     return found
 
 
+def _tell(name: str, there: Connection) -> None:
+    there.send(measure(name))
+
+
+CONTEXT = multiprocessing.get_context("forkserver")
 ENGINE = {
     "OMP_NUM_THREADS": "1",
     "TORCHDYNAMO_DISABLE": "1",
@@ -410,10 +412,6 @@ def _norm(one: Gradient, other: Gradient | None = None) -> float:
 
 def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
-
-
-def _last_words(text: str) -> str:
-    return (text.strip().splitlines() or ["it ended without a word"])[-1][:200]
 
 
 if __name__ == "__main__":
