@@ -34,6 +34,7 @@ PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
 OPERATOR_MEMBER = "operator."
 """Before an operator's name, among members."""
+ROOT_BYTES = 32
 CLOCK_LEEWAY_S = 60.0
 """How far a client's clock may run ahead or behind before its fresh keys count as expired."""
 
@@ -161,19 +162,23 @@ def read_certificate(path: Path) -> bytes:
 
 
 def new_root() -> bytes:
-    return secrets.token_bytes(32)
+    return secrets.token_bytes(ROOT_BYTES)
 
 
 def load_root(path: Path) -> bytes:
-    """The run's root secret, made on first use, readable by its owner alone."""
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    with changing(path):
-        if not path.exists():  # or another process was first
-            write_whole(path, new_root())
-    return path.read_bytes()
+    """The run's root secret, made on first use, readable by its owner alone. Raises ConfigError for a damaged one: with an empty
+    one, anybody could sign keys."""
+    if not path.exists():
+        with changing(path):
+            if not path.exists():  # or another process was first
+                write_whole(path, new_root())
+    if len(root := path.read_bytes()) < ROOT_BYTES:
+        raise ConfigError(
+            f"{path}: damaged ({len(root)} bytes, not {ROOT_BYTES}), and it cannot be made anew: every key and invite of the run is "
+            "derived from it. Bring it back from a copy; or remove it and start the run again: nothing that was trained or is queued is "
+            "lost, but every client needs a new invite (`swarmq client remove`, `swarmq client add` under another name)"
+        )
+    return root
 
 
 def client_secret(root: bytes, client: str) -> bytes:

@@ -91,5 +91,8 @@ def read_members(path: Path) -> dict[str, Member]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{path}: who was invited cannot be read: {error}") from error
+        raise ConfigError(
+            f"{path}: who was invited cannot be read ({error}), and it cannot be made anew: it says whose keys are refused. Bring it "
+            "back from a copy; or remove it and `secret` beside it, which ends every key, and invite clients anew"
+        ) from error
     return {member.name: member for member in members}

@@ -1,4 +1,4 @@
-"""Small files in the run folder that several processes change: one at a time, and written whole."""
+"""Small files: written whole, durably, and by one process at a time; a damaged one that can be made anew is set aside."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Generic, TypeVar
+
+import msgspec
+
+from swarmq.logs import log
 
 T = TypeVar("T")
 
@@ -22,11 +26,39 @@ def changing(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Readers see the old content or the new one; it is readable by its owner alone."""
+    """Replace the file, on disk when this returns: readers see the old content or the new one, also after a power loss. It is
+    readable by its owner alone."""
     part = path.with_suffix(".part")
-    part.touch(mode=0o600)
-    part.write_bytes(content)
+    part.unlink(missing_ok=True)
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     part.replace(path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make names created, renamed or removed in `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_or_renew(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: str) -> T:
+    """What `read` makes of the file, or `empty` where there is none. One that cannot be read is set aside, as NAME.damaged, with a
+    log line that says what this means. Raises OSError where the disk refuses."""
+    try:
+        return read(path.read_bytes())
+    except FileNotFoundError:
+        return empty
+    except (ValueError, msgspec.MsgspecError) as error:
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        log.warning("file_damaged", file=str(path), error=str(error), set_aside_as=aside.name, meaning=meaning)
+        return empty
 
 
 class Sheet(Generic[T]):

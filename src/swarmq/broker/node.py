@@ -22,6 +22,7 @@ from swarmq.broker.node_files import (
     HOST,
     Identity,
     environment,
+    is_password_new,
     last_words,
     load_identity,
     take_lock,
@@ -93,8 +94,9 @@ class PrivateNode:
         self._lock = take_lock(self.folder)
         try:
             self._identity = load_identity(self.folder, port=self._port)
+            set_password = is_password_new(self.folder, self._identity)
             write_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
-            await self._start_children(self._server, self._identity)
+            await self._start_children(self._server, self._identity, set_password=set_password)
         except BaseException:
             await self.stop()
             raise
@@ -145,11 +147,13 @@ class PrivateNode:
             raise BrokerError(f"`rabbitmqctl {arguments[0]}` failed: {output.strip()[-500:]}")
         return output
 
-    async def _start_children(self, server: Server, identity: Identity) -> None:
+    async def _start_children(self, server: Server, identity: Identity, *, set_password: bool) -> None:
         self._epmd = await self._spawn(server, server.epmd)
         await self._until(lambda: probe.connects(HOST, identity.epmd_port), self._epmd)
         self._broker = await self._spawn(server, server.home / "sbin" / "rabbitmq-server")
         await self._until(lambda: probe.speaks_amqp(HOST, identity.amqp_port), self._broker)
+        if set_password:
+            await self.ctl("change_password", identity.user, identity.password)
         ui = identity.management_port
         await self._until(lambda: probe.manages(HOST, ui, user=self.user, password=self.password), self._broker)
 

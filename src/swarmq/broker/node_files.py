@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import re
@@ -15,7 +16,9 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.config import Broker
 from swarmq.errors import BrokerError
+from swarmq.logs import log
 from swarmq.process import held_port, port_is_free
+from swarmq.sheets import write_whole
 
 HOST = "127.0.0.1"
 LAST_LINES = 6
@@ -105,20 +108,22 @@ def load_identity(folder: Path, *, port: int) -> Identity:
     """The node's identity, made at the first start; `port` 0 keeps or picks one. Raises BrokerError: port taken."""
     path = folder / "node.json"
     management, dist, epmd, amqp = _distinct_ports(4)
+    fresh = Identity(
+        node=f"swarmq-{secrets.token_hex(4)}@localhost",
+        user="swarmq",
+        password=secrets.token_hex(18),  # which no program takes for an option
+        amqp_port=port or amqp,
+        management_port=management,
+        dist_port=dist,
+        epmd_port=epmd,
+    )
     try:
         identity = msgspec.json.decode(path.read_bytes(), type=Identity)
     except FileNotFoundError:
-        identity = Identity(
-            node=f"swarmq-{secrets.token_hex(4)}@localhost",
-            user="swarmq",
-            password=secrets.token_urlsafe(18),
-            amqp_port=port or amqp,
-            management_port=management,
-            dist_port=dist,
-            epmd_port=epmd,
-        )
+        identity = fresh
     except msgspec.MsgspecError as error:
-        raise BrokerError(f"{path} is damaged ({error}): name another run folder") from error
+        identity = _recover(folder, fresh)
+        log.warning("file_damaged", file=str(path), error=str(error), meaning="made again from the node's other files")
     identity = msgspec.structs.replace(
         identity,
         amqp_port=port or identity.amqp_port,
@@ -130,8 +135,32 @@ def load_identity(folder: Path, *, port: int) -> Identity:
         raise BrokerError(
             f"port {identity.amqp_port} is taken by another program: stop it, or set broker.port to a free one"
         )
-    _write_private(path, msgspec.json.encode(identity).decode())
+    write_whole(path, msgspec.json.encode(identity))
     return identity
+
+
+def _recover(folder: Path, fresh: Identity) -> Identity:
+    """The node's name from its data folder; user, password and ports from the settings of its last start, and where these are damaged,
+    too, from `fresh`: `PrivateNode` then sets that password."""
+    names = [path.name for path in (folder / "mnesia").glob("swarmq-*@localhost")]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        settings = dict(re.findall(r"^([\w.]+) = (.+)\n", (folder / "rabbitmq.conf").read_text(), re.MULTILINE))
+        amqp, management = settings.get("listeners.tcp.1", ""), settings.get("management.tcp.port", "")
+        if {"default_user", "default_pass"} <= settings.keys():
+            fresh = msgspec.structs.replace(fresh, user=settings["default_user"], password=settings["default_pass"])
+        if amqp.rpartition(":")[2].isdecimal() and management.isdecimal():
+            ports = {"amqp_port": int(amqp.rpartition(":")[2]), "management_port": int(management)}
+            fresh = msgspec.structs.replace(fresh, **ports)
+    return msgspec.structs.replace(fresh, node=names[0]) if names else fresh
+
+
+def is_password_new(folder: Path, identity: Identity) -> bool:
+    """Whether the node has data, and its users may have another password than this: its settings, before they are written anew, do
+    not have it."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if f"default_pass = {identity.password}\n" in (folder / "rabbitmq.conf").read_text():
+            return False
+    return any((folder / "mnesia").glob("swarmq-*@localhost"))
 
 
 def tls_listener(settings: Broker) -> str:
@@ -160,8 +189,8 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
     logs.mkdir(exist_ok=True)
     (logs / "start.log").write_bytes(b"")
     cookie = home / ".erlang.cookie"
-    if not cookie.exists():
-        _write_private(cookie, secrets.token_hex(20))
+    if not cookie.exists() or not cookie.stat().st_size:
+        write_whole(cookie, secrets.token_hex(20).encode())
         cookie.chmod(0o400)
     settings = CONFIG.format(
         host=HOST,
@@ -169,7 +198,7 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
         ack_timeout_ms=ACK_TIMEOUT_MS,
         **msgspec.structs.asdict(identity),
     )
-    _write_private(folder / "rabbitmq.conf", settings + config)
+    write_whole(folder / "rabbitmq.conf", (settings + config).encode())
     (folder / "advanced.config").write_text(advanced + "\n")
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
     (folder / "env.conf").write_text("")
@@ -218,8 +247,3 @@ def _distinct_ports(count: int) -> list[int]:
     while len(ports) < count:
         ports.add(held_port(HOST))
     return list(ports)
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.touch(mode=0o600, exist_ok=True)
-    path.write_text(text)

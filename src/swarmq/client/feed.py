@@ -10,7 +10,6 @@ its last writing: a feed that is killed anywhere and started again puts every ta
 from __future__ import annotations
 
 import hashlib
-import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from swarmq.client.tasks import SwarmTask, fed_id, own_id
 from swarmq.errors import TaskError
 from swarmq.logs import log
 from swarmq.messages import Slot, Task
+from swarmq.sheets import write_whole
 
 WINDOW = 128
 """Tasks that are published together; the progress file is written after each window."""
@@ -157,13 +157,8 @@ def _confirmed(path: Path, data: str) -> int:
 
 
 def _write(path: Path, fed: Fed) -> None:
-    part = path.with_suffix(".part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with part.open("wb") as file:
-            file.write(msgspec.json.encode(fed))
-            file.flush()
-            os.fsync(file.fileno())
-        part.rename(path)
+        write_whole(path, msgspec.json.encode(fed))
     except OSError as error:
         raise TaskError(f"{path}: the progress cannot be written: {error}") from error

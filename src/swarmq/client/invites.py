@@ -26,10 +26,10 @@ def find_invite(source: Invite | str | os.PathLike[str] | None = None) -> Invite
             "to <run folder>/invite"
         )
     text = os.fspath(source).strip()
-    return Invite.decode(text if text.startswith(_PREFIX) else _read(Path(text).expanduser(), where))
+    return Invite.decode(text) if text.startswith(_PREFIX) else _read(Path(text).expanduser(), where)
 
 
-def _read(path: Path, where: str) -> str:
+def _read(path: Path, where: str) -> Invite:
     if "\n" in str(path) or len(str(path)) > os.pathconf("/", "PC_PATH_MAX"):
         raise KeyRefusedError(f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a path")
     try:
@@ -37,10 +37,14 @@ def _read(path: Path, where: str) -> str:
             path = RunFolder(path).invite
             if not path.exists():
                 raise KeyRefusedError(f"{path} does not exist: is the run up? `swarmq up JOB` writes it")
-        return path.read_text()
+        text = path.read_text()
     except FileNotFoundError as error:
         raise KeyRefusedError(
             f"{where} is neither an invite (it starts with `{_PREFIX}.`) nor a file or run folder: {path} does not exist"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise KeyRefusedError(f"the invite in {path} cannot be read: {error}") from error
+    try:
+        return Invite.decode(text)
+    except KeyRefusedError as error:
+        raise KeyRefusedError(f"{path}: {error}; that of a run's folder is written anew by `swarmq up`") from error

@@ -25,6 +25,7 @@ from swarmq.errors import ClientError, MessageError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, decode, encode
 from swarmq.outcome import unfinished
+from swarmq.sheets import write_whole
 
 VARIABLE = "SWARMQ_SPOOL"
 BEGIN, END = ".begin", ".end"
@@ -56,14 +57,8 @@ class Spool:
     def put(self, end: EpisodeEnd) -> None:
         """Durable when it returns. Raises ClientError when the disk refuses."""
         final = self._path(end.episode_id, END)
-        part = final.with_suffix(".part")
         try:
-            with part.open("wb") as file:
-                file.write(encode(end))
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(final)
-            _sync(self.folder)
+            write_whole(final, encode(end))
         except OSError as error:
             raise ClientError(f"the end of an episode cannot be kept in {self.folder}: {error}") from error
 
@@ -164,11 +159,3 @@ def _try_lock(folder: Path) -> IO[bytes] | None:
         lock.close()
         return None
     return lock
-
-
-def _sync(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

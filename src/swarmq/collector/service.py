@@ -84,7 +84,9 @@ class Collector:
     async def run(self, stop: asyncio.Event) -> None:
         """Collect until `stop` is set, then finish what is under way within DRAIN_S."""
         await self._restore(at_start=True)
-        await self._decide(lambda _: [])
+        # Learners keep the control state in a file of their own, which a power loss may have damaged: they hear it again.
+        controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
+        await self._decide(lambda core: core.lost(controls))
         self._outgoing.clear()
         self._send(self._store.outbox())
         log.info("collecting", **figures(self._loaded()))

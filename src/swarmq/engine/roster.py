@@ -14,9 +14,10 @@ from swarmq import keys
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.guard import SECRET_ENV
 from swarmq.errors import EngineError
-from swarmq.sheets import changing, write_whole
+from swarmq.sheets import changing, read_or_renew, write_whole
 
 Urls = dict[str, tuple[str, ...]]
+DECODER = msgspec.json.Decoder(Urls)
 
 
 class Roster:
@@ -27,15 +28,11 @@ class Roster:
         self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
 
     def urls(self) -> Urls:
-        """Policy -> engines, as of now. Raises EngineError for a file that is not ours."""
+        """Policy -> engines, as of now. Raises EngineError where the file cannot be read."""
         try:
-            written = msgspec.json.decode(self._path.read_bytes(), type=Urls)
-        except FileNotFoundError:
-            written = {}
-        except (OSError, msgspec.MsgspecError) as error:
-            raise EngineError(
-                f"{self._path} cannot be read ({error}): delete it to go back to the job's engines"
-            ) from error
+            written = read_or_renew(self._path, DECODER.decode, Urls(), meaning="the job's engines count again")
+        except OSError as error:
+            raise EngineError(f"{self._path} cannot be read ({error}): check the folder and its rights") from error
         return {name: written.get(name, urls) for name, urls in self._at_start.items()}
 
     def secret(self) -> str:

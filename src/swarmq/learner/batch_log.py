@@ -23,8 +23,9 @@ import structlog
 import zstandard
 
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.files import fsync_folder, mapped
+from swarmq.learner.files import mapped
 from swarmq.learner.records import SCHEMA, BatchRecord, Identity, Index, decode_record, encode_record
+from swarmq.sheets import fsync_folder, write_whole
 
 log = structlog.get_logger()
 
@@ -166,12 +167,7 @@ class BatchLog:
         """Complete before it gets its name, so a segment never has half a head."""
         head = msgspec.msgpack.encode(Head(schema=SCHEMA, identity=self.identity))
         path = self.folder / f"{record:012d}.log"
-        draft = path.with_suffix(".new")
-        with draft.open("wb") as file:
-            file.write(SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.rename(path)
+        write_whole(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
         self._open(path)
 
 

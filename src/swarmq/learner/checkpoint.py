@@ -35,13 +35,14 @@ from safetensors import SafetensorError
 from swarmq.config import Policy
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner import host
-from swarmq.learner.files import DiskFullError, fsync_folder, fsync_tree, mapped, sha256
+from swarmq.learner.files import DiskFullError, fsync_tree, mapped, sha256
 from swarmq.learner.memory import GIB, WHOLE_BYTES
 from swarmq.learner.model_files import HostCopies, NotGrantedError, num_bytes, outlines
 from swarmq.learner.records import SCHEMA, Identity
 from swarmq.learner.saved import MANIFEST, Checkpoint, DamagedError, File, Manifest, all_of, check, version_of
 from swarmq.learner.sharding import WholeState, is_sharded
 from swarmq.learner.trainer import Trainer
+from swarmq.sheets import fsync_folder
 
 log = structlog.get_logger()
 

@@ -24,6 +24,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.files import mapped
 from swarmq.process import die_with_parent
+from swarmq.sheets import write_whole
 
 log = structlog.get_logger()
 
@@ -141,9 +142,7 @@ def job_file(job: SwarmJob, policy: str) -> Path:
     path = job.run_folder.path / policy / "job.toml"
     with mapped(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-            file.write(job.to_toml())
+        write_whole(path, job.to_toml().encode())
     return path
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarmq.errors import LearnerError
+from swarmq.sheets import fsync_folder
 
 
 class DiskFullError(LearnerError):
@@ -26,15 +27,6 @@ def mapped(path: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFullError(f"{what}: free space there, nothing is lost") from error
         raise LearnerError(f"{what}: check the folder and its rights") from error
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make names created, renamed or removed in `folder` durable."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def fsync_tree(folder: Path) -> None:

@@ -6,7 +6,6 @@ It is on disk before its message is acknowledged.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import msgspec
 
 from swarmq import live
 from swarmq.config import SwarmJob, Train
-from swarmq.learner.files import fsync_folder, mapped
+from swarmq.learner.files import mapped
 from swarmq.learner.intake import Limits
 from swarmq.messages import Control
+from swarmq.sheets import read_or_renew, write_whole
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,14 +27,19 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Of those that were asked for, so many are written."""
 
 
+DECODER = msgspec.msgpack.Decoder(Kept)
+
+
 class Orders:
     """The control state as this learner has it. Raises LearnerError where the disk refuses."""
 
     def __init__(self, path: Path, file: SwarmJob, policy: str) -> None:
         self._path, self._file, self._policy = path, file, policy
         with mapped(path):
-            kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept) if path.exists() else None
-        self._kept = kept or Kept(state=Control(run=file.run, number=0))
+            nothing = Kept(state=Control(run=file.run, number=0))
+            self._kept = read_or_renew(
+                path, DECODER.decode, nothing, meaning="the collector says it again at its start"
+            )
         self._settle()
 
     @property
@@ -100,14 +105,8 @@ class Orders:
         }
 
     def _write(self, kept: Kept) -> None:
-        draft = self._path.with_suffix(".new")
         with mapped(self._path):
-            with draft.open("wb") as file:
-                file.write(msgspec.msgpack.encode(kept))
-                file.flush()
-                os.fsync(file.fileno())
-            draft.replace(self._path)
-            fsync_folder(self._path.parent)
+            write_whole(self._path, msgspec.msgpack.encode(kept))
         self._kept = kept
         self._settle()
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from swarmq.learner.batch_log import BatchLog
 from swarmq.learner.files import mapped
 from swarmq.learner.records import Index
+from swarmq.sheets import write_whole
 
 
 class Reports:
@@ -42,7 +43,7 @@ class Reports:
         return newest[::-1]
 
     def confirm(self, record: int) -> None:
-        """The broker has it. Losing this file repeats reports, which the collector recognises; so no fsync.
+        """The broker has it. Losing this file repeats reports, which the collector recognises.
 
         Raises LearnerError when the disk refuses.
         """
@@ -50,10 +51,8 @@ class Reports:
         while self.through + 1 in self._confirmed:
             self.through += 1
             self._confirmed.discard(self.through)
-        draft = self.path.with_suffix(".new")
         with mapped(self.path):
-            draft.write_text(str(self.through))
-            draft.replace(self.path)
+            write_whole(self.path, str(self.through).encode())
 
 
 def _number(path: Path) -> int:

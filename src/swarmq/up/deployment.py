@@ -46,6 +46,7 @@ from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement
 from swarmq.process import tail
 from swarmq.proxies import Proxies
+from swarmq.sheets import write_whole
 from swarmq.up.keeping import Daemon, DaemonFailedError, keep_broker, keep_engine
 from swarmq.up.plan import planned
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
@@ -150,8 +151,8 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _daemons(deployment, proxies, stack, report)
-            _write_private(folder.invite, deployment.invite.encode().encode() + b"\n")
-            _write_private(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
+            write_whole(folder.invite, deployment.invite.encode().encode() + b"\n")
+            write_whole(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
             async with _kept_running(deployment, broker, report):
                 yield deployment
 
@@ -161,8 +162,8 @@ def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
     folder, resolved = job.run_folder, deployment.job
     Roster(resolved).forget()  # engines that were added to an earlier start
     Proxies(folder.proxies).write(deployment.invite.base_urls)
-    folder.job.write_text(job.to_toml())
-    _write_private(folder.resolved, resolved.to_toml().encode())
+    write_whole(folder.job, job.to_toml().encode())
+    write_whole(folder.resolved, resolved.to_toml().encode())
 
 
 @contextlib.asynccontextmanager
@@ -410,12 +411,6 @@ def _resolve(
             for name, policy in planned.items()
         },
     )
-
-
-def _write_private(path: Path, content: bytes) -> None:
-    path.unlink(missing_ok=True)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as sink:
-        sink.write(content)
 
 
 @contextlib.contextmanager

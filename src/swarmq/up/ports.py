@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import json
 import os
 import socket
 import time
 from collections.abc import Iterable
 
+import msgspec
+
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.process import held_port, port_is_free
+from swarmq.sheets import read_or_renew, write_whole
 
+PORTS = msgspec.json.Decoder(dict[str, int])
 PORT_S = 5.0
 """A proxy whose run was killed has given its port back by then."""
 LOOK_S = 0.1
@@ -55,7 +58,7 @@ async def wait_until_free(job: SwarmJob) -> None:
 def ports_of(job: SwarmJob, names: list[str]) -> dict[str, int]:
     """A port for each name: that of the last start where it is free, else another one."""
     path = job.run_folder.path / "ports.json"
-    known: dict[str, int] = json.loads(path.read_text()) if path.exists() else {}
+    known = read_or_renew(path, PORTS.decode, dict[str, int](), meaning="proxies and engines get other ports")
     ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else held_port() for name in names}
-    path.write_text(json.dumps(ports))
+    write_whole(path, msgspec.json.encode(ports))
     return ports

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 
 from swarmq.broker import node_files
-from swarmq.broker.node_files import check_disk, environment, last_words, load_identity, take_lock, write_files
+from swarmq.broker.node_files import (
+    check_disk,
+    environment,
+    is_password_new,
+    last_words,
+    load_identity,
+    take_lock,
+    write_files,
+)
 from swarmq.errors import BrokerError
 
 BAD_SETTING = """\
@@ -57,10 +65,36 @@ def test_a_chosen_port_is_taken_or_refused_by_name(tmp_path: Path) -> None:
     assert load_identity(tmp_path, port=port).amqp_port == port
 
 
-def test_a_damaged_identity_is_named(tmp_path: Path) -> None:
-    (tmp_path / "node.json").write_text("{")
-    with pytest.raises(BrokerError, match=r"node\.json is damaged"):
-        load_identity(tmp_path, port=0)
+@pytest.mark.parametrize("cut", [0, 20], ids=["emptied", "torn"])
+def test_a_damaged_identity_is_recovered_from_the_nodes_other_files(tmp_path: Path, cut: int) -> None:
+    first = load_identity(tmp_path, port=0)
+    write_files(tmp_path, first, config="", advanced="[].")
+    (tmp_path / "mnesia" / first.node).mkdir(parents=True)
+    (tmp_path / "mnesia" / f"{first.node}-plugins-expand").mkdir()
+    path = tmp_path / "node.json"
+    path.write_bytes(path.read_bytes()[:cut])
+    again = load_identity(tmp_path, port=0)
+    kept = ("node", "user", "password", "amqp_port", "management_port")
+    assert [getattr(again, name) for name in kept] == [getattr(first, name) for name in kept]
+    assert not is_password_new(tmp_path, again)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+def test_where_its_settings_are_damaged_too_the_node_keeps_its_data_and_gets_a_new_password(
+    tmp_path: Path, share: float
+) -> None:
+    first = load_identity(tmp_path, port=0)
+    write_files(tmp_path, first, config="", advanced="[].")
+    (tmp_path / "mnesia" / first.node).mkdir(parents=True)
+    settings = (tmp_path / "rabbitmq.conf").read_text()
+    cut = settings.index(first.password) + int(share * len(first.password))
+    (tmp_path / "rabbitmq.conf").write_text(settings[:cut])
+    (tmp_path / "node.json").write_bytes(b"")
+    again = load_identity(tmp_path, port=0)
+    assert (again.node, again.amqp_port) == (first.node, first.amqp_port)
+    assert len(again.password) == len(first.password)
+    assert again.password != first.password
+    assert is_password_new(tmp_path, again)
 
 
 def test_a_lock_is_held_once_and_free_when_closed(tmp_path: Path) -> None:

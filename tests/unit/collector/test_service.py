@@ -17,7 +17,7 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import CollectorError
-from swarmq.messages import Episode, Ticket, decode
+from swarmq.messages import Command, Episode, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 IN, READY = topology.inbox("r"), topology.ready("r", "main")
@@ -287,3 +287,14 @@ async def test_a_learner_that_asks_gets_what_it_has_not_reported_once_more(job, 
         broker.purge(READY)
         await broker.publish(IN, say.consumed())
         assert await arrivals(broker, READY, 1) == [second]
+
+
+async def test_a_learner_that_lost_its_control_state_hears_it_again_when_the_collector_starts(job, broker):
+    store, control = Store(None, run="r"), topology.control("r", "main")
+    async with collecting(job, broker, store):
+        await broker.publish(topology.control("r"), Command(run="r", command_id="c", action="pause"))
+        (first,) = await arrivals(broker, control, 1)
+    broker.purge(control)  # the learner has read it, and its file was lost
+    async with collecting(job, broker, store):
+        assert await arrivals(broker, control, 1) == [first]
+    assert (first.pace, first.number) == ("paused", 1)

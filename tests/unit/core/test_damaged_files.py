@@ -1,0 +1,127 @@
+"""After a power loss small files may be empty or cut, if an older version wrote them: what can be made anew is made anew, and
+anything else is named with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import structlog
+
+from swarmq import keys
+from swarmq.broker.node_files import load_identity, write_files
+from swarmq.cli.base import stored
+from swarmq.client.feed import Fed, _confirmed, _write
+from swarmq.client.invitations import host_invite
+from swarmq.client.invites import find_invite
+from swarmq.config import SwarmJob
+from swarmq.engine.roster import Roster
+from swarmq.errors import SwarmqError
+from swarmq.learner.orders import Orders
+from swarmq.learner.reports import _number
+from swarmq.members import Members, read_members
+from swarmq.messages import Control
+from swarmq.proxies import Proxies
+from swarmq.sheets import write_whole
+from swarmq.up.ports import ports_of
+
+
+class Kept(NamedTuple):
+    """A small file: where it is, who writes it, who reads it."""
+
+    name: str
+    write: Callable[[SwarmJob, Path], object]
+    read: Callable[[SwarmJob, Path], object]
+    renewed: bool = True
+    """Whether it can be made anew; else the reader says what to do."""
+
+
+def job_in(folder: Path) -> SwarmJob:
+    tree: dict[str, Any] = {"run": "r", "folder": str(folder), "policies": {"main": {"model": "m"}}}
+    return SwarmJob.build(tree | {"broker": {"url": "amqp://u:p@localhost/"}})
+
+
+def add_member(_: SwarmJob, path: Path) -> None:
+    with Members.open(path) as members:
+        members.remove("bob", now=1.0)
+
+
+FILES = [
+    Kept("ports.json", lambda job, _: ports_of(job, ["proxy"]), lambda job, _: ports_of(job, ["proxy"])["proxy"]),
+    Kept(
+        "broker/node.json",
+        lambda _, path: load_identity(path.parent, port=0),
+        lambda _, path: load_identity(path.parent, port=0),
+    ),
+    Kept(
+        "broker/home/.erlang.cookie",
+        lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
+        lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
+    ),
+    Kept("engines.json", lambda job, _: Roster(job).add("main", "http://e"), lambda job, _: Roster(job).urls()),
+    Kept("proxies.json", lambda _, path: Proxies(path).write(["http://p"]), lambda _, path: Proxies(path).urls()),
+    Kept(
+        "main/batches/control",
+        lambda job, path: Orders(path, job, "main").take(Control(run="r", number=3, pace="paused")),
+        lambda job, path: Orders(path, job, "main").take(Control(run="r", number=1)),
+    ),
+    Kept("main/batches/reported", lambda _, path: write_whole(path, b"1234"), lambda _, path: _number(path)),
+    Kept("secret", lambda _, path: keys.load_root(path), lambda _, path: keys.load_root(path), renewed=False),
+    Kept("clients.json", add_member, lambda _, path: read_members(path), renewed=False),
+    Kept(
+        "invite",
+        lambda job, path: write_whole(path, host_invite(job, ("http://p/v1",)).encode().encode()),
+        lambda _, path: find_invite(path.parent),
+        renewed=False,
+    ),
+    Kept(
+        "resolved.toml",
+        lambda job, path: write_whole(path, job.to_toml().encode()),
+        lambda _, path: stored(path.parent),
+        renewed=False,
+    ),
+    Kept(
+        "feed-r-math-x.json",
+        lambda _, path: _write(path, Fed(data="d", confirmed=7)),
+        lambda _, path: _confirmed(path, "d"),
+        renewed=False,
+    ),
+]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5], ids=["emptied", "cut"])
+@pytest.mark.parametrize("kept", FILES, ids=[kept.name for kept in FILES])
+def test_a_damaged_small_file_is_made_anew_or_named(tmp_path: Path, kept: Kept, share: float) -> None:
+    job = job_in(tmp_path)
+    path = job.run_folder.path / kept.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept.write(job, path)
+    sound = path.read_bytes()
+    path.chmod(0o600)
+    path.write_bytes(sound[: int(share * len(sound))])
+    with structlog.testing.capture_logs() as said:
+        if kept.renewed:
+            kept.read(job, path)
+            assert said or kept.name.endswith((".erlang.cookie", "reported"))
+            kept.read(job, path)
+        else:
+            with pytest.raises(SwarmqError, match=str(path)) as refused:
+                kept.read(job, path)
+            assert "another run" not in str(refused.value)
+            path.write_bytes(sound)
+            kept.read(job, path)
+
+
+def test_a_file_is_replaced_as_a_whole_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "file.json"
+    path.write_bytes(b"old")
+    path.chmod(0o644)
+    (tmp_path / "file.part").write_bytes(b"left by a process that was killed")
+    with path.open("rb") as reader:
+        write_whole(path, b"new")
+        assert reader.read() == b"old", "who has it open reads it to its end"
+    assert path.read_bytes() == b"new"
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [one.name for one in tmp_path.iterdir()] == ["file.json"]
