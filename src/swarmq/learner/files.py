@@ -23,7 +23,7 @@ def mapped(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{error.filename or path}: {error.strerror}"
+        what = f"{error.filename2 or error.filename or path}: {error.strerror}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DiskFullError(f"{what}: free space there, nothing is lost") from error
         raise LearnerError(f"{what}: check the folder and its rights") from error
