@@ -6,8 +6,8 @@
 
 The processes are the real ones, with a small model that really trains and, unless `--engine vllm`, an engine that
 answers like vLLM from a script. docs/faults.md says what is injected and what is compared. Exits with 1 when an
-episode was lost or trained twice, when a trained turn is not what its agent was answered, when anything hung, or when
-the weights are not those of a replay without faults.
+episode was lost or trained twice, when a turn was trained that its agent did not receive, or otherwise than it was received,
+when anything hung, or when the weights are not those of a replay without faults.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def play(
         nemesis = Nemesis(world, seed=seed)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, nemesis.stop.set)
-        world.feeding.set()
+        world.feed(on=True)
         try:
             await _until(lambda: world.segment() is not None and bool(world.lines()), HANG_S, "the first batch")
             world.watching.set()
@@ -154,7 +154,7 @@ async def _drain_broken(world: World) -> list[str]:
 
 
 def _calm(world: World) -> None:
-    world.feeding.clear()
+    world.feed(on=False)
     for relay in world.relays.values():
         relay.release()
 
@@ -239,9 +239,10 @@ async def _dead_letters(world: World) -> int:
 
 
 def report(result: Result) -> str:
-    heads = ("fault", "injections", "ended", "trained once", "twice", "lost", "dropped", "longest stall s")
+    heads = ("fault", "injections", "ended", "trained once", "twice", "lost", "unseen", "dropped", "longest stall s")
+    counts = ("fault", "injections", "ended", "once", "twice", "lost", "unseen")
     rows = [
-        (r.fault, r.injections, r.ended, r.once, r.twice, r.lost, _reasons(r.dropped), round(r.longest_stall_s, 1))
+        (*(getattr(r, name) for name in counts), _reasons(r.dropped), round(r.longest_stall_s, 1))
         for r in result.verdict.rows
     ]
     account = result.verdict.account
@@ -251,7 +252,8 @@ def report(result: Result) -> str:
         f"{result.injections} faults in {result.seconds:.0f} s, {result.interruptions} interruptions; processes started: {result.starts}",
         (
             f"episodes begun {account.begun}, outcomes confirmed {account.confirmed}, trained {account.trained}, dropped "
-            f"{_reasons(Counter(account.dropped))}, waiting {account.waiting}, dead-lettered {result.dead_letters}"
+            f"{_reasons(Counter(account.dropped))}, waiting {account.waiting}, dead-lettered {result.dead_letters}; "
+            f"unseen turns trained {len(result.verdict.unseen)}, received and not trained {len(result.verdict.unproven)}"
         ),
         *(
             f"nothing moved for {stall.seconds:.1f} s after {stall.before}; meanwhile: "
@@ -311,6 +313,7 @@ def main() -> None:
         "episodes_ended": result.verdict.account.confirmed,
         "lost": result.verdict.lost,
         "twice": result.verdict.twice,
+        "unseen_turns_trained": len(result.verdict.unseen),
         "hangs": len(result.hangs),
         "longest_stall_s": result.longest_stall_s,
     }

@@ -11,11 +11,12 @@ import asyncio
 import contextlib
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import uvicorn
 
 from swarmq import keys, logs
@@ -30,13 +31,15 @@ from swarmq.engine.client import VllmEngine
 from swarmq.errors import BrokerError
 from swarmq.learner import io_process
 from swarmq.learner.records import Hello
-from swarmq.messages import Event, Message, Turn
+from swarmq.messages import EpisodeEnd, Event, Message, Served, Turn
 from swarmq.proxy.app import create_app
 
 RULES = {
     "answer-before-confirm": "proxy",
     "acknowledge-before-commit": "collector",
     "no-slot-key": "collector",
+    "take-turns-as-answered": "collector",
+    "ends-do-not-wait": "collector",
     "acknowledge-before-log": "learner",
     "no-dedup": "learner",
 }
@@ -102,6 +105,57 @@ class EagerBroker:
             yield Eager(deliveries)
 
 
+class Gullible:
+    """Deliveries without a word on whether an answer was received."""
+
+    def __init__(self, deliveries: Any, rewrite: Callable[[Message], Message]) -> None:
+        self._deliveries, self._rewrite = deliveries, rewrite
+
+    def __aiter__(self) -> AsyncIterator[Delivery]:
+        return aiter(self._deliveries)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._deliveries, name)
+
+    async def batch(self, limit: int) -> list[Delivery]:
+        return [Delivery(one.arrival, self._rewrite(one.message)) for one in await self._deliveries.batch(limit)]
+
+
+class GullibleBroker(EagerBroker):
+    """One whose pieces are rewritten."""
+
+    def __init__(self, broker: AmqpBroker, rewrite: Callable[[Message], Message]) -> None:
+        super().__init__(broker)
+        self._rewrite = rewrite
+
+    @contextlib.asynccontextmanager
+    async def consume(self, queue: str, *, prefetch: int) -> AsyncIterator[Gullible]:  # type: ignore[override]
+        async with self._broker.consume(queue, prefetch=prefetch) as deliveries:
+            yield Gullible(deliveries, self._rewrite)
+
+
+def taken_as_answered(message: Message) -> Message:
+    """A turn that stands for itself, as if to be recorded were to be received."""
+    match message:
+        case Turn():
+            return msgspec.structs.replace(message, receipt=False, observed=False)
+        case Served():
+            return msgspec.structs.replace(message, withdrawn={})
+        case EpisodeEnd():
+            return msgspec.structs.replace(message, calls=None, received=None)
+    return message
+
+
+def told_of_no_other(message: Message) -> Message:
+    """Besides, nobody says which turns there must be, so that an end which comes before them counts at once."""
+    if isinstance(message, Served):
+        return msgspec.structs.replace(message, sent={}, withdrawn={})
+    return taken_as_answered(message)
+
+
+REWRITES = {"take-turns-as-answered": taken_as_answered, "ends-do-not-wait": told_of_no_other}
+
+
 class SlotlessStore(Store):
     """Knows of no winner, so every attempt that finishes is trained."""
 
@@ -157,6 +211,8 @@ async def collector(job: SwarmJob, rule: str) -> None:
         assert job.broker.url
         async with AmqpBroker.open(job.broker.url, name="collector", deadline_s=None) as broker:
             chosen: Any = EagerBroker(broker) if rule == "acknowledge-before-commit" else broker
+            if rewrite := REWRITES.get(rule):
+                chosen = GullibleBroker(broker, rewrite)
             await Collector(job, chosen, store).run(stop)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -38,6 +38,8 @@ class Row(msgspec.Struct, kw_only=True):
     once: int = 0
     twice: int = 0
     lost: int = 0
+    unseen: int = 0
+    """Turns that were trained although their agent did not receive the answer to its end."""
     dropped: Counter[str] = msgspec.field(default_factory=Counter)
     longest_stall_s: float = 0.0
 
@@ -48,8 +50,12 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     account: Account
     slots_twice: tuple[str, ...]
     """Slots of which two attempts were trained."""
+    unseen: tuple[str, ...]
+    """Calls that were trained although their agent did not receive the answer to its end."""
     wrong: tuple[str, ...]
-    """Trained episodes whose turns are not exactly the answers that their agent received."""
+    """Trained episodes without an answer that their agent received, or with another text of it."""
+    unproven: tuple[str, ...]
+    """Calls that were not trained although their agent received the answer; it did not say so, and nobody else could."""
     unfinished: tuple[str, ...]
     """Episodes that were trained although their agent failed or never ended them."""
     disagreed: tuple[str, ...]
@@ -70,6 +76,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         found = {
             "lost": self.lost,
             "twice": self.twice,
+            "unseen turns trained": len(self.unseen),
             "wrong turns": len(self.wrong),
             "trained without an end": len(self.unfinished),
             "ledgers disagree": len(self.disagreed),
@@ -96,6 +103,8 @@ def judge(
     trained: Counter[str] = Counter()
     slots: dict[str, set[str]] = defaultdict(set)
     wrong: list[str] = []
+    unproven: list[str] = []
+    unseen: dict[str, tuple[str, ...]] = {}
     ledger = fates(job.run_folder.inbox)
     dropped = {e: fate.reason for e, fate in ledger.items() if fate.state == "dropped"}
     for record in batch_log.records(job.run_folder.batch_log(POLICY)):
@@ -104,9 +113,18 @@ def judge(
         for episode in record.episodes:
             slots[episode.slot.id].add(episode.episode_id)
             line = ending.get(episode.episode_id)
-            answers = {turn.call_id: digest(_text(turn.sampled_ids)) if texts else "" for turn in episode.turns}
-            if line and answers != {call: text if texts else "" for call, text in line.answers.items()}:
+            answers = {turn.call_id: digest(_text(turn.sampled_ids)) for turn in episode.turns}
+            if line is None:
+                continue
+            if strange := answers.keys() - line.answers.keys():
+                unseen[episode.episode_id] = tuple(strange)
+            missing = line.answers.keys() - answers.keys()
+            if (line.names and missing) or (
+                texts and any(answers[call] != text for call, text in line.answers.items() if call in answers)
+            ):
                 wrong.append(episode.episode_id)
+            else:
+                unproven += missing
     told = {e for e, fate in ledger.items() if fate.state == "trained"}
     published = {e for e, fate in ledger.items() if fate.state == "published"}
     gone = published - trained.keys() - dropped.keys() - left
@@ -114,10 +132,12 @@ def judge(
     return Verdict(
         account=account,
         slots_twice=tuple(slot for slot, episodes in slots.items() if len(episodes) > 1),
+        unseen=tuple(call for calls in unseen.values() for call in calls),
         wrong=tuple(wrong),
+        unproven=tuple(unproven),
         unfinished=tuple(sorted(trained.keys() - ending.keys())),
         disagreed=tuple(sorted((told ^ trained.keys()) | (dropped.keys() & trained.keys()))),
-        rows=_rows(confirmed, injections, stalls, trained, dropped, set(account.lost)),
+        rows=_rows(confirmed, injections, stalls, trained, dropped, set(account.lost), unseen),
     )
 
 
@@ -132,6 +152,7 @@ def _rows(
     trained: Counter[str],
     dropped: dict[str, str],
     lost: set[str],
+    unseen: Mapping[str, Sequence[str]],
 ) -> list[Row]:
     """Every episode and every stall belongs to the fault before it."""
     times = [injection.at for injection in injections]
@@ -149,6 +170,7 @@ def _rows(
         row.once += trained[episode] == 1
         row.twice += trained[episode] > 1
         row.lost += episode in lost
+        row.unseen += len(unseen.get(episode, ()))
         if episode in dropped:
             row.dropped[dropped[episode]] += 1
     for stall in stalls:

@@ -5,6 +5,9 @@ real proxy and the real learner talk to it over HTTP; killing and starting it co
 minute. One token is one ASCII character. Answers are random letters. Requests are kept over a pause, every token
 knows the version that sampled it, and all versions are forgotten with the process, as vLLM's are. Every update of
 weights goes into JOURNAL with a digest of the tensors, for the proof to compare with a replay.
+
+At SIGUSR1 it does what vLLM's API server does when its EngineCore has died: connections break off, the port is closed, and the
+process lives on.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import random
+import signal
 import string
 import sys
 import time
@@ -222,8 +226,29 @@ async def application(journal: Path, *, token_s: float) -> web.Application:
 
 def main(port: str, journal: str, quick: str = "") -> None:
     """`--quick` takes no time for a token."""
-    app = application(Path(journal), token_s=0.0 if quick else TOKEN_S)
-    web.run_app(app, host="127.0.0.1", port=int(port), print=None, access_log=None, shutdown_timeout=1.0)
+    asyncio.run(serve(Path(journal), int(port), token_s=0.0 if quick else TOKEN_S))
+
+
+async def serve(journal: Path, port: int, *, token_s: float) -> None:
+    """Until SIGTERM or SIGINT."""
+    runner = web.AppRunner(await application(journal, token_s=token_s), access_log=None, shutdown_timeout=1.0)
+    await runner.setup()
+    site, stop = web.TCPSite(runner, "127.0.0.1", port), asyncio.Event()
+
+    async def lose_core() -> None:
+        await site.stop()
+        assert runner.server
+        for connection in runner.server.connections:
+            if connection.transport:
+                connection.transport.abort()
+
+    loop, losing = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+    loop.add_signal_handler(signal.SIGUSR1, lambda: losing.add(loop.create_task(lose_core())))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await site.start()
+    await stop.wait()
+    await runner.cleanup()
 
 
 if __name__ == "__main__":

@@ -18,12 +18,16 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
+import aio_pika
+import aio_pika.exceptions
 import msgspec
 import structlog
+from aio_pika.abc import AbstractIncomingMessage
 
 from benchmarks.faults_client import Lines
-from benchmarks.faults_world import GROUP_SIZE, KIND, NUM_CLIENTS, POLICY, ROLES, RUN, World
+from benchmarks.faults_world import GROUP_SIZE, KIND, NUM_CLIENTS, NUM_WORKERS, POLICY, RUN, World, catches
 from swarmq.broker import topology
+from swarmq.broker.node import PrivateNode
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner import batch_log
 from swarmq.messages import Consumed, Message, Ticket, decode
@@ -44,8 +48,11 @@ TRY_S = 120.0
 LOOK_S = 0.0002
 SHARED_MEMORY = Path("/dev/shm")
 BLOCK_BYTES = 4096
+WORST_CLOCK_S = 2 * 3600.0
+MOST_SHUFFLED = 500
 
 CLIENTS = tuple(f"client{number}" for number in range(NUM_CLIENTS))
+WORKERS = CLIENTS[:NUM_WORKERS]
 Fault = Callable[["Nemesis"], Awaitable[str | None]]
 """Returns what was hit, None when there was nothing to hit."""
 
@@ -203,14 +210,88 @@ async def broker_killed(nemesis: Nemesis) -> str | None:
         async with nemesis.alone("broker"):
             await nemesis.world.node.kill()
             await asyncio.sleep(_seconds(nemesis.rng, 2.0))
-            while True:
-                try:
-                    return await nemesis.world.node.start()
-                except BrokerError as error:
-                    log.warning("not up, trying again", error=str(error))
+            await _start(nemesis.world.node)
 
     nemesis.lasting(restart())
     return "RabbitMQ"
+
+
+async def _start(node: PrivateNode) -> None:
+    while True:
+        try:
+            return await node.start()
+        except BrokerError as error:
+            log.warning("not up, trying again", error=str(error))
+
+
+async def power_lost(nemesis: Nemesis) -> str | None:
+    """Everything dies at once. Then what `swarmq up` does: the broker first, the other parts when it takes clients."""
+
+    async def lose() -> None:
+        async with nemesis.alone("broker"), contextlib.AsyncExitStack() as parts:
+            for part in nemesis.world.parts.values():
+                part.signal(signal.SIGKILL)
+            await asyncio.gather(
+                nemesis.world.node.kill(),
+                *(parts.enter_async_context(part.down()) for part in nemesis.world.parts.values()),
+            )
+            await _start(nemesis.world.node)
+
+    nemesis.lasting(lose())
+    return "everything"
+
+
+async def core_killed(nemesis: Nemesis) -> str | None:
+    """The engine's core dies: its server closes the port and lives on."""
+    engine = nemesis.world.parts.get("engine")
+    if engine is None or (pid := engine.pid) is None or not catches(pid, signal.SIGUSR1):
+        return None
+    os.kill(pid, signal.SIGUSR1)
+    return "the port of the engine"
+
+
+async def clock_wrong(nemesis: Nemesis) -> str | None:
+    """A client that starts again finds its machine's clock ahead or behind."""
+    name = nemesis.rng.choice(CLIENTS)
+    part = nemesis.world.parts[name]
+    if part.pid is None:
+        return None
+    offset_s = nemesis.rng.choice((-1, 1)) * nemesis.rng.choice((30.0, 600.0, 3600.0, WORST_CLOCK_S))
+    nemesis.world.clock(name).write_text(str(offset_s))
+    part.signal(signal.SIGKILL)
+    return f"{name} by {offset_s:+.0f} s"
+
+
+async def file_emptied(nemesis: Nemesis) -> str | None:
+    """A crash of the machine cuts a small file that was written shortly before it; whoever owns the file starts again."""
+    owner, path = nemesis.rng.choice(_small_files(nemesis.world))
+    size = nemesis.rng.choice((0, nemesis.rng.randrange(max(1, path.stat().st_size))))
+
+    async def cut() -> None:
+        if owner == "broker":
+            async with nemesis.alone("broker"):
+                await nemesis.world.node.kill()
+                os.truncate(path, size)
+                await _start(nemesis.world.node)
+        else:
+            async with nemesis.world.parts[owner].down():
+                os.truncate(path, size)
+
+    nemesis.lasting(cut())
+    return f"{path.relative_to(nemesis.world.folder)} to {size} bytes"
+
+
+def _small_files(world: World) -> list[tuple[str, Path]]:
+    """With the part that writes them. The run's secret is not among them: nobody could make it anew."""
+    policy = world.run_folder.path / POLICY
+    found = [
+        *(("broker", world.folder / "broker" / name) for name in ("node.json", "rabbitmq.conf", "enabled_plugins")),
+        *(("learner", policy / "batches" / name) for name in ("control", "reported", "lock")),
+        *(("learner", path) for path in sorted((policy / "checkpoints").glob("step-*/*.json"))[-3:]),
+        *(("collector", path) for path in world.run_folder.path.glob("*.json")),
+        *((name, path) for name in WORKERS for path in (world.folder / "spool").glob(f"*/{name}@*/*.end")),
+    ]
+    return [(owner, path) for owner, path in found if path.is_file()]
 
 
 async def broker_stopped(nemesis: Nemesis) -> str | None:
@@ -268,6 +349,17 @@ async def killed_while_committing(nemesis: Nemesis) -> str | None:
     if part.pid is None or not wal.exists():
         return None
     delay_s = nemesis.rng.choice([0.0, 0.0, 0.001, 0.004])
+    hit = await nemesis.aim(lambda: _mtime(wal), lambda: part.signal(signal.SIGKILL), delay_s=delay_s)
+    return f"{delay_s * 1000:g} ms after the store was written" if hit else None
+
+
+async def killed_while_answering(nemesis: Nemesis) -> str | None:
+    """A turn has reached the collector: about now its proxy hears of the confirm and lets the answer go."""
+    part, inbox = nemesis.world.parts["proxy"], nemesis.world.run_folder.inbox
+    wal = inbox.with_name(inbox.name + "-wal")
+    if part.pid is None or not wal.exists():
+        return None
+    delay_s = nemesis.rng.choice([0.0, 0.001, 0.004])
     hit = await nemesis.aim(lambda: _mtime(wal), lambda: part.signal(signal.SIGKILL), delay_s=delay_s)
     return f"{delay_s * 1000:g} ms after the store was written" if hit else None
 
@@ -347,6 +439,39 @@ async def piece_again(nemesis: Nemesis) -> str | None:
     return nemesis_sends(nemesis, topology.inbox(RUN), [decode(body) for body in bodies])
 
 
+async def pieces_shuffled(nemesis: Nemesis) -> str | None:
+    """Somebody else reads `in` while the collector is away, and gives back what it holds in another order."""
+    world = nemesis.world
+    if world.parts["collector"].pid is None:
+        return None
+
+    async def shuffle() -> None:
+        async with world.parts["collector"].down():
+            with contextlib.suppress(aio_pika.exceptions.AMQPError, OSError, TimeoutError):
+                async with asyncio.timeout(20.0):
+                    await _shuffle(world.node.amqp_url, nemesis.rng, hold_s=_seconds(nemesis.rng, 2.0))
+
+    nemesis.lasting(shuffle())
+    return "in"
+
+
+async def _shuffle(url: str, rng: random.Random, *, hold_s: float) -> None:
+    held: list[AbstractIncomingMessage] = []
+
+    async def keep(message: AbstractIncomingMessage) -> None:
+        held.append(message)
+
+    async with await aio_pika.connect(url) as connection, await connection.channel() as channel:
+        await channel.set_qos(prefetch_count=MOST_SHUFFLED)
+        queue = await channel.get_queue(topology.inbox(RUN), ensure=False)
+        tag = await queue.consume(keep)
+        await asyncio.sleep(hold_s)
+        await queue.cancel(tag)
+        rng.shuffle(held)
+        for message in held:
+            await message.reject(requeue=True)
+
+
 async def episode_again(nemesis: Nemesis) -> str | None:
     """A finished episode that waits for a learner, or that one has trained, on its queue once more."""
     places = await asyncio.to_thread(batch_log.scan, nemesis.world.run_folder.batch_log(POLICY))
@@ -416,9 +541,9 @@ def queue_emptied(action: str) -> Fault:
 # ------------------------------------------------------------------------------------------ memory and disk
 
 
-def alarm(set_it: tuple[str, ...], clear_it: tuple[str, ...]) -> Fault:
+def alarm(set_it: tuple[str, ...], clear_it: tuple[str, ...], *, least_s: float = 0.2, most_s: float = 5.0) -> Fault:
     async def fault(nemesis: Nemesis) -> str | None:
-        seconds = _seconds(nemesis.rng, 5.0)
+        seconds = max(least_s, _seconds(nemesis.rng, most_s))
 
         async def raise_alarm() -> None:
             async with nemesis.alone("broker"):
@@ -491,11 +616,19 @@ def _seconds(rng: random.Random, longest: float) -> float:
 
 DISK_FULL = "batch log's disk full"
 
+MEMORY = (
+    ("set_vm_memory_high_watermark", "absolute", "1MB"),
+    ("set_vm_memory_high_watermark", "absolute", "1500MB"),
+)
+LONG_ALARM_S = (18.0, 48.0)
+"""Longer than a proxy waits for the broker's confirm before it refuses a call."""
+
 FAULTS: dict[str, Fault] = {
     "client killed": killed(*CLIENTS),
     "client killed around an outcome": killed_while_ending,
     "client stopped": stopped(*CLIENTS),
     "proxy killed": killed("proxy"),
+    "proxy killed while it answers": killed_while_answering,
     "proxy stopped": stopped("proxy"),
     "collector killed": killed("collector"),
     "collector killed around a commit": killed_while_committing,
@@ -509,18 +642,22 @@ FAULTS: dict[str, Fault] = {
     "learner I/O stopped": io_stopped,
     "engine killed": killed("engine"),
     "engine killed in a weight push": killed_while_pushing("engine"),
+    "engine's core killed": core_killed,
     "engine stopped": stopped("engine"),
     "broker killed": broker_killed,
     "broker stopped": broker_stopped,
-    "broker memory alarm": alarm(
-        ("set_vm_memory_high_watermark", "absolute", "1MB"), ("set_vm_memory_high_watermark", "absolute", "1500MB")
-    ),
+    "broker memory alarm": alarm(*MEMORY),
+    "long broker memory alarm": alarm(*MEMORY, least_s=LONG_ALARM_S[0], most_s=LONG_ALARM_S[1]),
     "broker disk alarm": alarm(("set_disk_free_limit", "900000000000000"), ("set_disk_free_limit", "50MB")),
+    "power lost": power_lost,
+    "small file cut": file_emptied,
+    "client's clock wrong": clock_wrong,
     "link cut": link_cut,
     "link cut inside a frame": link_cut_in_a_frame,
     "link refused": link_refused,
     "link held": link_held(Way.BOTH),
     "link half-open": link_held(Way.REQUESTS, Way.ANSWERS),
+    "pieces out of order": pieces_shuffled,
     "pieces sent again": piece_again,
     "episodes sent again": episode_again,
     "reports sent again": report_again,
@@ -532,10 +669,11 @@ FAULTS: dict[str, Fault] = {
 }
 
 SHARES = {
-    "client killed": 80,
-    "client killed around an outcome": 80,
+    "client killed": 70,
+    "client killed around an outcome": 70,
     "client stopped": 50,
-    "proxy killed": 80,
+    "proxy killed": 50,
+    "proxy killed while it answers": 40,
     "proxy stopped": 30,
     "collector killed": 60,
     "collector killed around a commit": 80,
@@ -547,18 +685,24 @@ SHARES = {
     "learner I/O killed": 40,
     "learner I/O killed around the log": 50,
     "learner I/O stopped": 20,
-    "engine killed": 40,
+    "engine killed": 25,
+    "engine's core killed": 20,
     "engine killed in a weight push": 20,
     "engine stopped": 20,
     "broker killed": 15,
     "broker stopped": 15,
     "broker memory alarm": 8,
+    "long broker memory alarm": 6,
     "broker disk alarm": 8,
+    "power lost": 5,
+    "small file cut": 12,
+    "client's clock wrong": 15,
     "link cut": 60,
     "link cut inside a frame": 40,
     "link refused": 20,
     "link held": 20,
     "link half-open": 30,
+    "pieces out of order": 15,
     "pieces sent again": 30,
     "episodes sent again": 25,
     "reports sent again": 15,
@@ -590,4 +734,3 @@ def plan(injections: int, *, seed: int, only: tuple[str, ...] = ()) -> list[str]
 
 
 assert FAULTS.keys() == SHARES.keys(), "a fault has no share"
-assert set(CLIENTS) <= set(ROLES)

@@ -25,10 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from benchmarks.faults_client import Line, Lines, read_lines
+from benchmarks.faults_client import Line, Lines, clock_of, read_lines
 from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
-from swarmq.broker import topology
+from swarmq.broker import probe, topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.node import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
@@ -41,11 +41,14 @@ from swarmq.testing.relay import TcpRelay
 
 RUN, KIND, POLICY = "faults", "default", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 4, 2
-NUM_CLIENTS = 3
+NUM_WORKERS, NUM_CLIENTS = 3, 5
+"""Clients that take tasks from the queue, and all: the others know HTTP alone, and the last of them says which answers it got."""
 HEARTBEAT_S = 5
 SPARE_TASKS = 40
 """Tasks kept waiting in the queue."""
 RESTART_S = 0.3
+REFUSAL_S, REFUSALS = 1.0, 3
+"""How often, and how many times in a row, a living engine may refuse a connection."""
 LOOK_S = 0.2
 STALL_S = 0.5
 """Shorter ones are the usual pace."""
@@ -53,7 +56,7 @@ DISK_BYTES = 128 << 20
 LOGS = "logs"
 PORT = 5672
 
-ROLES = ("proxy", "collector", "learner", *(f"client{n}" for n in range(NUM_CLIENTS)))
+ROLES = ("proxy", "collector", "learner", *(f"client{n}" for n in range(NUM_WORKERS)))
 
 
 class Death(msgspec.Struct, frozen=True):
@@ -82,6 +85,8 @@ class Part:
         self._arguments, self._nursery, self._environment = arguments, nursery, environment
         self._process: Child | None = None
         self._killed = 0
+        self.may_start = asyncio.Event()
+        self.may_start.set()
         self.wanted = True
         self.starts = 0
 
@@ -104,9 +109,22 @@ class Part:
                 deaths.add(Death(self.name, status, tail(self.log_path, 3)[-300:]))
             self._killed = 0
             await asyncio.sleep(RESTART_S)
+            await self.may_start.wait()
             if not self.wanted:
                 return
             self.start()
+
+    @contextlib.asynccontextmanager
+    async def down(self) -> AsyncIterator[None]:
+        """Killed for as long as the context is open."""
+        self.may_start.clear()
+        try:
+            self.signal(signal.SIGKILL)
+            if self._process is not None:
+                await self._process.wait()
+            yield
+        finally:
+            self.may_start.set()
 
     def signal(self, number: int) -> None:
         if (pid := self.pid) is not None:
@@ -122,6 +140,7 @@ class Part:
     async def stop(self, grace_s: float) -> int:
         """Drain; the exit status, or SIGKILL's when it did not end in time."""
         self.wanted = False
+        self.may_start.set()
         return await self._process.stop(grace_s=grace_s) if self._process else 0
 
 
@@ -167,7 +186,7 @@ class World:
             await world._connect(stack, vllm=vllm)
             async with asyncio.TaskGroup() as tasks:
                 keepers = [tasks.create_task(part.keep(world.deaths)) for part in world.parts.values()]
-                others = [tasks.create_task(loop()) for loop in (world._feed, world._look)]
+                others = [tasks.create_task(loop()) for loop in (world._feed, world._look, world._watch_engine)]
                 if world.engine:
                     others.append(tasks.create_task(world._keep_engine()))
                 try:
@@ -182,11 +201,11 @@ class World:
     async def _connect(self, stack: contextlib.AsyncExitStack, *, vllm: bool) -> None:
         """Relays, parts, and the harness's own connection."""
         host, amqp = "127.0.0.1", self.node.identity.amqp_port
-        engine_port, journal = free_port(), self.folder / "engine.jsonl"
+        self.engine_port, journal = free_port(), self.folder / "engine.jsonl"
         for role in ROLES:
             self.relays[f"{role}-broker"] = await stack.enter_async_context(TcpRelay.to(host, amqp))
         for role in ("proxy", "learner"):
-            self.relays[f"{role}-engine"] = await stack.enter_async_context(TcpRelay.to(host, engine_port))
+            self.relays[f"{role}-engine"] = await stack.enter_async_context(TcpRelay.to(host, self.engine_port))
         self.relays["clients-proxy"] = await stack.enter_async_context(TcpRelay.to(host, self.job.proxy.port))
         self.broker = await stack.enter_async_context(
             AmqpBroker.open(self.node.amqp_url, name="faults", deadline_s=None)
@@ -195,21 +214,26 @@ class World:
         if vllm:
             policy = self.job.policies[POLICY]
             self.engine = EngineProcess(
-                policy, port=engine_port, log_path=self.logs / "engine.log", secret=Roster(self.job).secret()
+                policy, port=self.engine_port, log_path=self.logs / "engine.log", secret=Roster(self.job).secret()
             )
             await stack.enter_async_context(self.engine)
         else:
-            self._add("engine", ["benchmarks.faults_engine", str(engine_port), str(journal)])
+            self._add("engine", ["benchmarks.faults_engine", str(self.engine_port), str(journal)])
         for role in ("proxy", "collector", "learner"):
             job = str(self._job_of(role))
             if self.broken and self._breaks(role):
                 self._add(role, ["benchmarks.faults_broken", role, job, self.broken])
             else:
                 self._add(role, ["swarmq", role, job, *(["--no-collector"] if role == "learner" else [])])
+        self._fed.unlink(missing_ok=True)
         for number in range(NUM_CLIENTS):
-            name = f"client{number}"
-            invite = {"SWARMQ_INVITE": self._invite(name), "SWARMQ_SPOOL": str(self.folder / "spool")}
-            self._add(name, ["benchmarks.faults_client", str(self.ledger(name))], **invite)
+            name, names = f"client{number}", number != NUM_WORKERS
+            given = {"SWARMQ_INVITE": self._invite(name), "SWARMQ_SPOOL": str(self.folder / "spool")}
+            if number < NUM_WORKERS:
+                self._add(name, ["benchmarks.faults_client", str(self.ledger(name))], **given)
+            else:
+                arguments = [str(self.ledger(name)), str(self._fed), *(["names"] if names else [])]
+                self._add(name, ["benchmarks.faults_http_client", *arguments], **given)
         for part in self.parts.values():
             part.start()
 
@@ -223,8 +247,26 @@ class World:
         given = {**known, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", ANSWERED: "1", **environment}
         self.parts[name] = Part(name, arguments, self.nursery, self.logs / f"{name}.log", given)
 
+    def feed(self, *, on: bool) -> None:
+        """Let clients begin episodes, or no more of them."""
+        if on:
+            self._fed.touch()
+            self.feeding.set()
+        else:
+            self._fed.unlink(missing_ok=True)
+            self.feeding.clear()
+
+    @property
+    def _fed(self) -> Path:
+        """Exists while clients that feed themselves may begin episodes."""
+        return self.folder / "feeding"
+
     def ledger(self, client: str) -> Path:
         return self.folder / f"{client}.jsonl"
+
+    def clock(self, client: str) -> Path:
+        """By how many seconds the client's clock is wrong, from its next start on."""
+        return clock_of(self.ledger(client))
 
     def lines(self) -> list[Line]:
         """What all clients have written."""
@@ -265,13 +307,16 @@ class World:
         return f"amqp://{self.node.user}:{self.node.password}@127.0.0.1:{port}/?heartbeat={HEARTBEAT_S}"
 
     def _invite(self, name: str) -> str:
+        """A client that cannot say which answers it got is where no network loses any: at the proxy."""
+        direct = name == f"client{NUM_WORKERS}"
+        port = self.job.proxy.port if direct else self.relays["clients-proxy"].port
         root = keys.load_root(self.run_folder.root_secret)
         return keys.Invite(
             run=RUN,
             client=name,
             secret=keys.client_secret(root, name),
-            amqp_url=self._broker_url(name),
-            base_url=f"http://127.0.0.1:{self.relays['clients-proxy'].port}/v1",
+            amqp_url=self._broker_url(name if name in ROLES else "proxy"),
+            base_url=f"http://127.0.0.1:{port}/v1",
             policies=(POLICY,),
             kinds=(KIND,),
             group_size=GROUP_SIZE,
@@ -282,6 +327,18 @@ class World:
         while True:
             await self.engine.wait()
             await self.engine.restart()
+
+    async def _watch_engine(self) -> None:
+        """Kill an engine that lives and refuses connections, as `swarmq up` does with one that has lost its core."""
+        served: int | None = None
+        while "engine" in self.parts:
+            engine, refused = self.parts["engine"], 0
+            while refused < REFUSALS:
+                await asyncio.sleep(REFUSAL_S)
+                pid, answers = engine.pid, await probe.connects("127.0.0.1", self.engine_port)
+                served = pid if answers else served
+                refused = refused + 1 if pid is not None and pid == served and not answers else 0
+            engine.signal(signal.SIGKILL)
 
     async def _feed(self) -> None:
         """Keep tasks waiting while `feeding` is set: all repeats of one after another."""

@@ -17,7 +17,7 @@ PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("faults
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 HEADLINES = (
-    ("faults injected; finished episodes lost, trained twice", "faults", "{injections:.0f}; {lost:.0f}, {twice:.0f}"),
+    ("faults injected; finished episodes lost, trained twice; turns trained whose answer no agent received", "faults", "{injections:.0f}; {lost:.0f}, {twice:.0f}; {unseen}"),
     ("growth of the proxy's memory over 100,000 episodes", "soak", "x {rss_growth_ratio_proxy:.2f}"),
     ("`from swarmq import SwarmClient`", "demo", "{client_import_s:.2f} s"),
     ("from `python agent.py` to its first answered completion", "demo", "{first_completion_s:.2f} s"),
@@ -36,7 +36,7 @@ HEADLINES = (
     ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
-DERIVED = {"trl_h200": learning.trl_derived}
+DERIVED = {"faults": lambda record: {"unseen": unseen_turns(record)}, "trl_h200": learning.trl_derived}
 """Figures that are made here from what a result holds."""
 
 
@@ -86,6 +86,12 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
     yield "\n"
 
 
+def unseen_turns(record: dict[str, Any]) -> str:
+    """As the fault run counted them, which it does since it has clients that lose answers without noticing."""
+    count = record["figures"].get("unseen_turns_trained")
+    return "not counted" if count is None else f"{count:.0f}"
+
+
 def faults_block(known: dict[str, Any]) -> Iterator[str]:
     """What came of the episodes that ended after each kind of fault."""
     if "faults" not in known:
@@ -94,13 +100,17 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
     account, weights = detail["verdict"]["account"], detail["weights"]
     yield f"\n{_origin(record)}, "
     yield f"{detail['seconds'] / 60:.0f} minutes, {sum(detail['starts'].values())} processes started:\n\n"
-    heads = ("fault", "injections", "episodes ended", "trained once", "twice", "lost", "dropped", "longest stall")
+    heads = (
+        *("fault", "injections", "episodes ended", "trained once", "twice", "lost", "unseen turns trained", "dropped"),
+        "longest stall",
+    )
     rows = sorted(detail["verdict"]["rows"], key=lambda row: row["fault"])
 
     def cells(row: dict[str, Any]) -> Iterable[Any]:
         dropped = sorted(row["dropped"].items(), key=lambda item: -item[1])
         return (
             *(row[name] for name in ("fault", "injections", "ended", "once", "twice", "lost")),
+            row.get("unseen", "-"),
             ", ".join(f"{reason} {count}" for reason, count in dropped) or "-",
             f"{row['longest_stall_s']:.1f} s" if row["longest_stall_s"] else "-",
         )
@@ -113,6 +123,7 @@ def faults_block(known: dict[str, Any]) -> Iterator[str]:
         sum(r["once"] for r in rows),
         figures["twice"],
         figures["lost"],
+        unseen_turns(record),
     )
     longest_s = figures["longest_stall_s"]
     yield f"| **all** | {' | '.join(map(str, total))} | {sum(sum(r['dropped'].values()) for r in rows)} | {longest_s:.1f} s |\n\n"

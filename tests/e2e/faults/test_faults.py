@@ -13,6 +13,8 @@ REVEALED_BY = {
     "answer-before-confirm": ("proxy killed",),
     "acknowledge-before-commit": ("collector killed", "collector killed around a commit"),
     "no-slot-key": ("tasks sent again",),
+    "take-turns-as-answered": ("proxy killed", "proxy killed while it answers"),
+    "ends-do-not-wait": ("pieces out of order",),
     "acknowledge-before-log": ("learner I/O killed", "learner I/O killed around the log"),
     "no-dedup": ("episodes sent again",),
 }
