@@ -266,6 +266,8 @@ class Episode(Record, frozen=True, kw_only=True, tag="episode"):
     attempt: int = 0
     orphan_turns: int = 0
     """Recorded answers that its agent did not receive: they are not among the turns."""
+    uncredited: dict[str, float] = {}
+    """Rewards of the end for calls that no policy is trained on."""
     turns: tuple[Turn, ...]
 
 

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from support.proxy import token
 from swarmq import logs
+from swarmq.messages import Event
 
 from .test_control import call
 
@@ -54,6 +55,13 @@ async def test_metrics_count_calls_tokens_engines_and_durations(stages):
     assert found["swarmq_engine_up", "main", "scripted://1"] == 1
     for name in ("first_token", "call", "confirm"):
         assert found[f"swarmq_{name}_seconds_count", "main"] == 3
+
+
+async def test_metrics_have_what_the_collector_counts_of_answers_that_nobody_received(stage):
+    fields = {"orphan_turns": 3, "unseen_turns": 1, "rewards_uncredited": 2}
+    stage.episodes.hear(Event(run="r", source="collector", name="state", at=0.0, fields=fields))
+    found = await scrape(stage)
+    assert {name: found[f"swarmq_{name}_total",] for name in fields} == fields
 
 
 async def test_metrics_need_a_token(stage):

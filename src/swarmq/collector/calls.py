@@ -68,12 +68,10 @@ def judge(
         if call.parent is not None and call.parent in calls and call.shared > calls[call.parent].prompt
     }
     proven = calls.keys() & (received or ())
-    lost = {
-        call.call_id
-        for call in calls.values()
-        if call.call_id not in proven
-        and ((call.observed and received is not None) or call.call_id in withdrawn - continued)
-    }
+    lost = calls.keys() & withdrawn - continued
+    if received is not None:
+        lost |= {call.call_id for call in calls.values() if call.observed}
+    lost -= proven
     for requests in _equal_requests(calls.values()):
         lost |= {call.call_id for call in _repeated(requests, continued, lost, proven)}
     known = {call.call_id for call in calls.values() if not call.receipt} | continued | sent | proven
@@ -107,15 +105,19 @@ def fits(calls: Mapping[str, Call], kept: Collection[str], end_bytes: int) -> bo
     return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
 
 
-def misnamed(calls: Mapping[str, Call], end: EpisodeEnd) -> dict[tuple[str, str], str]:
+def misnamed(calls: Mapping[str, Call], end: EpisodeEnd, kept: AbstractSet[str]) -> dict[tuple[str, str], str]:
     """Policy and agent tag of every reward that credits no call, with what to say about it; rewards by call are told of
     together, under the first such id and no policy."""
     found = {}
+    if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
+        found["", lost[0]] = (
+            f"call_rewards of episode {end.episode_id} names {_some(lost)}, a call whose answer its agent did not receive: it "
+            "is not trained, and the reward credits nothing"
+        )
     if unknown := sorted(end.call_rewards.keys() - calls.keys()):
-        names = ", ".join(map(repr, unknown[:NAMED])) + (f" and {len(unknown) - NAMED} more" if unknown[NAMED:] else "")
         example = f", e.g. {next(iter(calls))!r}" if calls else ""
         found["", unknown[0]] = (
-            f"call_rewards of episode {end.episode_id} names {names}, an id that no call of it has: give the `id` of the answer "
+            f"call_rewards of episode {end.episode_id} names {_some(unknown)}, an id that no call of it has: give the `id` of the answer "
             f"(header x-swarmq-call-id){example}. Calls without a reward by call get their tag's or the episode's"
         )
     for policy, rewards in end.agent_rewards.items():
@@ -127,6 +129,10 @@ def misnamed(calls: Mapping[str, Call], end: EpisodeEnd) -> dict[tuple[str, str]
                 f"(header x-swarmq-agent); {known}. Calls without a reward by tag get the episode's"
             )
     return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if names[NAMED:] else "")
 
 
 def assemble(
@@ -148,6 +154,7 @@ def assemble(
         reward=end.rewards[policy],
         agent_rewards=end.agent_rewards.get(policy, {}),
         call_rewards={call_id: reward for call_id, reward in end.call_rewards.items() if call_id in sent},
+        uncredited={call_id: reward for call_id, reward in end.call_rewards.items() if call_id not in kept},
         success=end.success,
         metrics=end.metrics,
         metadata=end.metadata,

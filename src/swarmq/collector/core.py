@@ -23,6 +23,7 @@ What each oddity of a faulty world does, and the name it is counted under:
     unseen_turns       turns of which no proxy said in time that their answers were sent: not trained, and among the orphan_turns
     ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
     orphan_turns       answers that no agent received: never trained (`calls.py`)
+    rewards_uncredited  rewards by call for a call that is not there, or not trained: kept with the episode, and warned of
     consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
     sent_again         a queue was deleted or emptied: what it may have held is sent once more, and recognised by its ids
                        wherever it had arrived
@@ -503,13 +504,15 @@ class Core:
             do.WinSlot(slot.id, episode.episode_id),
             do.SaveGroup(slot.group_id, group.kind, group.size, "open", group.since),
             self._tell(episode, begin, "", now),
-            *self._misnamed(episode),
+            *self._misnamed(episode, kept),
         ]
         return effects + self._go_on(slot.group_id)
 
-    def _misnamed(self, episode: OpenEpisode) -> list[do.Effect]:
-        """Warnings of rewards for agent tags or calls that are not there, once for each."""
-        found = misnamed(episode.calls, episode.end) if episode.end else {}
+    def _misnamed(self, episode: OpenEpisode, kept: set[str]) -> list[do.Effect]:
+        """Warnings of rewards for agent tags or calls that are not there, or not trained, once for each."""
+        assert episode.end is not None
+        self.counts["rewards_uncredited"] += len(episode.end.call_rewards.keys() - kept)
+        found = misnamed(episode.calls, episode.end, kept)
         fresh = list(found.keys() - self._misnamed_told)[: MAX_MISNAMED_TOLD - len(self._misnamed_told)]
         self._misnamed_told |= set(fresh)
         return [do.Emit("warning", {"text": found[tag]}) for tag in fresh]

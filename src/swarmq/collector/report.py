@@ -16,7 +16,10 @@ MAX_REFUSED = 4096
 PATIENCE_S = 120.0
 """How long something may stand still before it is called out, and how often it is repeated."""
 
-HEADLINE = ("begun", "finished", "forwarded", "trained", "eval_finished", "duplicates")
+HEADLINE = (
+    *("begun", "finished", "forwarded", "trained", "eval_finished", "duplicates"),
+    *("orphan_turns", "unseen_turns", "rewards_uncredited"),
+)
 
 
 def figures(core: Core) -> dict[str, Any]:

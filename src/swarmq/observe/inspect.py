@@ -78,6 +78,10 @@ class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
     """By agent tag."""
     call_rewards: dict[str, float]
     """By call id."""
+    orphan_turns: int
+    """Recorded answers that its agent did not receive: not trained, and not shown."""
+    uncredited: dict[str, float]
+    """Rewards by call for calls that are not trained."""
     calls: tuple[str, ...]
     """Call ids, turn by turn."""
     finish_reasons: tuple[str, ...]
@@ -115,6 +119,8 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     group: str = ""
     reward: float | None = None
     turns: int = 0
+    orphan_turns: int = 0
+    """Recorded answers that its agent did not receive: not among the turns."""
     sampled_tokens: int = 0
 
 
@@ -151,6 +157,7 @@ def read_step(log: Path, step: int) -> list[EpisodeRow]:
                 group=episode.group_id,
                 reward=episode.reward,
                 turns=len(episode.turns),
+                orphan_turns=episode.orphan_turns,
                 sampled_tokens=sum(len(unpack_ids(turn.sampled_ids)) for turn in episode.turns),
             )
             for episode in batch_log.read(place).episodes
@@ -204,6 +211,8 @@ def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Dec
         client_id=episode.client_id,
         agent_rewards=episode.agent_rewards,
         call_rewards=episode.call_rewards,
+        orphan_turns=episode.orphan_turns,
+        uncredited=episode.uncredited,
         calls=tuple(turn.call_id for turn in episode.turns),
         finish_reasons=tuple(turn.finish_reason for turn in episode.turns),
         drift=drift,
@@ -291,11 +300,13 @@ def _float_at(packed: bytes, offset: int) -> float:
 
 
 def narrower_rewards(view: EpisodeView) -> dict[str, str]:
-    """Rewards by agent tag and by call, where the episode has any, in words; a call is named by its turn."""
+    """Rewards by agent tag and by call, where the episode has any, in words; a call is named by its turn. And what was not received."""
     by_call = ((number, view.call_rewards.get(call)) for number, call in enumerate(view.calls))
     told = {
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
         "reward by call": ", ".join(f"turn {number}: {reward:g}" for number, reward in by_call if reward is not None),
+        "not received, not trained": f"{view.orphan_turns} turns" if view.orphan_turns else "",
+        "reward for no trained call": ", ".join(f"{call}: {reward:g}" for call, reward in view.uncredited.items()),
     }
     return {name: words for name, words in told.items() if words}
 

@@ -77,10 +77,11 @@ def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
 
 def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
     """A row per episode that was trained, then those that were dropped."""
-    headings = ("reward", "turns", "sampled", "episode", "group")
+    headings = ("reward", "turns", "orphans", "sampled", "episode", "group")
     trained = [row for row in rows if not row.dropped]
     cells = [
-        (f"{row.reward:.3f}", str(row.turns), str(row.sampled_tokens), row.episode_id, row.group) for row in trained
+        (f"{row.reward:.3f}", str(row.turns), str(row.orphan_turns), str(row.sampled_tokens), row.episode_id, row.group)
+        for row in trained
     ]
     yield from _portions(_columns(headings, cells, words=2))
     if dropped := [row for row in rows if row.dropped]:

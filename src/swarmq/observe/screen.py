@@ -136,6 +136,9 @@ def _flow(board: Board, width: int) -> RenderableType:
     left = Table(box=None, show_header=False, padding=(0, 1))
     for label in ("begun", "open", "finished", "forwarded", "trained", "eval_finished", "duplicates"):
         left.add_row(label.replace("_", " "), str(collector.get(label, 0)))
+    for label in ("orphan_turns", "rewards_uncredited"):
+        if count := collector.get(label):
+            left.add_row(label.replace("_", " "), str(count))
     for reason, count in sorted((collector.get("dropped") or {}).items()):
         left.add_row(f"dropped: {reason}", str(count))
     middle = Table(box=None, show_header=False, padding=(0, 1))

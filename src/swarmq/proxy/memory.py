@@ -38,6 +38,8 @@ MAX_GONE = 10_000
 ENDINGS = frozenset({"episode", "eval"})
 """Events of the collector that tell of an episode's end."""
 
+NOT_RECEIVED = ("orphan_turns", "unseen_turns", "rewards_uncredited")
+
 Kept = TypeVar("Kept")
 
 
@@ -118,6 +120,8 @@ class Episodes:
         """Tokens, keys and messages of all memories together."""
         self.counts: Counter[str] = Counter()
         """How often memory went because its episode had `ended`, was `idle`, or others needed the `room`."""
+        self.not_received: dict[str, int] = dict.fromkeys(NOT_RECEIVED, 0)
+        """What the collector counts, in the whole run."""
         self._told = 0
 
     @classmethod
@@ -178,7 +182,9 @@ class Episodes:
             memory.open_calls -= 1  # and no room is made yet: the call goes on in a moment
 
     def hear(self, event: Event) -> None:
-        """An event of the run, to learn which episodes have ended."""
+        """An event of the run, to learn which episodes have ended, and how many turns their agents did not receive."""
+        if event.name == "state" and event.source == "collector":
+            self.not_received = {name: event.fields.get(name, 0) for name in NOT_RECEIVED}
         if event.name in ENDINGS and event.source == "collector":
             self.end(event.fields["episode_id"])
 

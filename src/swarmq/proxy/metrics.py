@@ -14,6 +14,11 @@ from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 
+NOT_RECEIVED = {
+    "orphan_turns": "Recorded turns that are not trained: their agents did not receive the answers. Of the whole run.",
+    "unseen_turns": "Those of them whose proxy was killed before it could say so. Of the whole run.",
+    "rewards_uncredited": "Rewards by call for calls that are not trained. Of the whole run.",
+}
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 BY_KIND = {
@@ -58,6 +63,7 @@ class Metrics(Collector):
                 counted.add_metric([kind], counts[name])
             yield counted
         for name, text, count in (
+            *((name, text, self._episodes.not_received[name]) for name, text in NOT_RECEIVED.items()),
             ("errors", "Calls that were answered with an error.", meter.errors),
             ("turns_continued", "Turns that had an earlier one to continue.", meter.drift.continued),
             (

@@ -339,6 +339,16 @@ def test_a_reward_for_a_tag_that_no_call_has_is_told_of_once_with_the_tags_there
     assert [bench.state(name)[0] for name in "abc"] == [bench.state("a")[0]] * 3, "they are trained all the same"
 
 
+def test_a_reward_for_a_call_that_is_not_trained_is_warned_of_counted_and_kept_with_the_episode(bench, say):
+    bench.take(say.begin(), say.turn("c1.0"), say.turn("c2.0"))
+    bench.take(say.end(calls=("c2.0",), call_rewards={"c1.0": 1.0, "c2.0": 0.5}))
+    [warning] = bench.events("warning")
+    assert "call_rewards of episode e names 'c1.0', a call whose answer its agent did not receive" in warning["text"]
+    assert bench.core.counts["rewards_uncredited"] == 1
+    [episode] = bench.episodes
+    assert (episode.call_rewards, episode.uncredited) == ({"c2.0": 0.5}, {"c1.0": 1.0})
+
+
 def test_a_reward_for_a_call_that_is_not_there_is_warned_of_and_says_what_an_id_looks_like(bench, say):
     for name in "ab":
         bench.take(say.begin(name, name), say.turn("c1.0", name), say.turn("c2.0", name))
@@ -347,6 +357,7 @@ def test_a_reward_for_a_call_that_is_not_there_is_warned_of_and_says_what_an_id_
     assert "call_rewards of episode a names 'c1', an id that no call of it has" in warning["text"]
     assert "(header x-swarmq-call-id), e.g. 'c1.0'" in warning["text"]
     assert [bench.state(name)[0] for name in "ab"] == [bench.state("a")[0]] * 2, "they are trained all the same"
+    assert bench.core.counts["rewards_uncredited"] == 2
     many = dict.fromkeys("mnop", 1.0)
     bench.take(say.begin("c", "c"), say.turn("c1.0", "c"), say.end("c", call_rewards=many))
     assert "'m', 'n', 'o' and 1 more" in bench.events("warning")[-1]["text"]

@@ -27,11 +27,21 @@ def test_steps_warnings_and_counts_reach_the_screen():
     board = Board(run="r")
     for version in range(1, 4):
         board.fold(event("step", version=version, reward=version / 4, loss=0.5, wait_s=1.0, train_s=2.0, push_s=0.25))
-    board.fold(event("state", source="collector", begun=12, trained=8, dropped={"equal_rewards": 4}))
+    board.fold(event("state", source="collector", begun=12, trained=8, dropped={"equal_rewards": 4}, orphan_turns=31))
     board.fold(event("warning", source="collector", text="group t/0 waits for 1 of 4"))
     board.depths = {"swarmq.r.main.ready": 7}
     shown = text_of(board)
-    for expected in ("0.750", "1.0/2.0/0.2", "equal_rewards", "12", "group t/0 waits for 1 of 4", "main.ready", "7"):
+    for expected in (
+        "0.750",
+        "1.0/2.0/0.2",
+        "equal_rewards",
+        "12",
+        "orphan turns",
+        "31",
+        "group t/0 waits for 1 of 4",
+        "main.ready",
+        "7",
+    ):
         assert expected in shown
 
 

@@ -236,6 +236,19 @@ def test_rewards_by_agent_and_by_call_are_shown_beside_the_episodes_own():
     assert told["calls"] == [turn.call_id for turn in episode.turns]
 
 
+def test_turns_that_the_agent_did_not_receive_and_rewards_for_them_are_shown():
+    plain = make_episode("g0", turns=3)
+    assert "not received" not in text_of(draw_episode(view_of(plain, 1, None, spoken)))
+    episode = replace(plain, orphan_turns=2, uncredited={"c9.0": 0.5})
+    view = view_of(episode, 1, None, spoken)
+    assert "\nnot received, not trained: 2 turns\nreward for no trained call: c9.0: 0.5\n" in text_of(
+        draw_episode(view)
+    )
+    assert "<dt>not received, not trained</dt><dd>2 turns</dd>" in page(view)
+    told = msgspec.json.decode(msgspec.json.encode(view))
+    assert (told["orphan_turns"], told["uncredited"]) == (2, {"c9.0": 0.5})
+
+
 class Tags(HTMLParser):
     def __init__(self, text):
         super().__init__()
@@ -394,7 +407,7 @@ def test_the_episodes_of_a_step_are_listed_with_what_was_dropped_for_it(run):
     ]
     listing = inspect(run, "--step", 2)
     tokens = sum(len(turn.sampled_ids) // 4 for turn in make_group("second", (0.0, 1.0), turns=3)[1].turns)
-    assert ["1.000", "3", str(tokens), "second-1", "second/0"] in [line.split() for line in listing.splitlines()]
+    assert ["1.000", "3", "0", str(tokens), "second-1", "second/0"] in [line.split() for line in listing.splitlines()]
     assert ["over_budget", "long-12"] in [line.split() for line in listing.splitlines()]
     assert "old-13" in inspect(run, "--step", 3), "on the way to the next step"
     refused = CliRunner().invoke(main, ["inspect", str(run), "--step", "7"])
