@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import tables_learning as learning
@@ -13,7 +14,10 @@ from benchmarks.report import RESULTS
 from benchmarks.tables_common import ends, table
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{page}.md" for page in ("faults", "figures", "learning", "proxy")))
+PAGES = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{page}.md" for page in ("faults", "figures", "learning", "proxy", "swarm")),
+)
 BLOCK = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 HEADLINES = (
@@ -36,8 +40,48 @@ HEADLINES = (
     ("episodes of ten turns through the collector, one core", "swarm", "{collector_episodes_per_s:.0f}/s"),
 )  # fmt: skip
 """What a reader of the README wants to know first: words, result, figures."""
+CITED: tuple[tuple[str, str, str], ...] = (
+    ("docs/proxy.md", "columns", "takes vLLM's own code {write_ms_stock:.0f} ms of a core, and {write_ms_columns:.1f} ms in columns"),
+    ("docs/proxy.md", "proxy_h200", "get {throughput_over_direct_logprobs_256:.2f} times the tokens that vLLM gives when it is asked directly"),
+    ("docs/proxy.md", "proxy_h200", "and {throughput_over_direct_256:.2f} times those of text alone"),
+    ("docs/proxy.md", "proxy_h200", "single rounds lie between {low[ratio][direct_logprobs]:.2f} and {high[ratio][direct_logprobs]:.2f}, and between {low[ratio][direct]:.2f} and {high[ratio][direct]:.2f}"),
+    ("docs/proxy.md", "proxy", "takes {low[call_ms]:.0f} to {high[call_ms]:.0f} ms of its core where many are open"),
+    ("docs/proxy.md", "proxy_h200", "a token of a fast stream {token_ms[proxy][proxies]:.2f} ms"),
+    ("docs/learning.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
+    ("docs/learning.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),
+    ("docs/learning.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
+    ("docs/learning.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
+    ("docs/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
+    ("docs/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
+    ("docs/faults.md", "soak", "the 100,000 took {minutes:.1f} minutes"),
+    ("docs/faults.md", "soak", "The proxy ended at {mib[proxy]:.0f} MiB, {rss_growth_ratio_proxy:.3f} of its size after the first tenth, the collector at {mib[collector]:.0f} MiB and {rss_growth_ratio_collector:.2f}, the learner's I/O process at {mib[learner I/O]:.0f} MiB and {rss_growth_ratio_learner:.2f}, clients at {mib[client0]:.0f} MiB and {rss_growth_ratio_client:.2f}. No process held more than {fd_growth:.0f} further open files."),
+    ("docs/swarm.md", "swarm", "it reaches {collector_episodes_per_s:.0f} episodes a second on one core"),
+    ("docs/swarm.md", "swarm", "16 workers held {held_episodes:,.0f} episodes of 30 seconds open at once (`--part hold`), {held_episodes_per_s:.0f} a second, and none was dropped"),
+)  # fmt: skip
+"""Figures in the midst of sentences: page, result, how the sentence goes. Names besides the figures': see `quotable`."""
 DERIVED = {"faults": lambda record: {"unseen": unseen_turns(record)}, "trl_h200": learning.trl_derived}
 """Figures that are made here from what a result holds."""
+
+
+def quotable(record: dict[str, Any]) -> dict[str, Any]:
+    """What sentences of `CITED` may name: figures, `detail`, and what is worked out from it here."""
+    detail, told = record["detail"], dict(record["figures"])
+    low: dict[str, Any] = {}
+    high: dict[str, Any] = {}
+    if ratios := detail.get("ratio"):
+        low["ratio"] = {way: min(values) for way, values in ratios.items()}
+        high["ratio"] = {way: max(values) for way, values in ratios.items()}
+    if saturated := detail.get("saturated"):
+        many = [median(row["cpu_ms_per_request"]["swarmq"]) for streams, row in saturated.items() if int(streams) > 1]
+        low["call_ms"], high["call_ms"] = min(many), max(many)
+    if micros := detail.get("micros_a_token"):
+        told["token_ms"] = {
+            way: {whose: median(row[whose] for row in rows) / 1000 for whose in rows[0]} for way, rows in micros.items()
+        }
+    if record["name"] == "soak":
+        told["minutes"] = detail["seconds"] / 60
+        told["mib"] = {name: samples[-1][1] for name, samples in detail["samples"].items()}
+    return told | {"detail": detail, "low": low, "high": high}
 
 
 def render(text: str, results: Path = RESULTS) -> str:
@@ -48,6 +92,7 @@ def render(text: str, results: Path = RESULTS) -> str:
         "faults": faults_block,
         "matrix": matrix_block,
         "derender": derender_block,
+        "scale": scale_block,
         "all": all_block,
         "headlines": headlines_block,
         "timelines": learning.timelines_block,
@@ -66,8 +111,8 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
     if "demo" not in known:
         return
     record = known["demo"]
-    yield f"\nThree seeds on {record['hardware']} (`{record['command']}`):\n\n"
-    heads = ("seed", "held-out reward before", "after", "steps", "training", "episodes begun", "trained", "lost")
+    yield f"\n{_origin(record)}:\n\n"
+    heads = ("seed", "held-out reward before", "after", "steps", "up after", "training", "begun", "trained", "lost")
 
     def cells(run: dict[str, Any]) -> Iterable[Any]:
         account = run["account"]
@@ -75,6 +120,7 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
             run["seed"],
             *(f"{reward:.3f}" for reward in ends(run["held_out"])),
             run["steps"],
+            f"{run['start_s']:.0f} s",
             f"{run['train_s']:.0f} s",
             account["begun"],
             account["trained"],
@@ -83,7 +129,7 @@ def demo_block(known: dict[str, Any]) -> Iterator[str]:
         )
 
     yield from table((*heads, "trained twice"), map(cells, record["detail"]["runs"]))
-    yield "\n"
+    yield f"\nThe model was made in {max(run['model_s'] for run in record['detail']['runs']):.0f} s.\n\n"
 
 
 def unseen_turns(record: dict[str, Any]) -> str:
@@ -171,9 +217,32 @@ def headlines_block(known: dict[str, Any]) -> Iterator[str]:
     figures = {name: record["figures"] for name, record in known.items()}
     figures |= {name: figures[name] | derive(known[name]) for name, derive in DERIVED.items() if name in known}
     found = ((words, name, form) for words, name, form in HEADLINES if name in known)
-    rows = ((words, form.format(**figures[name]), known[name]["hardware"]) for words, name, form in found)
+    rows = (
+        (
+            words,
+            form.format(**figures[name]),
+            known[name]["hardware"],
+            f"{known[name]['commit']}, {known[name]['date'][:10]}",
+        )
+        for words, name, form in found
+    )
     yield "\n"
-    yield from table(("what", "figure", "on"), rows)
+    yield from table(("what", "figure", "on", "of commit"), rows)
+    yield "\n"
+
+
+def scale_block(known: dict[str, Any]) -> Iterator[str]:
+    """What an episode costs whom, a row for each number of workers."""
+    if "swarm" not in known:
+        return
+    scale = known["swarm"]["detail"]["scale"]
+    yield f"\n`{scale['command']}` of commit {scale['commit']} on {scale['hardware']}:\n\n"
+    parts = ("broker", "collector", "proxy", "worker")
+    rows = (
+        (one["workers"], f"{one['episodes_per_s']:.0f}", *(f"{one['cpu_ms'][part]:.1f}" for part in parts))
+        for one in scale["workers"]
+    )
+    yield from table(("worker processes", "episodes/s", "broker", "collector", "proxies", "workers"), rows)
     yield "\n"
 
 
@@ -183,7 +252,7 @@ def derender_block(known: dict[str, Any]) -> Iterator[str]:
         return
     record = known["derender"]
     tokens, rate = record["detail"]["tokens"], record["detail"]["rate"]
-    yield f"\nAn answer of {tokens} tokens, {rate:.0f} a second, on {record['hardware']} (`{record['command']}`):\n\n"
+    yield f"\nAn answer of {tokens} tokens, {rate:.0f} a second; {_origin(record)}:\n\n"
     waits = "another call waits for the thread, median"
     rows = []
     ways = {"eager": "whenever the thread is free", "paced": "as the proxy does"}
@@ -206,7 +275,7 @@ def derender_block(known: dict[str, Any]) -> Iterator[str]:
 def all_block(known: dict[str, Any]) -> Iterator[str]:
     """Every figure of every result, with its hardware and command."""
     for name, record in known.items():
-        yield f"\n**{name}** on {record['hardware']}: `{record['command']}`\n\n"
+        yield f"\n**{name}**: {_origin(record)}\n\n"
         figures = ((f"`{figure}`", f"{value:.4g}") for figure, value in record["figures"].items())
         yield from table(("figure", "value"), figures)
     if known:

@@ -8,6 +8,7 @@ import aiohttp
 import httpx
 import pytest
 import requests
+from structlog.testing import capture_logs
 
 from swarmq.client import received
 from swarmq.client.received import Received
@@ -72,6 +73,25 @@ async def by_aiohttp(stage, _openai, key, **_):
         session.post(f"{stage.url}/v1/chat/completions", json=BODY) as response,
     ):
         await response.json()
+
+
+@pytest.mark.parametrize(
+    ("ask", "body"),
+    [
+        *[(ask, {"stream": stream}) for ask in (by_openai, by_openai_in_a_thread) for stream in (False, True)],
+        (by_requests, {}),
+        (by_aiohttp, {}),
+    ],
+)  # fmt: skip
+async def test_what_the_run_overrides_is_logged_once_whatever_library_asks(stage, openai, monkeypatch, ask, body):
+    monkeypatch.setattr(received, "_told", set())  # of the process
+    monkeypatch.setitem(BODY, "max_tokens", 999)
+    with capture_logs() as lines:
+        for _ in range(2):
+            stage.engine.say("ab")
+            with watching(stage) as (_, key):
+                await ask(stage, openai, key, **body)
+    assert [line["overridden"] for line in lines if line["event"] == "sampled_otherwise_than_asked"] == ["max_tokens"]
 
 
 @pytest.mark.parametrize(

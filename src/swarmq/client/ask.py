@@ -5,18 +5,16 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
-from email.message import Message
 from typing import Any
 
 from swarmq.client.episode import Handle
 from swarmq.client.http import HttpError, post_json
 from swarmq.client.loops import in_thread
+from swarmq.client.received import hear
 from swarmq.errors import EpisodeError
-from swarmq.logs import log
 
 ATTEMPTS = 5
 FIRST_PAUSE_S = 0.5
-_told: set[str] = set()
 
 
 def ask(
@@ -37,25 +35,13 @@ def ask(
     for attempt in range(ATTEMPTS):
         headers["X-Stainless-Retry-Count"] = str(attempt)
         try:
-            answer = post_json(url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=_hear)
+            answer = post_json(url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=hear)
             return str(answer["choices"][0]["message"].get("content") or "")
         except HttpError as error:
             if not error.passes or attempt + 1 == ATTEMPTS:
                 raise EpisodeError(f"episode {ep.episode_id}: {error}") from error
             time.sleep(max(error.retry_after_s or 0.0, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0))
     raise AssertionError
-
-
-def _hear(headers: Message) -> None:
-    """Log, once in a process, what a run does not let its agents choose."""
-    overridden = headers.get("x-swarmq-overridden")
-    if overridden and overridden not in _told:
-        _told.add(overridden)
-        log.warning(
-            "sampled_otherwise_than_asked",
-            overridden=overridden,
-            hint="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
-        )
 
 
 async def ask_async(ep: Handle, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> str:

@@ -16,12 +16,15 @@ import re
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from email.message import Message
 from typing import Any
 from urllib.parse import urlsplit
 
+from swarmq.logs import log
 from swarmq.messages import OBSERVED
 
 CALL_ID = "x-swarmq-call-id"
+OVERRIDDEN = "x-swarmq-overridden"
 END_OF_CHOICE = re.compile(rb'"finish_reason":"|"type":"(?:message_delta|response\.completed|response\.incomplete)"')
 """Stands once in a stream for each choice that is complete, and not in what the model says: there quotes are escaped."""
 LONGEST_MARK = 64
@@ -32,6 +35,8 @@ _open: dict[str, Received] = {}
 """By api key."""
 _watched: set[str] = set()
 """Libraries that are watched already."""
+_told: set[str] = set()
+"""What was logged of `OVERRIDDEN`."""
 
 
 class Received:
@@ -103,8 +108,21 @@ def _of(headers: Mapping[str, str], url: str) -> Received | None:
     return received if received and received.watches(url) else None
 
 
+def hear(headers: Mapping[str, str] | Message) -> None:
+    """Log, once in a process, what a run does not let its agents choose; few of them look at a header."""
+    overridden = headers.get(OVERRIDDEN)
+    if overridden and overridden not in _told:
+        _told.add(overridden)
+        log.warning(
+            "sampled_otherwise_than_asked",
+            overridden=overridden,
+            hint="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
+        )
+
+
 def _calls_of(status: int, headers: Mapping[str, str]) -> tuple[str, ...]:
     """Ids of the choices of an answer; none for an error."""
+    hear(headers)
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 
 

@@ -49,7 +49,7 @@ CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable: GiB of an engine's cache without a GPU."""
 
 MOST_API_SERVERS = 8
-"""Processes between one engine core and its callers. One spends 0.1 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
+"""Processes between one engine core and its callers. One spends 0.14 to 0.21 ms on a token (`benchmarks/proxy_h200.py`), of which a GPU
 samples 30,000 a second with a small model; all state is in the core, so any of them pauses it or updates its weights."""
 CORES_EACH = 2
 """The rest is for the core, the proxies and the agents."""

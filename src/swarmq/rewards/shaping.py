@@ -12,7 +12,7 @@ from swarmq.outcome import Outcome, number
 def combine(
     parts: Mapping[str, float], weights: Mapping[str, float] | None = None, *, success: bool | None = None
 ) -> Outcome:
-    """The weighted sum as reward (weight 1 unless given) and every part as a metric, so that curves show them apart.
+    """Return the weighted sum as reward (weight 1 unless given), with every part as a metric, which the batch log keeps with the episode.
 
     Raises OutcomeError for a part that is not a finite number and for a weight without a part.
     """

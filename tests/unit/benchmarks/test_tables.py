@@ -1,9 +1,13 @@
 """No figure in the README or the docs that no file holds."""
 
 import json
+import subprocess
 
 import pytest
-from benchmarks.tables import PAGES, render
+from benchmarks.report import RESULTS
+from benchmarks.tables import CITED, PAGES, ROOT, quotable, render
+
+MADE = {"hardware": "h", "command": "c", "commit": "0123456789ab", "date": "2026-01-02T03:04:05+00:00"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -12,9 +16,26 @@ def test_the_pages_say_what_the_result_files_say(page):
     assert render(text) == text, "run `python -m benchmarks.tables`"
 
 
+@pytest.mark.parametrize(("page", "name", "sentence"), CITED, ids=lambda value: str(value)[:40])
+def test_a_figure_in_a_sentence_is_that_of_its_result_file(page, name, sentence):
+    record = json.loads((RESULTS / f"{name}.json").read_text())
+    assert sentence.format(**quotable(record)) in " ".join((ROOT / page).read_text().split())
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_result_names_a_commit_that_there_is(path):
+    def git(*arguments):
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() != "false":
+        pytest.skip("no whole history here")
+    commit = json.loads(path.read_text())["commit"].removesuffix("+")
+    assert git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0, f"{commit} is in no branch: measure again"
+
+
 def test_a_changed_figure_changes_the_table(tmp_path):
     text = "before\n<!-- figures: all -->\nold\n<!-- end of figures -->\nafter"
-    record = {"hardware": "h", "command": "c", "figures": {"speedup": 5.5}}
+    record = MADE | {"figures": {"speedup": 5.5}}
     (tmp_path / "wire.json").write_text(json.dumps(record))
     first = render(text, tmp_path)
     assert "`speedup` | 5.5" in first
@@ -23,19 +44,19 @@ def test_a_changed_figure_changes_the_table(tmp_path):
     assert render(first, tmp_path) != first
 
 
+def test_a_headline_says_of_which_commit_and_when_it_was_measured(tmp_path):
+    text = "<!-- figures: headlines -->\n<!-- end of figures -->\n"
+    record = MADE | {"figures": {"collector_episodes_per_s": 5.0}}
+    (tmp_path / "swarm.json").write_text(json.dumps(record))
+    assert "| 5/s | h | 0123456789ab, 2026-01-02 |" in render(text, tmp_path)
+
+
 def test_the_matrix_has_a_row_for_every_version(tmp_path):
     text = "<!-- figures: matrix -->\n<!-- end of figures -->\n"
     assert "Not measured" in render(text, tmp_path)
     figures = {"injections": 3, "episodes_ended": 40, "lost": 0, "twice": 0, "hangs": 0, "longest_stall_s": 2.25}
     runs = [{"rabbitmq": version, "figures": figures, "passed": 9, "failed": 1} for version in ("3.10.8", "4.0.5")]
-    record = {
-        "hardware": "h",
-        "command": "c",
-        "commit": "abc",
-        "date": "2026-01-02T",
-        "figures": {},
-        "detail": {"runs": runs},
-    }
+    record = MADE | {"figures": {}, "detail": {"runs": runs}}
     (tmp_path / "faults_matrix.json").write_text(json.dumps(record))
     assert "| 4.0.5 | 3 | 40 | 0 | 0 | 0 | 2.2 s | 9 | 1 |" in render(text, tmp_path)
 
@@ -46,7 +67,7 @@ def test_parsing_has_a_row_for_every_answer_and_way(tmp_path):
     told = {"portions": 9, "parsing_s": 0.5, "longest_gap_s": 0.25, "wait_p50_ms": 3.0}
     figures = {f"{key}_both_{way}": value for key, value in told.items() for way in ("eager", "paced")}
     detail = {"tokens": 10, "rate": 5.0, "answers": ["both"]}
-    record = {"hardware": "h", "command": "c", "figures": figures, "detail": detail}
+    record = MADE | {"figures": figures, "detail": detail}
     (tmp_path / "derender.json").write_text(json.dumps(record))
     assert "| both | as the proxy does | 9 | 0.50 s | 0.25 s | 3.0 ms |" in render(text, tmp_path)
 
@@ -123,7 +144,7 @@ def test_a_peer_is_compared_by_what_was_sampled_where_a_backlog_was_trained(tmp_
         ours = {"samples_per_s": 6, "tokens_per_s": 300, "step_s": 1.0, "figures": {"sampled_tokens_per_s": rate}}
         theirs = {"samples_per_s": 2, "tokens_per_s": 100, "step_s": 3.0}
         figures = {"samples_per_s_ratio": 3.0, "tokens_per_s_ratio": 3.0}
-        record = {"hardware": "h", "figures": figures, "detail": {"swarmq": ours, "trl": theirs}}
+        record = MADE | {"figures": figures, "detail": {"swarmq": ours, "trl": theirs}}
         (tmp_path / "trl_h200.json").write_text(json.dumps(record))
         return render(text, tmp_path)
 
