@@ -90,6 +90,7 @@ def test_a_client_is_killed_another_reward_takes_over_and_every_episode_is_accou
         "client c joins with the concise reward",
     )
     assert sorted(told, key=said.index) == list(told)
+    assert re.search(r"step 2: reward \d\.\d{3}, \d+ episodes", said)
     assert "warm-up step" not in said, "a model that is there is not made again"
     assert times(next(cache.iterdir())) == made
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +96,21 @@ def test_evidence_is_the_figures_and_the_steps_that_were_compared() -> None:
 def test_noise_is_told_of_in_few_of_50_trainings(memory: float, most: int) -> None:
     dice = random.Random(0)
     assert sum(bool(told(still(200, dice, memory=memory))) for _ in range(50)) <= most
+
+
+def test_of_trainings_that_went_well_no_trend_is_told() -> None:
+    """Nine of `benchmarks.learns`: rewards rose from 0.4 to 0.98, and entropy fell to a fifth."""
+    path = Path(__file__).parents[3] / "benchmarks" / "results" / "learns_h200.json"
+    runs = json.loads(path.read_text())["detail"]["runs"]
+    columns = ("rewards", "rewards_by_kind", "entropy")
+    curves = [list(zip(*(run[name] for name in columns), strict=True)) for run in runs]
+    assert len(curves) == 9
+    for curve in curves:
+        figures = [
+            {"version": version, "reward": reward, "reward_by_kind": kinds, "entropy": entropy}
+            for version, (reward, kinds, entropy) in enumerate(curve, 1)
+        ]
+        assert told(figures) == set()
 
 
 def test_what_falls_slowly_is_seen_in_means_of_steps() -> None:
