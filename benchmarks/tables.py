@@ -50,6 +50,7 @@ CITED: tuple[tuple[str, str, str], ...] = (
     ("docs/learning.md", "proxy_h200", "each needs {token_ms[direct][API servers]:.2f} to {token_ms[direct_logprobs][API servers]:.2f} ms for a token"),
     ("docs/learning.md", "checkpoints_cpu", "training waits {waited_s:.2f} s for a copy, where writing took {waited_at_once_s:.2f} s"),
     ("docs/learning.md", "loop_as_shipped_h200", "still waited for the files, {detail[1.7b][training_waited_for_checkpoints_s][0]:.0f} s for 1.7 B"),
+    ("docs/learning.md", "timelines_h200", "log-probabilities agree within {worst[oracle_logprob_max_abs]} and the whole gradient within {worst[oracle_grad_rel]} in FP32"),
     ("docs/learning.md", "timelines_h200", "trees reach {tree_over_flop_ratio_think_stripped_10:.2f} (short histories without thoughts) to {tree_over_flop_ratio_prompt_1k:.1f} of what they save"),
     ("docs/faults.md", "simulation", "{schedules_per_cpu_s_one_group:,.0f} with one group, {schedules_per_cpu_s_two_groups:,.0f} to {schedules_per_cpu_s_two_policies:,.0f} with two groups"),
     ("docs/faults.md", "simulation", "{long_schedules_per_cpu_s:.0f} long ones, {long_schedules_per_cpu_s_on_disk:.0f} on the real store"),
@@ -78,10 +79,18 @@ def quotable(record: dict[str, Any]) -> dict[str, Any]:
         told["token_ms"] = {
             way: {whose: median(row[whose] for row in rows) / 1000 for whose in rows[0]} for way, rows in micros.items()
         }
+    if checked := detail.get("fp32_check"):
+        told["worst"] = {key: _power(max(one[key] for one in checked.values())) for key in next(iter(checked.values()))}
     if record["name"] == "soak":
         told["minutes"] = detail["seconds"] / 60
         told["mib"] = {name: samples[-1][1] for name, samples in detail["samples"].items()}
     return told | {"detail": detail, "low": low, "high": high}
+
+
+def _power(value: float) -> str:
+    """6e-6, not 6e-06."""
+    digits, _, power = f"{value:.0e}".partition("e")
+    return f"{digits}e{int(power)}"
 
 
 def render(text: str, results: Path = RESULTS) -> str:

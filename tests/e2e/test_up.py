@@ -18,7 +18,7 @@ from openai import OpenAI
 from support.tiny_model import tiny_model
 from swarmq import SwarmClient, keys
 from swarmq.collector.ledger import fates
-from swarmq.config import RunFolder
+from swarmq.config import RunFolder, SwarmJob
 from swarmq.learner.batch_log import records
 from swarmq.up import Endpoints
 
@@ -35,7 +35,6 @@ groups_per_batch = 2
 [policies.main]
 model = "{model}"
 [policies.main.engine]
-max_model_len = 512
 dtype = "float32"
 [policies.main.sampling]
 max_tokens = 8
@@ -159,6 +158,10 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
     first_part = last_step(up.folder)
     assert said.endswith(f"stopped. `swarmq up {up.folder.job}` goes on after step {first_part}\n")
     assert re.findall(r"^(?! *\d+\.\d s  ).+", said, re.MULTILINE) == [], "lines of one style"
+    [(tokens, reason)] = re.findall(r"context of main: ([\d,]+) tokens for prompt and answer, (.*)", said)
+    assert "no GPU" in reason or "host memory" in reason
+    assert SwarmJob.load(up.folder.resolved).policies["main"].engine.max_model_len == int(tokens.replace(",", ""))
+    assert SwarmJob.load(up.folder.job).policies["main"].engine.max_model_len is None
     assert endpoints.management_password
     for secret in (endpoints.management_password, up.folder.invite.read_text().strip(), endpoints.amqp_url):
         assert secret not in said
