@@ -150,7 +150,7 @@ SIGNS = (
     Sign(
         name="truncated answers", measured="share of answers cut off", word="many",
         measure=last("truncated"), limit=0.3,
-        advice="token limits cut many answers off: raise sampling.max_tokens, or set length_penalty",
+        advice="token limits cut many answers off: raise engine.max_model_len, sampling.max_tokens or what agents ask for, or set length_penalty",
     ),
     Sign(
         name="gradient growing", measured="gradient norm over that of the first 10 steps", word="growing",
