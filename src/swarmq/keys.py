@@ -16,8 +16,10 @@ import base64
 import binascii
 import hashlib
 import hmac
+import math
 import secrets
 import ssl
+import time
 import zlib
 from collections.abc import Callable, Container
 from pathlib import Path
@@ -58,6 +60,8 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sampled tokens over the whole episode; 0 means no limit."""
     agent: str | None = None
     """Who is credited with calls whose header `x-swarmq-agent` names nobody."""
+    made_at: float = 0.0
+    """Unix time by its maker's clock, for messages; 0 where it does not say."""
 
 
 Role = Literal["rollout", "read", "admin"]
@@ -286,7 +290,23 @@ def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str,
     if record.run != run:
         raise KeyRefusedError(f"the {what} is for run {record.run!r}, this proxy serves {run!r}")
     if not record.expires_at + CLOCK_LEEWAY_S >= now:
-        raise KeyRefusedError(f"the {what} has expired: {hint}")
+        raise KeyRefusedError(f"the {what} has expired{_by_whose_clock(record, now)}: {hint}")
+
+
+def _by_whose_clock(record: Claims | Operator, now: float) -> str:
+    """An expired key may be a fresh one of a machine whose clock is behind: whoever reads this can tell."""
+    if not math.isfinite(record.expires_at):
+        return ""
+    made_at = record.made_at if isinstance(record, Claims) else 0.0
+    made = f", and it was made at {_clock(made_at)} by its maker's" if made_at else ""
+    return (
+        f" at {_clock(record.expires_at)}; by this proxy's clock it is {_clock(now)}{made} (a machine whose clock is behind makes keys "
+        "that are old when they are new: set it)"
+    )
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(min(max(at, 0.0), 253402300799.0)))
 
 
 def _check_member(client: str, removed: Container[str]) -> None:

@@ -62,6 +62,9 @@ class Far:
         app = create_app(self.job, root=ROOT, engines={"main": [self.engine]}, broker=self.broker)
 
         async def wire(scope, receive, send):
+            if scope.get("path") == "/health":  # a client looks at the clock
+                await app(scope, receive, send)
+                return
             if scope["type"] == "http":
                 self.asked.append(scope["path"])
             if scope["type"] == "http" and self.unknown:
@@ -119,6 +122,31 @@ async def test_an_episode_begins_and_ends_over_http_alone(far):
         claims = keys.verify(ROOT, ep.api_key, run=RUN, now=time.time())
         assert (claims.episode_id, claims.client) == (ep.episode_id, "alice")
         assert not list(far.spool.rglob("*.end"))
+
+
+@pytest.mark.parametrize("hours", [-5, 3])
+@pytest.mark.parametrize("over_http", [True, False])
+async def test_a_client_whose_clock_is_hours_off_is_answered(far, over_http, hours):
+    async with far.open():
+        await far.issue(1)
+        now = lambda: time.time() + hours * 3600  # noqa: E731
+
+        @contextlib.asynccontextmanager
+        async def open_broker(_invite, _name):
+            yield far.broker
+
+        invite = far.invite if over_http else msgspec.structs.replace(far.invite, amqp_url="amqp://x/")
+        with capture_logs() as said:
+            async with far.client(invite=invite, now=now, open_broker=open_broker) as client:
+                ep = await client.begin_episode({"id": "a"}, lifetime_s=600)
+                far.engine.say("4")
+                await ask(ep)
+                claims = keys.verify(ROOT, ep.api_key, run=RUN, now=time.time())
+                assert 500 < claims.expires_at - time.time() < 700, "by the proxy's clock"
+                await ep.end(0.5)
+        [warning] = [one for one in said if one["event"] == "clock_differs"]
+        assert abs(warning["behind_s"] + hours * 3600) < 60
+        assert [end.rewards for end in far.pieces(EpisodeEnd)] == [{"main": 0.5}]
 
 
 async def ask(ep, **headers):

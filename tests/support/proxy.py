@@ -33,6 +33,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        await self.on_tick(0)  # answers have a date from here on
         self.listening.set()
 
     async def main_loop(self) -> None:

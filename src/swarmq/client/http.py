@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from email.message import Message
+from email.utils import parsedate_to_datetime
 from typing import Any
 
 import msgspec
@@ -74,6 +75,22 @@ def answers(url: str, ca: bytes = b"") -> bool:
             return bool(answer.status < http.client.BAD_REQUEST)
     except (OSError, http.client.HTTPException):  # HTTPError is one
         return False
+
+
+def date_of(url: str, ca: bytes = b"") -> float | None:
+    """Unix time by the clock of whoever answers, be it with an error; None where nobody does within LOOK_S, or says no date."""
+    try:
+        with urllib.request.urlopen(url, timeout=LOOK_S, context=_context(url, ca)) as answer:  # noqa: S310 - from the invite
+            said = answer.headers.get("Date")
+    except urllib.error.HTTPError as error:
+        with error:
+            said = error.headers.get("Date")
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    try:
+        return parsedate_to_datetime(said).timestamp() if said else None
+    except ValueError:
+        return None
 
 
 def _context(url: str, ca: bytes) -> ssl.SSLContext | None:

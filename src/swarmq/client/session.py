@@ -24,6 +24,7 @@ import msgspec
 
 from swarmq.broker import Broker, topology
 from swarmq.client import received, runner
+from swarmq.client.clock import Clock
 from swarmq.client.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.identity import client_id, code_version_of, script_version
 from swarmq.client.invites import find_invite
@@ -70,9 +71,11 @@ class AsyncSwarmClient:
         code_version: str | None = None,
         spool: Path | None = None,
         open_broker: OpenBroker = open_amqp,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.invite = find_invite(invite)
         self.client_id = client_id(self.invite.client)
+        self._clock = Clock(self.invite, now=now)
         self.numbering = Numbering()
         self.agent_loop: LoopThread | None = None
         """Where coroutine agents run; None: on the loop of their caller."""
@@ -96,6 +99,7 @@ class AsyncSwarmClient:
             self._stack = stack.pop_all()
         self.loop = asyncio.get_running_loop()
         self._state = "open"
+        self._learning = self._tasks.create_task(self._clock.learn())
         self._orphans = self._tasks.create_task(self._deliver_orphans())
         self._looking = self._tasks.create_task(self._look_for_orphans())
         return self
@@ -113,7 +117,7 @@ class AsyncSwarmClient:
         try:
             await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
         finally:
-            for task in (self._orphans, *self._sending):
+            for task in (self._learning, self._orphans, *self._sending):
                 task.cancel()
             await self._stack.aclose()
             if left := self._spool.close():
@@ -135,7 +139,7 @@ class AsyncSwarmClient:
         if self.invite.over_http:
             from swarmq.client.http_transport import HttpTransport  # noqa: PLC0415 - most clients need no HTTP of their own
 
-            return HttpTransport(self.invite)
+            return HttpTransport(self.invite, now=self._clock.time)
         self._broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
         return await stack.enter_async_context(BrokerTransport.open(self._broker, self.invite))
 
@@ -186,6 +190,7 @@ class AsyncSwarmClient:
         )
         try:
             async with self._noted(begin), asyncio.timeout(deadline_s):
+                await asyncio.wait({self._learning})
                 await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
@@ -365,7 +370,8 @@ class AsyncSwarmClient:
             policies=begin.policies,
             kind=begin.kind,
             mode=begin.mode,
-            expires_at=time.time() + lifetime_s,
+            made_at=self._clock.time(),
+            expires_at=self._clock.time() + lifetime_s,
             max_calls=max_calls,
             max_tokens=max_tokens,
         )
@@ -438,6 +444,7 @@ class AsyncSwarmClient:
 
     async def _deliver_orphans(self) -> None:
         """What processes that have died could not deliver, and episodes that they left open."""
+        await asyncio.wait({self._learning})
         for folder in self._spool.others():
             with Orphan.claim(folder) as orphan:
                 if orphan is None:

@@ -39,7 +39,12 @@ def test_another_clients_secret_cannot_sign_as_alice():
         ("sk-something", "r", 0.0, "malformed"),
         ("sq1.%%%.abc", "r", 0.0, "malformed"),
         (KEY, "other", 0.0, "for run 'r'"),
-        (KEY, "r", 1000.0 + keys.CLOCK_LEEWAY_S + 1, "expired"),
+        (
+            KEY,
+            "r",
+            1000.0 + keys.CLOCK_LEEWAY_S + 1,
+            r"expired at 1970-01-01 00:16:40 UTC; by this proxy's clock it is 1970-01-01 00:17:41 UTC",
+        ),
     ],
 )
 def test_a_key_that_is_not_good_here_is_refused_with_the_reason(key, run, now, reason):
