@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from swarmq.learner.doctor.findings import Finding, Level
-from swarmq.learner.doctor.trends import LONGEST, trends
+from swarmq.learner.doctor.trends import LONGEST, reward_rises, trends
 
 WINDOW = 10
 """Steps at the beginning and at the end that are compared."""
@@ -33,6 +33,8 @@ class Sign(msgspec.Struct, frozen=True, kw_only=True):
     below: bool = False
     """Whether it is a sign to be below the limit; else to be above."""
     level: Level = "warning"
+    alone: bool = True
+    """A sign while the reward rises, too."""
     advice: str
 
 
@@ -84,8 +86,8 @@ def skipped(steps: Steps) -> float | None:
 SIGNS = (
     Sign(
         name="entropy collapse", measured="entropy over that of the first 10 steps", word="collapse",
-        measure=over_first("entropy"), limit=0.2, below=True,
-        advice="entropy fell to less than a fifth of where it began: raise clip_high, lower the learning rate, or more tasks",
+        measure=over_first("entropy"), limit=0.2, below=True, alone=False,
+        advice="entropy fell to less than a fifth of where it began, and the reward does not rise any more: raise clip_high, lower the learning rate, or more tasks",
     ),
     Sign(
         name="no entropy left", measured="entropy", word="collapse",
@@ -206,6 +208,7 @@ def _judged(steps: Steps) -> Iterator[Finding]:
         if (value := sign.measure(steps)) is None:
             continue
         shown = value < sign.limit if sign.below else value > sign.limit
+        shown = shown and (sign.alone or not reward_rises(steps))
         text = f"{sign.measured} {value:.4g} ({sign.word} {'below' if sign.below else 'above'} {sign.limit:g})"
         if shown:
             yield Finding(level=sign.level, check=sign.name, text=f"{text}: {sign.advice}")

@@ -133,6 +133,12 @@ def trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
             yield _told(trend, _fit(trend, window, values, z), is_sign=False)
 
 
+def reward_rises(steps: Steps) -> bool:
+    """Over the newest steps."""
+    steps = steps[-WINDOW:]
+    return mann_kendall(_Window(steps[_newest_code(steps) :], 1).rewards) > RISING
+
+
 class _Window:
     """The newest steps, in blocks."""
 
