@@ -91,6 +91,9 @@ class Proxy(Settings, frozen=True, kw_only=True):
     server_tools: Literal["leave_out", "refuse"] = "leave_out"
     """Tools that a provider would run (web search, code interpreter, remote MCP servers): left out of the request and named in
     the header `x-swarmq-overridden`, or answered 400."""
+    unknown_parameters: Literal["refuse", "leave_out"] = "refuse"
+    """Parameters of OpenAI's dialects that neither OpenAI nor vLLM has: answered 400, as OpenAI does, or left out of the request and
+    named in the header `x-swarmq-overridden`."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
     traces: bool = False

@@ -14,7 +14,7 @@ from swarmq.client import received
 from swarmq.client.ask import ask_async
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
-from swarmq.testing.scripted_engine import END, ScriptedEngine, decode, encode
+from swarmq.testing.scripted_engine import END, ScriptedEngine, encode
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -248,7 +248,6 @@ async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage, monkeypa
         {"watermarking": True},
         {"repetition_detection": {"max_pattern_size": 2}},
         {"vllm_xargs": {"a": 1}},
-        {"invented_later": 0.5},
     ],
     ids=lambda asked: next(iter(asked)),
 )
@@ -364,13 +363,6 @@ async def test_state_events_tell_what_was_counted(stage):
         fields = (await anext(told)).fields
     assert (fields["calls"], fields["open_calls"], fields["sampled_tokens"], fields["errors"]) == (1, 0, 2, 1)
     assert (fields["branches"], fields["repaired"]) == ({}, 0)
-
-
-async def test_a_prompt_of_another_dialect_does_not_take_the_messages_place(stage):
-    stage.engine.say("x")
-    await stage.ask(HI, prompt="something else")
-    [turn] = stage.turns()
-    assert "something else" not in decode(unpack_ids(turn.prompt_ids).tolist())
 
 
 @pytest.mark.parametrize("name", ["gpt-4o", "claude-opus-9"])

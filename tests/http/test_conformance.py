@@ -67,6 +67,13 @@ def meant(case, mode) -> None:
         case.body["model"] = "main"
     if isinstance(case.body, dict) and "task_id" in case.body and isinstance(case.body.get("wait_s", 1), (int, float)):
         case.body["wait_s"] = SOON
+    if mode is GenerationMode.POSITIVE and case.operation.path in ("/v1/chat/completions", "/v1/completions"):
+        case.body["stream"] = (
+            case.body["stream"] or bool(case.body.get("stream_options")) if "stream" in case.body else True
+        )
+        for message in case.body.get("messages", ()):
+            if message["role"] in ("tool", "function") or message["content"] is None:  # they answer others
+                message |= {"role": "user", "content": message["content"] or "hi"}
     if mode is GenerationMode.POSITIVE and case.operation.path.endswith("/end"):
         case.body |= {"reward": None, "rewards": {"main": 1.0, "other": 0.5}, "agent_rewards": {}, "policies": None}
 

@@ -123,3 +123,74 @@ async def test_what_is_of_the_wrong_kind_is_refused_before_an_engine_sees_it(sta
     error = json.loads(raw)["error"]
     assert (status, param in error["message"] or error["param"] == param) == (400, True), error
     assert stage.engine.requests == []
+
+
+CHAT_PATH = "/v1/chat/completions"
+ASKED = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "param", "code"),
+    [
+        (CHAT_PATH, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "invalid_value"),
+        (CHAT_PATH, {"messages": [{"role": "user"}]}, "messages[0].content", "missing_required_parameter"),
+        (CHAT_PATH, {"messages": [HI, {"role": "assistant"}]}, "messages[1].content", "missing_required_parameter"),
+        (
+            CHAT_PATH,
+            {"messages": [HI, {"role": "tool", "tool_call_id": "c1", "content": "3"}]},
+            "messages",
+            "invalid_value",
+        ),
+        (
+            CHAT_PATH,
+            {"messages": [HI, ASKED, {"role": "tool", "tool_call_id": "c2", "content": "3"}]},
+            "messages",
+            "invalid_value",
+        ),
+        (CHAT_PATH, {"max_token": 5}, "max_token", "unknown_parameter"),
+        (CHAT_PATH, {"input": "x"}, "input", "unknown_parameter"),
+        (CHAT_PATH, {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        (CHAT_PATH, {"max_tokens": 1_000_000_000}, "max_tokens", "invalid_value"),
+        ("/v1/completions", {"max_completion_tokens": 5}, "max_completion_tokens", "unknown_parameter"),
+        ("/v1/completions", {"stream_options": {"include_usage": True}}, "stream_options", "invalid_value"),
+        ("/v1/responses", {"messages": [HI]}, "messages", "unknown_parameter"),
+        ("/v1/responses", {"max_output_tokens": 1_000_000_000}, "max_output_tokens", "invalid_value"),
+        (
+            "/v1/responses",
+            {"input": [{"type": "function_call_output", "call_id": "c", "output": "3"}]},
+            "input",
+            "invalid_value",
+        ),
+        *((path, {"model": None}, "model", "invalid_value") for path in BODIES if path != "/v1/messages"),
+    ],
+)
+async def test_openai_s_refusals_are_ours(stage, path, change, param, code):
+    status, error = await stage.refused({**BODIES[path], **change}, path=path)
+    assert (status, error["param"], error["code"]) == (400, param, code), error
+    assert stage.engine.requests == []
+
+
+async def test_an_unknown_parameter_names_the_one_that_was_meant_and_may_be_left_out(stages):
+    async with stages() as stage:
+        _, error = await stage.refused({**BODIES[CHAT_PATH], "max_token": 5})
+        assert error["message"] == "Unknown parameter: 'max_token'. Did you mean 'max_tokens'?"
+    async with stages(unknown_parameters="leave_out") as stage:
+        stage.engine.say("x")
+        status, headers, _ = await stage.post({**BODIES[CHAT_PATH], "max_token": 5})
+        assert (status, headers["x-swarmq-overridden"]) == (200, "max_token")
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_request_without_a_model_is_told_so(stage, path):
+    body = {name: value for name, value in BODIES[path].items() if name != "model"}
+    status, _, raw = await stage.post(body, path)
+    assert (status, b"model parameter" in raw) == (400, True)
+
+
+async def test_a_result_of_a_tool_that_was_called_is_heard(stage):
+    stage.engine.say("x")
+    await stage.ask(HI, ASKED, {"role": "tool", "tool_call_id": "c1", "content": "3"})

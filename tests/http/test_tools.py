@@ -55,10 +55,10 @@ async def test_they_are_counted_and_warned_of_once(stage):
         async for event in told:  # a state says what was counted, the warnings come after it
             if event.name == "warning":
                 warnings.append(event.fields["text"])
-            elif counted == {"web_search": 3}:
+            elif counted == {"tools.web_search": 3}:
                 break
             else:
-                counted = event.fields["tools_left_out"]
+                counted = event.fields["left_out"]
     [warning] = warnings
     assert "web_search" in warning
 

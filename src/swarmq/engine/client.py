@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import aiohttp
 import msgspec
 
-from swarmq.engine.faults import unreached, wrong_secret
+from swarmq.engine.faults import objection, unreached, wrong_secret
 from swarmq.engine.guard import authorized
 from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.engine.versions import check_server
@@ -292,8 +292,10 @@ class VllmEngine:
         if status >= 500 or status == 404:
             kind = EngineFaultError if status == 500 else EngineError
             return kind(f"the engine at {self.url} failed ({status}): {message}")
-        code = "context_length_exceeded" if TOO_LONG.search(message) else None
-        return EngineRefusedError(message, status=status, code=code, param=param)
+        if TOO_LONG.search(message):
+            return EngineRefusedError(message, status=status, code="context_length_exceeded", param=param)
+        sentence, param, code = objection(message, param)
+        return EngineRefusedError(sentence, status=status, code=code, param=param)
 
 
 def held_tools(chat: Json) -> list[Json]:

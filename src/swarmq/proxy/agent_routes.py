@@ -66,6 +66,7 @@ def agent_routes(
     body_timeout_s: float,
     remote_images: bool,
     refuses_tools: bool,
+    refuses_unknown: bool,
 ) -> list[HTTPRouteHandler]:
     """`claims_of` reads a request's key, or raises RefusedError."""
 
@@ -91,6 +92,7 @@ def agent_routes(
                 aliases=aliases,
                 remote_images=remote_images,
                 refuses_tools=refuses_tools,
+                refuses_unknown=refuses_unknown,
             )
         meter.leave_out(call.left_out)
         if call.policy not in pools:

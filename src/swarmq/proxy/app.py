@@ -182,6 +182,7 @@ def create_app(
         body_timeout_s=job.proxy.receive_timeout_s,
         remote_images=job.proxy.remote_images,
         refuses_tools=job.proxy.server_tools == "refuse",
+        refuses_unknown=job.proxy.unknown_parameters == "refuse",
     )
     return Litestar(
         [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],

@@ -76,6 +76,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     names: Mapping[str, str] = {}
     cuts: bool = False
     left_out: tuple[str, ...] = ()
+    """Parameters that nobody knows, and `tools.TYPE` for tools that only a provider could run."""
     stream: bool
     retry: int
     counts_retries: bool = False

@@ -37,13 +37,13 @@ class Meter:
     unusable: Counter[str] = dataclasses.field(default_factory=Counter)
     """Answers of engines that nothing can be learned from, by reason."""
     left_out: Counter[str] = dataclasses.field(default_factory=Counter)
-    """Requests whose tools of a type were left out, because only a provider could run them."""
+    """What was left out of requests -> of how many: tools that only a provider could run, parameters that nobody knows."""
     watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
     """Called for each turn that is confirmed, with the seconds that took."""
     drift: Drift = dataclasses.field(default_factory=Drift)
     _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
     _warned: set[str] = dataclasses.field(default_factory=set)
-    _warned_of_tools: set[str] = dataclasses.field(default_factory=set)
+    _left_out_told: set[str] = dataclasses.field(default_factory=set)
     _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
     """Policy, engine, reason -> what was wrong, since the last look at alerts."""
     _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
@@ -74,8 +74,8 @@ class Meter:
             self._cuts[policy, limit] = max(asked, self._cuts.get((policy, limit), 0))
 
     def leave_out(self, kinds: Iterable[str]) -> None:
-        """Count a request whose tools of these types were left out."""
-        self.left_out.update(kinds)
+        """Count a request that these were left out of."""
+        self.left_out.update({kind if kind.startswith("tools.") else "unknown parameters" for kind in kinds})
 
     def fields(self) -> dict[str, Any]:
         return {
@@ -86,7 +86,7 @@ class Meter:
             "kinds": {kind: dict(counts) for kind, counts in self.by_kind.items()},
             "errors": self.errors,
             "unusable_answers": dict(self.unusable),
-            "tools_left_out": dict(self.left_out),
+            "left_out": dict(self.left_out),
             "continued": self.drift.continued,
             "repaired": self.drift.repaired,
             "drift_rate": self.drift.rate,
@@ -95,7 +95,7 @@ class Meter:
 
     def alerts(self) -> list[str]:
         """A line for each engine whose answers could not be used since the last look, for each limit that cuts what agents ask
-        for and each type of tool that was left out (once), and for each policy whose drift has come above the threshold; the
+        for and all that was left out of requests (once), and for each policy whose drift has come above the threshold; the
         last again only after it was well below."""
         lines = [
             f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
@@ -110,11 +110,12 @@ class Meter:
         ]
         self._cuts_told |= self._cuts.keys()
         self._cuts.clear()
-        for kind in self.left_out.keys() - self._warned_of_tools:
-            self._warned_of_tools.add(kind)
+        for name in sorted(self.left_out.keys() - self._left_out_told):
+            self._left_out_told.add(name)
             lines.append(
-                f"agents offer the model tools of type {kind}, which only a provider could run: they are left out of the request and "
-                "named in x-swarmq-overridden; take them out of the agent, or refuse them (proxy.server_tools)"
+                f"{name}: left out of agents' requests and named in x-swarmq-overridden; only a provider could run such a tool, and "
+                "nobody knows such a parameter. Take them out of the agent, or refuse them (proxy.server_tools, "
+                "proxy.unknown_parameters)"
             )
         for policy, window in self._recent.items():
             if len(window) < self.window:

@@ -86,10 +86,10 @@ class Metrics(Collector):
             unusable.add_metric([reason], count)
         yield unusable
         left_out = CounterMetricFamily(
-            "swarmq_tools_left_out", "Requests whose tools only a provider could run, by their type.", labels=["type"]
+            "swarmq_left_out", "Requests that something was left out of, by what it was.", labels=["what"]
         )
-        for kind, count in meter.left_out.items():
-            left_out.add_metric([kind], count)
+        for what, count in meter.left_out.items():
+            left_out.add_metric([what], count)
         yield left_out
         forgotten = CounterMetricFamily(
             "swarmq_episodes_forgotten", "Episodes whose memory went, by reason.", labels=["reason"]

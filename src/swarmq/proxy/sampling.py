@@ -58,6 +58,8 @@ AS_ASKED = {"extra_args": "vllm_xargs"}
 MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
 """Entries that are looked at for every token that is sampled."""
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_TOKENS = 2**24
+"""Of an answer, whatever the model: more is a slip, where less is cut to the room that there is."""
 MAX_WORD = 1024
 """Characters of a text among them."""
 OWN = frozenset({"temperature", "max_tokens"})
@@ -165,13 +167,12 @@ def _grammar(outputs: Json | None) -> str:
 
 def check_limits(chat: Json) -> None:
     """Raise RefusedError for counts that make no sense, before anything is done for them."""
-    for name, low, high in (("n", 1, 128), ("max_tokens", 1, None), ("max_completion_tokens", 1, None)):
+    for name, low, high in (("n", 1, 128), ("max_tokens", 1, MAX_TOKENS), ("max_completion_tokens", 1, MAX_TOKENS)):
         value = chat.get(name)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < low or (high and value > high):
-            bounds = f"from {low} to {high}" if high else f"of at least {low}"
-            raise RefusedError(f"{name} must be a whole number {bounds}, not {value!r:.100}", param=name)
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise RefusedError(f"{name} must be a whole number from {low} to {high}, not {value!r:.100}", param=name)
     for name in NUMBERS:
         if (value := chat.get(name)) is not None and type(value) not in (int, float):
             raise RefusedError(f"{name} must be a number, not {value!r:.100}", param=name)

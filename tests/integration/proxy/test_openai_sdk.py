@@ -56,6 +56,7 @@ def called(chunks):
 
 async def test_long_prompts_with_seeds_may_come_at_once(stage, agent):
     """More than the engine computes in one step: a piece of a prompt that has a seed ends a core without a GPU."""
+    agent = agent.with_options(api_key=stage.key("seeded", mode="eval"))  # training takes no seed
     openings = [{"role": "user", "content": f"{number} " + "What is 17 + 25? " * 130} for number in range(6)]
     asked = (agent.chat.completions.create(model="main", messages=[one], seed=7, max_tokens=2) for one in openings)
     answers = await asyncio.gather(*asked)
@@ -64,6 +65,7 @@ async def test_long_prompts_with_seeds_may_come_at_once(stage, agent):
 
 
 async def test_the_recorded_tokens_are_what_vllm_samples(stage, agent):
+    agent = agent.with_options(api_key=stage.key("seeded", mode="eval"))  # training takes no seed
     answer = await agent.chat.completions.create(model="main", messages=[USER], seed=7, max_tokens=16)
     [turn] = await stage.turns(1)
     wanted = await direct(stage, [USER], seed=7, max_tokens=16, temperature=1.0, logprobs=True)
@@ -77,6 +79,7 @@ async def test_the_recorded_tokens_are_what_vllm_samples(stage, agent):
 
 
 async def test_a_streamed_answer_is_the_same_as_a_plain_one(stage, agent):
+    agent = agent.with_options(api_key=stage.key("seeded", mode="eval"))  # training takes no seed
     plain = await agent.chat.completions.create(model="main", messages=[USER], seed=3, max_tokens=20)
     stream = await agent.chat.completions.create(
         model="main", messages=[USER], seed=3, max_tokens=20, stream=True, stream_options={"include_usage": True}
@@ -93,7 +96,7 @@ async def test_a_streamed_answer_is_the_same_as_a_plain_one(stage, agent):
 
 async def test_the_synchronous_client_works(stage):
     def ask():
-        with openai.OpenAI(base_url=f"{stage.url}/v1", api_key=stage.key(), max_retries=0) as client:
+        with openai.OpenAI(base_url=f"{stage.url}/v1", api_key=stage.key(mode="eval"), max_retries=0) as client:
             assert [model.id for model in client.models.list()] == ["main"]
             plain = client.chat.completions.create(model="main", messages=[USER], seed=1)
             stream = client.chat.completions.create(model="main", messages=[USER], seed=1, stream=True)
@@ -201,6 +204,44 @@ async def test_a_tool_can_be_demanded(stage, agent, choice, streamed):
     for name, arguments in calls:  # with `required` the model may call as often as it likes
         assert name == "pick"
         assert json.loads(arguments)["a"] in {1, 2}
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pick"}}])
+async def test_a_forced_tool_is_held_to_its_schema_though_it_does_not_say_strict(stage, agent, choice):
+    parameters = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, 2]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "pick", "parameters": parameters}}
+    agent = agent.with_options(api_key=stage.key("held", mode="eval"))
+    for seed in range(3):
+        fields = {"tools": [tool], "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 400, "seed": seed}
+        answer = await agent.chat.completions.create(model="main", messages=[USER], **fields)
+        for call in answer.choices[0].message.tool_calls:
+            assert json.loads(call.function.arguments)["a"] in {1, 2}
+    prompts = [
+        (await stage.engine.render({"messages": [USER], "tools": [tool], **more})).token_ids
+        for more in ({}, {"tool_choice": choice})
+    ]
+    assert prompts[0] == prompts[1], "the model is shown the tool as the agent gave it"
+
+
+async def test_json_under_a_schema_has_no_white_space_to_fill_an_answer_with(stage, agent):
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}, "n": {"enum": [1, 2]}},
+        "required": ["ok", "n"],
+        "additionalProperties": False,
+    }
+    wanted = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    agent = agent.with_options(api_key=stage.key("compact", mode="eval"))
+    for seed in range(4):
+        answer = await agent.chat.completions.create(
+            model="main", messages=[USER], response_format=wanted, max_tokens=40, seed=seed
+        )
+        assert set(json.loads(answer.choices[0].message.content)) == {"ok", "n"}
 
 
 async def test_a_json_schema_is_kept_to(stage, agent):

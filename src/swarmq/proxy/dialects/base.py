@@ -25,7 +25,8 @@ from swarmq.messages import OBSERVED, new_id
 from swarmq.proxy.calls import Ask, Call, Ended, Gained, check_served, ignored
 from swarmq.proxy.completion import Begun, Completions
 from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects.bodies import check_arguments, object_of
+from swarmq.proxy.dialects.bodies import check_arguments, check_results, object_of
+from swarmq.proxy.dialects.fields import refuse, unknown
 from swarmq.proxy.dialects.grammars import check_schemas
 from swarmq.proxy.dialects.media import check_media
 from swarmq.proxy.meter import Meter
@@ -54,6 +55,8 @@ class Dialect(Protocol):
     summary: str
     body: Json
     """JSON schema of a request."""
+    fields: frozenset[str] | None
+    """All parameters that there are; None: any may come."""
 
     def ask(self, body: Json, told: Conversations) -> Ask:
         """The request as a chat request. `told`: what the episode has said. Raises RefusedError, naming the field."""
@@ -95,13 +98,18 @@ def read(
     aliases: Mapping[str, Sequence[str]] | None = None,
     remote_images: bool = False,
     refuses_tools: bool = False,
+    refuses_unknown: bool = True,
 ) -> Call:
     """`told`: the request's headers. `aliases`: policy -> other names that it goes by. `refuses_tools`: that a provider would run.
+    `refuses_unknown`: parameters, which are left out otherwise.
 
     Raises RefusedError for what cannot be meant, or a model that the key does not permit.
     """
     body = object_of(raw)
-    ask = dialect.ask(body, conversations)
+    strange = unknown(body, dialect.fields) if dialect.fields else ()
+    if strange and refuses_unknown:
+        raise refuse(strange[0], dialect.fields or frozenset())
+    ask = dialect.ask({name: value for name, value in body.items() if name not in strange}, conversations)
     chat = {name: value for name, value in ask.chat.items() if value is not None}
     if ask.left_out and refuses_tools:
         raise RefusedError(
@@ -109,6 +117,7 @@ def read(
             code="unsupported_tool", param="tools",
         )  # fmt: skip
     check_arguments(chat["messages"])
+    check_results(chat["messages"])
     check_served(body)
     check_limits(chat)
     check_schemas(chat)
@@ -133,7 +142,7 @@ def read(
         kept=ask.kept,
         names=ask.names,
         cuts=ask.cuts,
-        left_out=ask.left_out,
+        left_out=(*strange, *(f"tools.{kind}" for kind in ask.left_out)),
         began_at=time.time(),
         began=time.monotonic(),
     )
@@ -145,7 +154,7 @@ def headers(begun: Begun) -> dict[str, str]:
         **request_headers(call.request_id),
         "x-swarmq-call-id": ", ".join(call_id(call.request_id, i) for i in range(num_choices(begun))),
     }
-    overridden = [*begun.overridden, *ignored(call.body), *(f"tools.{kind}" for kind in call.left_out)]
+    overridden = [*begun.overridden, *ignored(call.body), *call.left_out]
     return {**told, "x-swarmq-overridden": ", ".join(overridden)} if overridden else told
 
 
@@ -280,7 +289,9 @@ def policy_of(model: str, policies: Sequence[str], aliases: Mapping[str, Sequenc
 
 
 def _policy(body: Json, claims: Claims, aliases: Mapping[str, Sequence[str]]) -> str:
-    model = str(body.get("model"))
+    model = body.get("model")
+    if not isinstance(model, str) or not model:
+        raise RefusedError("you must provide a model parameter: the name of a policy", param="model")
     if (policy := policy_of(model, claims.policies, aliases)) is not None:
         return policy
     known = ", ".join(claims.policies)

@@ -51,6 +51,22 @@ def check_arguments(messages: list[Json]) -> None:
                 )
 
 
+def check_results(messages: list[Json]) -> None:
+    """Raise RefusedError for the result of a tool that was never called: templates put it anywhere, or nowhere."""
+    called: set[Any] = set()
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        called.update(
+            str(call.get("id")) for call in (calls if isinstance(calls, list) else ()) if isinstance(call, dict)
+        )
+        if message.get("role") == "tool" and str(message.get("tool_call_id")) not in called:
+            raise RefusedError(
+                f"messages[{number}]: a message of role 'tool' must answer a call of an earlier assistant's message; there is none "
+                f"with the id {message.get('tool_call_id')!r:.100}",
+                param="messages",
+            )
+
+
 def _is_deep(text: str) -> bool:
     try:
         return _deeper(msgspec.json.decode(text), MAX_DEPTH)

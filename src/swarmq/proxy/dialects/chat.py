@@ -9,7 +9,7 @@ from swarmq.engine.protocol import Logprob
 from swarmq.proxy.calls import Ask, Ended, Gained
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects import schemas
+from swarmq.proxy.dialects import fields, schemas
 from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
     count,
@@ -26,18 +26,23 @@ from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SAYING = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_call")
+"""What an assistant's message may have in place of content."""
+
 
 class Chat:
     path = "/v1/chat/completions"
     summary = "OpenAI's chat completions"
     body = schemas.CHAT
+    fields: frozenset[str] | None = fields.CHAT
 
     def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
             raise RefusedError("messages must be a list of at least one message", param="messages")
         for at, message in enumerate(messages):
-            string(message, "role", f"messages[{at}]")
+            _check_message(message, f"messages[{at}]")
         tools, left_out = served_tools(listed(body, "tools"))
         for name in ("stream_options", "response_format"):
             options(body, name)
@@ -46,6 +51,8 @@ class Chat:
         for name in ("logprobs", "parallel_tool_calls"):
             flag(body, name)
         count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
+        if body.get("stream_options") is not None and not flag(body, "stream"):
+            raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
         not_served(body, "functions", "function_call", why="use tools and tool_choice")
         not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
         if (body.get("modalities") or ["text"]) != ["text"]:
@@ -105,6 +112,20 @@ class ChatWriter(ChunkWriter):
             return b""
         self._greeted.add(index)
         return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+
+def _check_message(message: Json, where: str) -> None:
+    """Raise RefusedError for a role that there is not, and for a message that says nothing at all."""
+    role = string(message, "role", where)
+    if role not in ROLES:
+        raise RefusedError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r:.100}", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and not (role == "assistant" and any(message.get(name) for name in SAYING)):
+        raise RefusedError(f"{where}.content is missing", code="missing_required_parameter", param=f"{where}.content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise RefusedError(
+            f"{where}.content must be text or a list of parts", code="invalid_type", param=f"{where}.content"
+        )
 
 
 def model_card(name: str) -> Json:

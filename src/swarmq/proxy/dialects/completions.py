@@ -14,8 +14,8 @@ from swarmq.engine.protocol import Logprob
 from swarmq.proxy.calls import Ask, Ended, Gained, Kept
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects import schemas
-from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, not_served, options
+from swarmq.proxy.dialects import fields, schemas
+from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options
 from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
 from swarmq.proxy.refusals import Refusal, RefusedError
 
@@ -30,10 +30,12 @@ class TextCompletions:
     path = "/v1/completions"
     summary = "OpenAI's completions"
     body = schemas.COMPLETION
+    fields: frozenset[str] | None = fields.COMPLETION
 
     def ask(self, body: Json, told: Conversations) -> Ask:
         prompt = _prompt(body)
-        options(body, "stream_options")
+        if options(body, "stream_options") and not flag(body, "stream"):
+            raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
         not_served(body, "suffix", why="the model does not fill in")
         if (count(body, "best_of") or 1) > (count(body, "n") or 1):
             raise RefusedError("best_of is not served: ask for n", code="unsupported_parameter", param="best_of")

@@ -61,6 +61,7 @@ class Messages:
     path = "/v1/messages"
     summary = "Anthropic's messages"
     body = schemas.MESSAGE
+    fields: frozenset[str] | None = None
 
     def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
         if body.get("max_tokens") is None:

@@ -17,7 +17,7 @@ from swarmq.messages import RESPONSE
 from swarmq.proxy.calls import Ask, Ended, Gained, Kept
 from swarmq.proxy.completion import Begun
 from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects import schemas
+from swarmq.proxy.dialects import fields, schemas
 from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
     answer_id,
@@ -33,6 +33,7 @@ from swarmq.proxy.dialects.base import (
     string,
     top_logprobs,
 )
+from swarmq.proxy.dialects.fields import UNKNOWN
 from swarmq.proxy.refusals import Refusal, RefusedError
 
 Json = dict[str, Any]
@@ -75,6 +76,7 @@ class Responses:
     path = "/v1/responses"
     summary = "OpenAI's responses"
     body = schemas.RESPONSE
+    fields: frozenset[str] | None = fields.RESPONSE
 
     def ask(self, body: Json, told: Conversations) -> Ask:
         not_served(body, "background", why="an answer is waited for or streamed")
@@ -116,8 +118,10 @@ class Responses:
         return ResponseWriter(begun)
 
     def refusal(self, refusal: Refusal) -> Json:
-        param = refusal.param
-        return msgspec.structs.replace(refusal, param=FIELDS.get(param, param) if param else None).body
+        param = refusal.param if refusal.code != UNKNOWN else None
+        if param is None:
+            return refusal.body
+        return msgspec.structs.replace(refusal, param=FIELDS.get(param, param)).body
 
 
 class Items:

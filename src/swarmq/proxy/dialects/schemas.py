@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from swarmq.proxy.sampling import MAX_TOKENS
+
 Json = dict[str, Any]
 
 
@@ -12,17 +14,18 @@ def nullable(*types: str, **more: Any) -> Json:
 
 
 def request(required: tuple[str, ...], **fields: Json) -> Json:
+    """Of OpenAI's dialects. What only vLLM knows may come as well (docs/dialects.md), nothing else."""
     return {
         "type": "object",
         "required": ["model", *required],
         "properties": {"model": {"type": "string", "description": "A policy that the key names."}, **fields},
-        "additionalProperties": True,
+        "additionalProperties": False,
     }
 
 
 FLAG = nullable("boolean")
 NUMBER = nullable("number")
-COUNT = nullable("integer", minimum=1)
+ANSWER = nullable("integer", minimum=1, maximum=MAX_TOKENS)
 OBJECT = nullable("object")
 LIST = nullable("array", items={"type": "object"})
 TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
@@ -44,12 +47,19 @@ CHAT = request(
     messages={
         "type": "array",
         "minItems": 1,
-        "items": {"type": "object", "required": ["role"], "properties": {"role": {"type": "string"}}},
+        "items": {
+            "type": "object",
+            "required": ["role", "content"],
+            "properties": {
+                "role": {"enum": ["system", "developer", "user", "assistant", "tool", "function"]},
+                "content": {"anyOf": [*CONTENT["anyOf"], {"type": "null"}]},
+            },
+        },
     },
     stream=FLAG,
     stream_options=OBJECT,
-    max_completion_tokens=COUNT,
-    max_tokens=COUNT,
+    max_completion_tokens=ANSWER,
+    max_tokens=ANSWER,
     tools=LIST,
     tool_choice=CHOICE,
     parallel_tool_calls=FLAG,
@@ -70,7 +80,7 @@ COMPLETION = request(
     },
     stream=FLAG,
     stream_options=OBJECT,
-    max_tokens=COUNT,
+    max_tokens=ANSWER,
     logprobs=nullable("integer", minimum=0, maximum=20),
     **SAMPLING,
 )
@@ -81,7 +91,7 @@ RESPONSE = request(
     previous_response_id=nullable("string"),
     stream=FLAG,
     store=FLAG,
-    max_output_tokens=COUNT,
+    max_output_tokens=ANSWER,
     tools=LIST,
     tool_choice=CHOICE,
     parallel_tool_calls=FLAG,
@@ -110,15 +120,15 @@ PROMPT: Json = {
 }
 MESSAGE = request(
     ("messages", "max_tokens"),
-    max_tokens={"type": "integer", "minimum": 1},
+    max_tokens={"type": "integer", "minimum": 1, "maximum": MAX_TOKENS},
     stream=FLAG,
     stop_sequences=nullable("array", items={"type": "string"}),
     temperature=NUMBER,
     top_p=NUMBER,
     top_k=nullable("integer"),
     **PROMPT,
-)
-COUNT_TOKENS = request(("messages",), **PROMPT)
+) | {"additionalProperties": True}
+COUNT_TOKENS = request(("messages",), **PROMPT) | {"additionalProperties": True}
 ERROR = {
     "type": "object",
     "required": ["error"],
