@@ -179,7 +179,7 @@ async def test_no_key_is_401(stage):
     ("change", "status", "param"),
     [
         ({"model": "other"}, 404, "model"),
-        ({"model": None}, 404, "model"),
+        ({"model": None}, 400, "model"),
         ({"messages": []}, 400, "messages"),
         ({"messages": "hi"}, 400, "messages"),
         ({"messages": ["hi"]}, 400, "messages"),

@@ -18,7 +18,10 @@ def request(required: tuple[str, ...], **fields: Json) -> Json:
     return {
         "type": "object",
         "required": ["model", *required],
-        "properties": {"model": {"type": "string", "description": "A policy that the key names."}, **fields},
+        "properties": {
+            "model": {"type": "string", "minLength": 1, "description": "A policy that the key names."},
+            **fields,
+        },
         "additionalProperties": False,
     }
 
