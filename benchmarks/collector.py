@@ -26,6 +26,7 @@ from swarmq.messages import (
     EpisodeBegin,
     EpisodeEnd,
     Message,
+    Served,
     Slot,
     Turn,
     VersionSpan,
@@ -72,11 +73,16 @@ def main() -> None:
 
 
 def traffic(episodes: int, turns: int, tokens: int) -> list[Message]:
-    """Groups of episodes, the pieces of a group interleaved as agents running side by side send them."""
+    """Groups of episodes, the pieces of a group interleaved as agents running side by side send them; behind each row of
+    answers the proxy says that they were sent, of the last ones when the ends are there."""
     pieces: list[Message] = []
     for number in range(episodes // GROUP_SIZE):
         members = [list(episode(f"t{number}", repeat, turns, tokens)) for repeat in range(GROUP_SIZE)]
-        pieces += [piece for row in zip(*members, strict=True) for piece in row]
+        told: list[Message] = []
+        for row in zip(*members, strict=True):
+            pieces += [*row, *told]
+            sent = {piece.episode_id: (piece.call_id,) for piece in row if isinstance(piece, Turn)}
+            told = [Served(run=RUN, served_id=new_id(), sent=sent)] if sent else []
     return pieces
 
 
@@ -102,6 +108,7 @@ def episode(task: str, repeat: int, turns: int, tokens: int) -> list[Message]:
             logprobs=pack_floats([-1.0] * tokens),
             versions=(VersionSpan(version=3, start=0, end=tokens),),
             messages=b"x" * 4 * tokens,
+            receipt=True,
         )
         pieces.append(turn)
         parent, shared = turn.call_id, shared + 2 * tokens

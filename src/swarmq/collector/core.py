@@ -70,6 +70,9 @@ EVAL_ROUND = "eval_round"
 MAX_MISNAMED_TOLD = 100
 """Rewards that credit no call and are warned of, in case every episode has others."""
 
+AWAKE_S = 10.0
+"""Between two ticks. If it was longer, the collector was stopped meanwhile, and what an end waits for may lie in the inbox."""
+
 LOST_S = 15.0
 """Tickets that are out, in no queue and used by nobody for so long are nowhere: a client uses one within a moment."""
 
@@ -93,8 +96,11 @@ class Core:
         self.credit.lent, self.credit.is_open = frozenset(state.lent), state.pace == "running"
         self._stored_counts = dict(self.counts)
         self.evals = snapshot.evals or Evals()
+        self._ticked_at = now
         self.is_drained = False
         """Whether all that was under way in a run that drains is trained."""
+        self._heard: dict[str, tuple[list[str], list[str]]] = {}
+        """Episode -> calls that were sent, and withdrawn, as far as that is not in the store."""
         self._misnamed_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
@@ -132,8 +138,11 @@ class Core:
     def tick(self, now: float) -> list[do.Effect]:
         """Time has passed: expire silent episodes, give up on incomplete ones, send overdue groups on."""
         effects: list[do.Effect] = []
+        asleep_s = max(now - self._ticked_at - AWAKE_S, 0.0)
+        self._ticked_at = now
         for episode in list(self.open.values()):
             if episode.end is not None:
+                episode.held_since = min(episode.held_since + asleep_s, now)
                 if now - episode.held_since >= HOLD_S:
                     decided = self._resume(episode, now, waited=True)
                     effects += decided or self._drop(episode, "incomplete" if episode.begin else "no_begin", now)
@@ -205,7 +214,7 @@ class Core:
         return effects
 
     def settle(self) -> list[do.Effect]:
-        """Close a batch: tickets for the credit it freed, and the counters that changed."""
+        """Close a batch: tickets for the credit it freed, what it said of answers, and the counters that changed."""
         usage = self.groups.usage()
         starved, short = (
             (bool(self.short_of()), self.short_of(owed=1)) if self.credit.is_quiet(usage) else (False, set())
@@ -214,6 +223,17 @@ class Core:
         learning = self.learning()
         idle = self.groups.held_by_others(learning) if 0 < len(learning) < len(self.rules.trained) else 0
         effects = self.credit.settle(usage, starved=starved, lacking=lacking, idle=idle)
+        effects += [
+            do.SaveTurn(
+                name,
+                encode(
+                    Served(run=self.rules.run, served_id=name, sent={name: tuple(sent)}, withdrawn={name: tuple(gone)})
+                ),
+            )
+            for name, (sent, gone) in self._heard.items()
+            if name in self.open  # a decision stands without them
+        ]
+        self._heard.clear()
         self.counts[TICKETS_ISSUED] = self.credit.serial
         for name, value in self.counts.items():
             if self._stored_counts.get(name) != value:
@@ -309,9 +329,13 @@ class Core:
                     continue
                 episode, opened = self._open(episode_id, now)
                 effects += opened
-            if not episode.hear(served):
+            sent, withdrawn = episode.hear(served)
+            if not sent and not withdrawn:
                 continue
-            effects += [do.SaveTurn(episode_id, encode(_part(served, episode_id))), *self._resume(episode, now)]
+            heard = self._heard.setdefault(episode_id, ([], []))
+            heard[0].extend(sent)
+            heard[1].extend(withdrawn)
+            effects += self._resume(episode, now)
         return effects
 
     def _end(self, end: EpisodeEnd, body: bytes, now: float) -> list[do.Effect]:
@@ -704,14 +728,6 @@ def _tainted(episode: OpenEpisode, taint: str) -> list[do.Effect]:
         return []
     episode.taint = taint
     return [do.Taint(TAINTS.index(taint), episode.episode_id)]
-
-
-def _part(served: Served, episode_id: str) -> Served:
-    """What it says of one episode."""
-    sent, withdrawn = (
-        {episode_id: told[episode_id]} if episode_id in told else {} for told in (served.sent, served.withdrawn)
-    )
-    return msgspec.structs.replace(served, sent=sent, withdrawn=withdrawn)
 
 
 def _same(one: EpisodeBegin | None, other: EpisodeBegin) -> bool:

@@ -150,13 +150,13 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     taint: str = ""
     """Of `TAINTS`."""
 
-    def hear(self, served: Served) -> bool:
-        """Remember what a proxy said of the answers of this episode; whether any of it is new."""
-        sent, withdrawn = (set(told.get(self.episode_id, ())) for told in (served.sent, served.withdrawn))
-        is_new = not (sent <= self.sent and withdrawn <= self.withdrawn)
-        self.sent |= sent
-        self.withdrawn |= withdrawn
-        return is_new
+    def hear(self, served: Served) -> tuple[list[str], list[str]]:
+        """Remember what a proxy said of the answers of this episode; the calls sent, and withdrawn, that are new."""
+        sent = [call for call in served.sent.get(self.episode_id, ()) if call not in self.sent]
+        withdrawn = [call for call in served.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]
+        self.sent.update(sent)
+        self.withdrawn.update(withdrawn)
+        return sent, withdrawn
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):

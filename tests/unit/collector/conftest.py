@@ -8,7 +8,7 @@ from collections import defaultdict
 import pytest
 
 from swarmq.collector import effects as do
-from swarmq.collector.core import Core
+from swarmq.collector.core import AWAKE_S, Core
 from swarmq.collector.records import Rules
 from swarmq.collector.service import episode_of
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, encode
@@ -65,6 +65,14 @@ class Bench:
             self.run(self.core.take(message, encode(message), self.now))
 
     def wait(self, seconds: float) -> None:
+        """Let time pass, with ticks as often as a collector needs them."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now = min(self.now + AWAKE_S, until)
+            self.run(self.core.tick(self.now))
+
+    def sleep(self, seconds: float) -> None:
+        """Be stopped for so long."""
         self.now += seconds
         self.run(self.core.tick(self.now))
 

@@ -36,6 +36,7 @@ from swarmq.messages import (
     EpisodeEnd,
     Message,
     RefusedTurn,
+    Served,
     Slot,
     Turn,
     decode,
@@ -68,6 +69,8 @@ class Chaos(msgspec.Struct, frozen=True, kw_only=True):
 
     twice: float = 0.1
     lost_answer: float = 0.15
+    silent: float = 0.3
+    """Attempts whose proxies do not say which answers were sent, as those of earlier versions."""
     mute: float = 0.2
     """Attempts that never call some policy."""
     spoilt: float = 0.0
@@ -148,7 +151,7 @@ class Shell:
             gid: (g.kind, g.size, g.running, sorted(g.winners), g.given_up) for gid, g in core.groups.open.items()
         }
         published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
-        opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint) for e in core.open.values()}
+        opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint, e.sent, e.withdrawn) for e in core.open.values()}
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
         return figures(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
 
@@ -245,6 +248,8 @@ class Client:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.news: list[Served] = []
+        """What proxies have not said yet."""
         self.steps = self.work()
 
     def work(self) -> Iterator[None]:
@@ -265,7 +270,7 @@ class Client:
                 world.tickets[kind].append(ticket)
 
     def attempt(self, slot: Slot, kind: str, attempt: int, ticket: str) -> Iterator[None]:
-        world, rng, chaos, rules = self.world, self.world.rng, self.world.chaos, self.world.scene.rules
+        world, rules = self.world, self.world.scene.rules
         episode_id = f"e{len(world.truths)}"
         truth = world.truths[episode_id] = Truth(slot=slot, kind=kind)
         world.send(
@@ -283,8 +288,24 @@ class Client:
             )
         )
         yield
+        self.news.clear()
         yield from self.calls(episode_id, truth)
-        fate = rng.random()
+        yield from self.end(episode_id, truth, attempt)
+        self.tell(episode_id)  # at once: an end does not wait for ever
+
+    def tell(self, episode_id: str) -> None:
+        """The proxies catch up."""
+        if self.news:
+            told = {
+                name: {episode_id: tuple(call for one in self.news for call in getattr(one, name).get(episode_id, ()))}
+                for name in ("sent", "withdrawn")
+            }
+            self.world.send(Served(run=RUN, served_id=self.news[0].served_id, **told))
+            self.news.clear()
+
+    def end(self, episode_id: str, truth: Truth, attempt: int) -> Iterator[None]:
+        world, rng, chaos, rules = self.world, self.world.rng, self.world.chaos, self.world.scene.rules
+        slot, kind, fate = truth.slot, truth.kind, rng.random()
         if fate < chaos.vanishes:
             world.slots[kind].insert(rng.choice([0, len(world.slots[kind])]), (slot, attempt + 1))
             if rng.random() > chaos.undead:
@@ -311,6 +332,7 @@ class Client:
         """A conversation per policy, each call continuing the one before; answers get lost and are asked for again."""
         rng, chaos = self.world.rng, self.world.chaos
         serial = 0
+        speaks = rng.random() >= chaos.silent
         for policy in self.world.scene.rules.trained:
             last: tuple[str, tuple[int, ...]] | None = None
             num = rng.randrange(1, self.world.scene.max_calls + 1) if rng.random() >= chaos.mute else 0
@@ -331,6 +353,8 @@ class Client:
                         request_id=call_id,
                         request_digest=f"{policy}{number}",
                         retry=retry if headed else 0,
+                        counts_retries=headed,
+                        receipt=speaks,
                         parent=parent,
                         shared=len(known),
                         prompt_ids=array("i", prompt).tobytes(),
@@ -341,9 +365,20 @@ class Client:
                     truth.spoilt |= spoilt
                     refused = RefusedTurn(run=RUN, episode_id=episode_id, call_id=call_id, reason="spoilt")
                     self.world.send(refused if spoilt else turn)
+                    if speaks:
+                        self.say(episode_id, call_id, is_lost=lost and not retry)
                     yield
                 truth.answered[call_id] = (policy, known + prompt)
                 last = (call_id, known + prompt + sampled)
+
+    def say(self, episode_id: str, call_id: str, *, is_lost: bool) -> None:
+        """What the proxy says of an answer, now or later. One that was lost it has refused, or sent, or was killed over."""
+        told = {episode_id: (call_id,)}
+        fates = [{"withdrawn": told}, {"sent": told}, {}] if is_lost else [{"sent": told}]
+        if fate := self.world.rng.choice(fates):
+            self.news.append(Served(run=RUN, served_id=f"{episode_id}.{call_id}", **fate))
+        if self.world.rng.random() < 0.5:
+            self.tell(episode_id)
 
 
 # ------------------------------------------------------------------------------------------------ learner

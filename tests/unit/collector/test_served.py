@@ -80,6 +80,13 @@ def test_an_answer_of_which_a_killed_proxy_has_not_spoken_is_not_trained(bench):
     assert (bench.core.counts["unseen_turns"], bench.core.counts["orphan_turns"]) == (1, 1)
 
 
+def test_while_a_collector_is_stopped_no_end_waits_in_vain(bench):
+    bench.take(begin(), told("a"), end())
+    bench.sleep(10 * HOLD_S)
+    bench.take(sent("a"))
+    assert trained(bench) == ["a"]
+
+
 def test_an_answer_that_the_agent_continued_was_received_whatever_was_said(bench):
     bench.take(begin(), told("a"), told("b", parent="a", shared=3), sent("b"), end())
     assert trained(bench) == ["a", "b"]
