@@ -139,6 +139,26 @@ def tail(path: Path, lines: int = 15) -> str:
         return ""
 
 
+def titled_children(pid: int, title: str) -> dict[int, str]:
+    """Child of the process -> its title, of those whose begins like this; none where the system does not tell (anything but Linux)."""
+    found = {}
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            for child in map(int, children.read_text().split()):
+                name = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                if name.startswith(title):
+                    found[child] = name
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process runs: one that has ended and that nobody has asked for its status does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 async def stop_group(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
     """SIGTERM to the process, SIGKILL to its whole session when it is still there after `grace_s`."""
     if process.returncode is None:

@@ -238,25 +238,74 @@ async def _some_probes():
         await asyncio.sleep(0.001)
 
 
-async def test_calls_wait_for_an_engine_with_the_weights_that_the_run_goes_on_with_and_for_no_later_one():
+async def test_calls_wait_for_an_engine_with_the_weights_that_the_run_goes_on_with():
     pool = pool_of(2, resumed_at=20)
-    slow, quick = (lane.engine for lane in pool.lanes)
-    waiting = asyncio.create_task(pool.pushed())
+    _, quick = (lane.engine for lane in pool.lanes)
+    waiting = asyncio.create_task(pool.ready())
     for version in (0, 19):
         quick.version = version
         await pool.probe()
         assert not waiting.done()
     quick.version = 20
     await pool.probe()
-    await waiting
-    quick.version, slow.down = 0, True  # started again
+    assert await waiting
+
+
+async def test_calls_wait_while_the_only_engine_that_answers_was_started_again_with_weights_too_old_to_train_from():
+    pool = pool_of(2, max_behind=4)
+    gone, again = (lane.engine for lane in pool.lanes)
+    gone.version = again.version = 20
     await pool.probe()
-    await pool.pushed()
+    again.version, gone.down = 15, True
+    await pool.probe()
+    waiting = asyncio.create_task(pool.ready())
+    await _some_probes()
+    assert not waiting.done()
+    again.version = 16
+    await pool.probe()
+    assert await waiting
+
+
+async def test_an_outage_is_told_when_it_has_lasted_and_when_it_is_over(monkeypatch):
+    monkeypatch.setattr("swarmq.proxy.pool.TELL_AFTER_S", 0.0)
+    pool = pool_of(1)
+    await pool.probe()
+    assert pool.news() == ""
+    pool.lanes[0].engine.down = True
+    await pool.probe()
+    assert pool.news() == "no engine answers: calls wait for one, at most 540 s in all (0 do)"
+    assert pool.news() == ""
+    pool.lanes[0].engine.down = False
+    await pool.probe()
+    assert pool.news() == "an engine answers again after 0 s: calls go on"
+    assert pool.news() == ""
+
+
+async def test_calls_outlast_an_engine_that_is_away_and_people_hear_of_it(stages, monkeypatch):
+    monkeypatch.setattr("swarmq.proxy.pool.TELL_AFTER_S", 0.0)
+    async with stages(engine_wait_s=60.0) as stage, stage.broker.events("r") as events, asyncio.timeout(30):
+        stage.engine.down = True
+        asking = [asyncio.create_task(stage.ask(HI)), asyncio.create_task(stage.stream(HI))]
+        async for event in events:
+            if event.name == "warning" and "no engine answers" in event.fields["text"]:
+                break
+        assert not any(call.done() for call in asking)
+        for line in ("one", "two"):
+            stage.engine.say(line)
+        stage.engine.down = False
+        await asyncio.gather(*asking)
+
+
+async def test_calls_that_wait_too_long_for_an_engine_are_told_to_come_back(stages):
+    async with stages(engine_wait_s=0.2) as stage, asyncio.timeout(30):
+        stage.engine.down = True
+        status, error = await stage.refused({"model": "main", "messages": [HI]})
+        assert (status, error["code"]) == (503, "engine_unavailable")
 
 
 async def test_where_a_run_goes_on_calls_to_what_was_trained_wait_and_others_do_not(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path)) as stage, asyncio.timeout(30):
+    async with stages(folder=str(tmp_path), engine_wait_s=600.0) as stage, asyncio.timeout(30):
         for line in "abcd":
             stage.engine.say(line)
         asking, key = asyncio.create_task(stage.ask(HI)), stage.key("e2", policies=("other",))
@@ -266,10 +315,9 @@ async def test_where_a_run_goes_on_calls_to_what_was_trained_wait_and_others_do_
         assert answers == [*"abcd"]
 
 
-async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages, tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.proxy.pool.PUSHED_WITHIN_S", 0.2)
+async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path)) as stage, asyncio.timeout(30):
+    async with stages(folder=str(tmp_path), engine_wait_s=0.2) as stage, asyncio.timeout(30):
         for line in ("one", "two"):
             stage.engine.say(line)
         await asyncio.gather(stage.ask(HI), stage.ask(HI))
@@ -277,7 +325,7 @@ async def test_calls_do_not_wait_for_ever_for_weights_that_nobody_pushes(stages,
 
 async def test_a_call_waits_for_weights_as_long_as_a_call_may_take(stages, tmp_path):
     (tmp_path / "r" / "main" / "checkpoints" / "step-00000020").mkdir(parents=True)
-    async with stages(folder=str(tmp_path), request_timeout_s=0.2) as stage:
+    async with stages(folder=str(tmp_path), request_timeout_s=0.2, engine_wait_s=600.0) as stage:
         body = {"model": "main", "messages": [HI]}
         status, error = await stage.refused(body)
         assert (status, error["code"]) == (504, "deadline_exceeded")

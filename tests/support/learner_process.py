@@ -108,6 +108,7 @@ class Report(NamedTuple):
     pause_s: float = 0.0
     total_s: float = 0.0
     pauses: dict[str, float] = {}  # noqa: RUF012
+    replaced: tuple[str, ...] = ()
 
 
 class Recorder:

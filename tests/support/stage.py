@@ -55,6 +55,7 @@ async def staged(
     aliases: Any = (),
     broker: MemoryBroker | None = None,
     most_connections: int = 4096,
+    engine_wait_s: float = 0.0,
     **settings,
 ) -> AsyncIterator[Stage]:
     urls = [f"scripted://{i}" for i in range(engines)]
@@ -91,6 +92,7 @@ async def staged(
         opener=opener,
         number=number,
         watchers=watchers,
+        engine_wait_s=engine_wait_s,
     )
     async with served(app, settings=job.proxy, most_connections=most_connections) as url, ClientSession() as http:
         stage = Stage(url, RUN, http)

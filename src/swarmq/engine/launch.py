@@ -32,7 +32,7 @@ from swarmq.engine.versions import check_version
 from swarmq.engine.watch import PauseWatch
 from swarmq.engine.weights_plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
 from swarmq.errors import EngineError, MissingExtraError
-from swarmq.process import die_with_parent, port_is_free, stop_group, tail
+from swarmq.process import die_with_parent, is_alive, port_is_free, stop_group, tail, titled_children
 
 __all__ = ["EngineProcess", "check_arguments", "check_model"]
 
@@ -43,6 +43,12 @@ CONTEXT = 4096
 """Most tokens of a call where nobody has chosen, and without a GPU."""
 POLL_S = 0.2
 WATCH_S = 15.0
+LOOK_S = 1.0
+"""Between two looks whether a server has lost a process that it needs, or takes no connections any more."""
+SETTLE_S = 0.5
+"""A server that ends by itself does so this soon after its processes."""
+TITLE = "VLLM::"
+"""Begins the titles of the processes that a server starts."""
 STOP_GRACE_S = 10.0
 
 CPU_CACHE = "VLLM_CPU_KVCACHE_SPACE"
@@ -95,6 +101,8 @@ class EngineProcess:
         self._gpus = gpus
         self._progress = progress or (lambda _stage: None)
         self._process: asyncio.subprocess.Process | None = None
+        self._children: dict[int, str] = {}
+        """Pid -> title, of the processes without which the server can answer nothing."""
 
     async def __aenter__(self) -> Self:
         await self._start()
@@ -106,17 +114,49 @@ class EngineProcess:
         await self._stop()
 
     async def wait(self) -> int:
-        """The exit status, once the server has ended. One that was left paused is resumed or, in doubt, ended."""
+        """The exit status, once the server has ended. One that lost its engine core, or closed its port, though its process lives, is
+        killed within seconds; one that was left paused is resumed or, in doubt, ended."""
         assert self._process is not None
         self.given_up = ""
-        async with EngineControl(self.url, secret=self.secret) as control, asyncio.TaskGroup() as tasks:
+        async with asyncio.TaskGroup() as tasks:
             ended = tasks.create_task(self._process.wait())
-            watch = PauseWatch(control)
-            while not (await asyncio.wait({ended}, timeout=WATCH_S))[0]:
-                if await watch.look(time.monotonic()):
-                    self.given_up = watch.reason
-                    await self._stop()
+            watchers = [tasks.create_task(self._lost()), tasks.create_task(self._beyond_help())]
+            done, _ = await asyncio.wait({ended, *watchers}, return_when=asyncio.FIRST_COMPLETED)
+            if not (await asyncio.wait({ended}, timeout=SETTLE_S))[0]:
+                self.given_up = next(task.result() for task in watchers if task in done)
+                await self._stop(grace_s=0.0 if watchers[0] in done else STOP_GRACE_S)
+            for watcher in watchers:
+                watcher.cancel()
             return ended.result()
+
+    async def _lost(self) -> str:
+        """Return why the server can answer nobody any more, once that is so."""
+        while True:  # nothing tells of it
+            await asyncio.sleep(LOOK_S)
+            if lost := next((title for pid, title in self._children.items() if not is_alive(pid)), None):
+                return f"lost its {lost} (killed for want of memory?)"
+            if await self._refuses():
+                return "takes no connections any more, though its process lives"
+
+    async def _refuses(self) -> bool:
+        try:
+            async with asyncio.timeout(LOOK_S):
+                _, writer = await asyncio.open_connection(HOST, self._port)
+        except ConnectionRefusedError:
+            return True
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return False
+
+    async def _beyond_help(self) -> str:
+        """Return why only a restart helps, once that is so."""
+        async with EngineControl(self.url, secret=self.secret) as control:
+            watch = PauseWatch(control)
+            while True:
+                await asyncio.sleep(WATCH_S)
+                if await watch.look(time.monotonic()):
+                    return watch.reason
 
     async def restart(self) -> None:
         """Start again on the same port, with the weights on disk. Raises EngineError."""
@@ -176,6 +216,7 @@ class EngineProcess:
                     raise await self._failed(f"ended with status {process.returncode} while it started", cause)
                 await asyncio.sleep(POLL_S)
             await engine.status()
+        self._children = titled_children(process.pid, TITLE)
 
     async def _failed(self, what: str, cause: str = "") -> EngineError:
         await self._stop()
@@ -184,9 +225,9 @@ class EngineProcess:
             return EngineError(f"{what}: {cause}; its log is {self.log_path}")
         return EngineError(f"{what}; the end of {self.log_path}:\n{tail(self.log_path)}")
 
-    async def _stop(self) -> None:
+    async def _stop(self, grace_s: float = STOP_GRACE_S) -> None:
         if self._process is not None:
-            await stop_group(self._process, grace_s=STOP_GRACE_S)
+            await stop_group(self._process, grace_s=grace_s)
 
 
 def is_cuda_build() -> bool:

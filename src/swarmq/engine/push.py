@@ -98,8 +98,8 @@ class WeightPusher:
         current: Callable[[], Sequence[str]] | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """`secret`: what the engines ask every caller for. `patience_s`: how long to wait for an engine to come back when none takes the push (one that died is being
-        started again, and there is nothing to learn from without any). `current` gives the engines of each moment,
+        """`secret`: what the engines ask every caller for. `patience_s`: how long to wait for an engine to come back when it is to sleep (one that died is being started
+        again, and takes its memory). `current` gives the engines of each moment,
         where they come and go; `engine_urls` are those of the beginning. `check` raises when these engines are another pusher's
         by now; it is asked before each update."""
         staging = Staging()
@@ -118,6 +118,8 @@ class WeightPusher:
         self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
         self._doubts: Counter[str] = Counter()
+        self._steps: dict[str, int | None] = {}
+        """How many an engine in doubt had computed."""
         self._silent: dict[str, Silence] = {}
         self._loads: dict[str, Loads] = {}
         """Of each engine that took a push of ours: who changed its weights since is not us."""
@@ -128,7 +130,7 @@ class WeightPusher:
 
     def push(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Serve these weights as `version` everywhere. Raises EngineError when not one engine took them."""
-        return asyncio.run(self._push(distinct(named_tensors), version, self._engines(), self._patience_s))
+        return asyncio.run(self._push(distinct(named_tensors), version, self._engines()))
 
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport:
         """Push to the engines that do not serve `version` as this pusher sent it (started again, left paused or in doubt, taken
@@ -138,8 +140,7 @@ class WeightPusher:
         self.failing = {url: reason for url, reason in self.failing.items() if url in behind}
         if not behind:
             return PushReport(version=version)
-        patience_s = self._patience_s if len(behind) == len(urls) else 0.0
-        report = asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s))
+        report = asyncio.run(self._push(distinct(named_tensors), version, behind))
         replaced = tuple(sorted(self._changed & report.ways.keys()))
         self._changed -= report.ways.keys()
         return msgspec.structs.replace(report, replaced=replaced)
@@ -150,7 +151,7 @@ class WeightPusher:
         urls = self._engines()
         doubtful = asyncio.run(_each(urls, self._get_going))
         if behind := tuple(url for url in urls if doubtful[url]):
-            asyncio.run(self._push(distinct(named_tensors), version, behind, patience_s=0.0))
+            asyncio.run(self._push(distinct(named_tensors), version, behind))
 
     def sleep(self) -> None:
         """Have all engines give their GPUs' memory back until `wake`. One that is being started again is waited for while
@@ -207,11 +208,11 @@ class WeightPusher:
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _push(self, tensors: Tensors, version: int, urls: Sequence[str], patience_s: float) -> PushReport:
+    async def _push(self, tensors: Tensors, version: int, urls: Sequence[str]) -> PushReport:
         began = time.perf_counter()
         shipment = Shipment(self._transfers, tensors, version)
         try:
-            outcome = await self._until_taken(urls, shipment, patience_s)
+            outcome = await self._offer(urls, shipment)
         finally:
             shipment.withdraw()
         taken = {url: result for url, result in outcome.items() if isinstance(result, Taken)}
@@ -225,23 +226,20 @@ class WeightPusher:
             failed=_failed(outcome),
         )
 
-    async def _until_taken(self, urls: Sequence[str], shipment: Shipment, patience_s: float) -> Outcome:
-        deadline = time.monotonic() + patience_s
-        while True:
-            routes = await _each(urls, lambda url: self._route(url, adapted=shipment.adapted))
-            for route in routes.values():
-                if isinstance(route, Route):
-                    shipment.publish(route)  # of every way before the first pause begins
-            outcome = await self._update_all(routes, shipment)
-            self._note(outcome)
-            failures = [result for result in outcome.values() if isinstance(result, EngineError)]
-            if len(failures) < len(outcome):
-                return outcome
-            refused = any(isinstance(error, EngineRefusedError) for error in failures)
-            if refused or time.monotonic() >= deadline:
-                raise EngineError(f"no engine took version {shipment.version}: {failures[0]}") from failures[0]
-            self._silent.clear()  # there is nobody whom they hold up
-            await asyncio.sleep(RETRY_S)  # nothing tells when a server that is gone is back
+    async def _offer(self, urls: Sequence[str], shipment: Shipment) -> Outcome:
+        """Once: an engine that does not answer now may be minutes away, and `ensure` brings it up to date when it is back."""
+        routes = await _each(urls, lambda url: self._route(url, adapted=shipment.adapted))
+        for route in routes.values():
+            if isinstance(route, Route):
+                shipment.publish(route)  # of every way before the first pause begins
+        outcome = await self._update_all(routes, shipment)
+        self._note(outcome)
+        failures = [result for result in outcome.values() if isinstance(result, EngineError)]
+        if len(failures) == len(outcome):
+            if self._silent.keys() >= set(self._engines()):
+                self._silent.clear()  # there is nobody whom they hold up
+            raise EngineError(f"no engine took version {shipment.version}: {failures[0]}") from failures[0]
+        return outcome
 
     def _note(self, outcome: Outcome) -> None:
         others = {url: reason for url, reason in self.failing.items() if url not in outcome}
@@ -304,16 +302,21 @@ class WeightPusher:
                         self._unfit.add((url, way, route.workers))
                 else:
                     self._doubts.pop(url, None)
+                    self._steps.pop(url, None)
                     self._loads[url] = _loads(engine.served)
                     return Taken(pause_s=pause_s, way=way)
-            await self._judge(engine, shipment.version)
+            await self._judge(engine, shipment.version, failed)
         return failed
 
-    async def _judge(self, engine: EngineControl, version: int) -> None:
+    async def _judge(self, engine: EngineControl, version: int, failed: EngineError) -> None:
         """Condemn an engine that pushes leave in doubt, or that cannot be paused or resumed, again and again: started by us, it is
-        started again."""
+        started again. One that took too long to answer, and has computed since the last time, is only busy."""
         if not engine.at_fault:
             return
+        if isinstance(failed, EngineSilentError):
+            before, self._steps[engine.url] = self._steps.get(engine.url), await engine.steps()
+            if before not in (None, self._steps[engine.url]):
+                return
         self._doubts[engine.url] += 1
         if self._doubts[engine.url] < DOUBTS:
             return

@@ -14,7 +14,7 @@ from swarmq.errors import EngineError
 log = structlog.get_logger()
 
 SILENCE_S = 300.0
-"""A server that has not said how it is for so long does not come back by itself."""
+"""A server that has not said how it is for so long, nor computed anything, does not come back by itself."""
 
 
 class PauseWatch:
@@ -25,6 +25,7 @@ class PauseWatch:
         self.reason = ""
         """Why it must be restarted."""
         self._silent_since: float | None = None
+        self._steps: int | None = None
         self._paused_since: float | None = None
 
     async def look(self, now: float) -> bool:
@@ -32,7 +33,7 @@ class PauseWatch:
         try:
             status = await self._engine.status()
         except EngineError:
-            return self._silent(now)  # dead, which who waits for the process will see, busy, or stuck
+            return await self._silent(now)  # dead, which who waits for the process will see, busy, or stuck
         self._silent_since = None
         if status.condemned:
             return self._beyond_help(f"was given up by its learner ({status.label})")
@@ -51,8 +52,9 @@ class PauseWatch:
         self._paused_since = None
         return False
 
-    def _silent(self, now: float) -> bool:
-        if self._silent_since is None:
+    async def _silent(self, now: float) -> bool:
+        before, self._steps = self._steps, await self._engine.steps()
+        if self._silent_since is None or self._steps not in (None, before):
             self._silent_since = now
         if now - self._silent_since <= SILENCE_S:
             return False

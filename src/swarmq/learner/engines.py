@@ -76,6 +76,11 @@ class Engines:
         self._failing: frozenset[str] = frozenset()
         """Urls that people were told of."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are engines, and none is known to serve the current weights."""
+        return self._pusher is not None and not self._current
+
     def sleep(self) -> None:
         """Those that take turns with the learner give their memory back."""
         if self._take_turns and self._pusher:

@@ -82,9 +82,9 @@ class Link:
             self._process.kill()
             self._process.wait()
 
-    def next(self, *, idle: Idle, idle_s: float) -> records.Batch | records.Save | None:
+    def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.Batch | records.Save | None:
         """Wait for what to do next; None when asked to stop or the last step is done. `idle` is called when the wait begins (nothing is left to
-        replay, no batch is full) and again every `idle_s` seconds.
+        replay, no batch is full) and again every `idle_s()` seconds.
 
         Raises LearnerError when the I/O process cannot go on.
         """
@@ -96,7 +96,7 @@ class Link:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
                 selector.register(self._stop.wakeup, selectors.EVENT_READ)
-                ready = [key.fileobj for key, _ in selector.select(idle_s)]
+                ready = [key.fileobj for key, _ in selector.select(idle_s())]
             if self._socket in ready:
                 match self._receive():
                     case records.Batch() | records.Save() as message:

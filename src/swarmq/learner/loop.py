@@ -49,6 +49,8 @@ log = structlog.get_logger()
 
 ENSURE_EVERY_S = 10.0
 """While waiting for a batch: how often engines are asked whether they serve the current weights."""
+BEHIND_EVERY_S = 2.0
+"""The same while none is known to serve them, as when they are being started again."""
 
 TEACHER_TOLD_S = 60.0
 """Between two warnings that a batch waits for its teacher."""
@@ -191,7 +193,7 @@ class Learner:
         if self.stop.asked:
             return Command("stop")
         link.tell(records.Phase(phase="waiting"))
-        match link.next(idle=partial(self._while_waiting, link), idle_s=ENSURE_EVERY_S):
+        match link.next(idle=partial(self._while_waiting, link), idle_s=self._idle_s):
             case records.Batch(record=record, replayed=replayed, figures=figures):
                 self._check_tokenizers()
                 if not self._teacher_answers(link):
@@ -243,6 +245,9 @@ class Learner:
         torch.cuda.empty_cache()
         self._meet()
         self.engines.wake()
+
+    def _idle_s(self) -> float:
+        return BEHIND_EVERY_S if self.engines.behind else ENSURE_EVERY_S
 
     def _while_waiting(self, link: Link, *, again: bool) -> None:
         self._saved(link)

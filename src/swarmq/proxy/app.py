@@ -34,6 +34,7 @@ from swarmq.proxy.gate import Gate
 from swarmq.proxy.memory import Episodes
 from swarmq.proxy.meter import Meter
 from swarmq.proxy.metrics import CONTENT_TYPE, Metrics
+from swarmq.proxy.pool import WAIT_S
 from swarmq.proxy.recorder import Publisher, Recorder
 from swarmq.proxy.refusals import RefusedError, refusal_of
 from swarmq.proxy.served import Serving
@@ -61,12 +62,14 @@ def create_app(
     episodes: Episodes | None = None,
     opener: Opener | None = None,
     watchers: Sequence[Callable[[Turn, float], None]] = (),
+    engine_wait_s: float = WAIT_S,
 ) -> Litestar:
     """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
 
     `number` is its own among the run's proxies. `opener` opens engines that are added while it serves. With `tuning` and
     `episodes`, which are to hear the run's events (`follow`), settings can change meanwhile and ended episodes are forgotten.
-    `watchers` are told of every turn that is confirmed, with the seconds that took.
+    `watchers` are told of every turn that is confirmed, with the seconds that took. `engine_wait_s`: how long calls wait where no
+    engine can answer.
     """
     meter = Meter(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
     source = f"proxy.{number}"
@@ -79,6 +82,7 @@ def create_app(
         probe_every_s=job.proxy.probe_every_s,
         opener=opener,
         resumed_at={name: job.run_folder.newest_checkpoint(name) for name in job.policies if name not in job.frozen},
+        wait_s=engine_wait_s,
     )
     pools = fleet.pools
     completions = Completions(
@@ -138,7 +142,7 @@ def create_app(
     @asynccontextmanager
     async def reporting(_: Litestar) -> AsyncIterator[None]:
         async with asyncio.TaskGroup() as tasks:
-            reporter = tasks.create_task(_report(job.run, source, meter, episodes, broker, state_every_s))
+            reporter = tasks.create_task(_report(job.run, source, meter, episodes, fleet, broker, state_every_s))
             others = [tasks.create_task(serving.tell()), tasks.create_task(refused.tell(job.run, source, broker))]
             yield
             for task in (reporter, *others):
@@ -233,12 +237,14 @@ async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], N
                 hear(event)
 
 
-async def _report(run: str, source: str, meter: Meter, episodes: Episodes, broker: Publisher, every_s: float) -> None:
+async def _report(
+    run: str, source: str, meter: Meter, episodes: Episodes, fleet: Fleet, broker: Publisher, every_s: float
+) -> None:
     while True:
         episodes.sweep()
         fields = meter.fields() | episodes.fields()
         await broker.emit(Event(run=run, source=source, name="state", at=time.time(), fields=fields))
-        for text in (*meter.alerts(), *episodes.alerts()):
+        for text in (*meter.alerts(), *episodes.alerts(), *fleet.news()):
             log.warning("warning", text=text)
             await broker.emit(Event(run=run, source=source, name="warning", at=time.time(), fields={"text": text}))
         await asyncio.sleep(every_s)

@@ -118,7 +118,7 @@ class Completions:
             counts["calls"] += 1
             try:
                 with closing(Deadline(call.began, self._timeout_s)) as deadline, deadline:
-                    await self._pools[call.policy].pushed()
+                    await self._pools[call.policy].ready()
                     held.callback((await self._gate.enter()).give_back)
                     begun = await self._somewhere(call, memory, partial(self._begin_on, call=call, memory=memory))
             except BaseException:
@@ -130,7 +130,18 @@ class Completions:
             return begun
 
     async def _somewhere(self, call: Call, memory: Memory, attempt: Callable[[Lane], Awaitable[T]]) -> T:
-        """On the engine that suits best; on another one where it fails."""
+        """On the engine that suits best; on another one where it fails, or when one is back where all are gone."""
+        pool = self._pools[call.policy]
+        while True:
+            try:
+                return await self._somewhere_now(call, memory, attempt)
+            except EngineRefusedError:
+                raise
+            except EngineError:
+                if not await pool.out() or not await pool.ready():
+                    raise
+
+    async def _somewhere_now(self, call: Call, memory: Memory, attempt: Callable[[Lane], Awaitable[T]]) -> T:
         failure = EngineError(f"policy {call.policy} has no engine")
         for lane in self._pools[call.policy].order(memory.lanes.get(call.policy), call.claims.episode_id):
             try:

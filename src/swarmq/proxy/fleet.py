@@ -16,7 +16,7 @@ from swarmq.engine.protocol import Engine
 from swarmq.engine.roster import Roster
 from swarmq.engine.same_tokens import check_joins, ids_of
 from swarmq.errors import EngineError
-from swarmq.proxy.pool import EngineView, Lane, Pool
+from swarmq.proxy.pool import WAIT_S, EngineView, Lane, Pool
 from swarmq.proxy.refusals import RefusedError
 
 Opener = Callable[[str], contextlib.AbstractAsyncContextManager[Engine]]
@@ -36,12 +36,13 @@ class Fleet:
         probe_every_s: float,
         opener: Opener | None = None,
         resumed_at: Mapping[str, int] | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         """`engines` are opened and closed by the caller, those that come later with `opener`. `resumed_at`: policy -> the
-        version that it goes on with, where it was trained before."""
+        version that it goes on with, where it was trained before. `wait_s`: how long calls wait for an engine in an outage."""
         versions = resumed_at or {}
         self.pools = {
-            name: Pool(given, max_behind=max_behind, resumed_at=versions.get(name, 0))
+            name: Pool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
             for name, given in engines.items()
         }
         self.roster = roster
@@ -64,6 +65,10 @@ class Fleet:
 
     def views(self) -> dict[str, list[EngineView]]:
         return {name: [lane.view for lane in pool.lanes] for name, pool in self.pools.items()}
+
+    def news(self) -> list[str]:
+        """A line for each policy whose engines went away or came back since this was last asked."""
+        return [f"policy {name}: {line}" for name, pool in self.pools.items() if (line := pool.news())]
 
     async def follow(self) -> None:
         """Make the pools what the roster says. Raises EngineError for a roster that cannot be read."""

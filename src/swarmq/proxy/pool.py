@@ -4,8 +4,9 @@ An episode stays with the engine that has its prefix cached, unless far more is 
 where least is open; where that is the same, every proxy makes the same choice for an episode. An engine that is being
 drained gets nothing new; one that failed, or serves weights too old to train from, is asked last.
 
-Where a run goes on, engines begin with the initial model until the learner has loaded its checkpoint and pushed: what they
-sampled before would be dropped as stale, so calls wait for the push.
+Calls wait where they would be in vain: while no engine answers (one that died is being started again), and while all that answer
+have weights too old to train from. An engine that was started again has the initial model until the learner has pushed to it, as
+all have where a run goes on: what they sample before would be dropped as stale.
 """
 
 from __future__ import annotations
@@ -35,9 +36,13 @@ LATELY = 0.2
 CROWDED = 16
 """An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
 
-PUSHED_WITHIN_S = 540.0
-"""For so long after the start calls wait for the weights that a run goes on with; then they go on without, as where no learner
+WAIT_S = 540.0
+"""For so long calls wait for an engine that answers and has weights to train from; then they go on without, as where no learner
 comes. The collector gives an episode without a model call up a little later (`groups.silence_s`)."""
+TELL_AFTER_S = 2.0
+"""People hear of an outage that lasts longer."""
+START_S = 60.0
+"""The same where a run goes on, which begins with one."""
 
 log = structlog.get_logger()
 
@@ -123,16 +128,26 @@ class Lane:
 
 
 class Pool:
-    def __init__(self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0, wait_s: float = WAIT_S
+    ) -> None:
         """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice.
-        `resumed_at`: the version that the run goes on with; 0 for one that begins."""
+        `resumed_at`: the version that the run goes on with; 0 for one that begins. `wait_s`: how long calls wait in an outage."""
         self.lanes = [Lane(engine) for engine in engines]
         self._max_behind = max_behind
-        self._resumed_at = resumed_at
-        self._waits_until = time.monotonic() + PUSHED_WITHIN_S
-        self._pushed = asyncio.Event()
+        self._oldest = resumed_at
+        """The first version that can be trained from."""
+        self._wait_s = wait_s
+        self._out_since = time.monotonic()
+        """Of the present outage, or the newest one."""
+        self._ready = asyncio.Event()
         if not resumed_at:
-            self._pushed.set()
+            self._ready.set()
+        self._waiting = 0
+        self._told = False
+        self._tell_after_s = START_S
+        self._probing = asyncio.Lock()
+        self._probed_at = float("-inf")
 
     def order(self, favourite: Lane | None, episode_id: str = "") -> list[Lane]:
         """Lanes in the order to try them; none that is draining."""
@@ -156,19 +171,46 @@ class Pool:
     def num_healthy(self) -> int:
         return sum(lane.healthy and not lane.draining for lane in self.lanes)
 
-    async def pushed(self) -> None:
-        """Return once an engine has had the weights that the run goes on with, or PUSHED_WITHIN_S after the start."""
-        if self._pushed.is_set():
-            return
-        try:
-            async with asyncio.timeout(self._waits_until - time.monotonic()):
-                await self._pushed.wait()
-        except TimeoutError:
-            if not self._pushed.is_set():
-                log.warning("weights_not_pushed", version=self._resumed_at, consequence="calls wait for them no longer")
-            self._pushed.set()
+    async def ready(self) -> bool:
+        """Whether an engine answers that has weights to train from; waits for one in an outage, which may last `wait_s` in all."""
+        if not self._ready.is_set():
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._out_since + self._wait_s - time.monotonic()):
+                    await self._ready.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting -= 1
+        return self._ready.is_set()
+
+    async def out(self) -> bool:
+        """Whether there is an outage, as of now: asks the engines, together for all who ask at the same time."""
+        asked_at = time.monotonic()
+        async with self._probing:
+            if self._probed_at < asked_at:
+                await self.probe()
+        return not self._ready.is_set()
 
     async def probe(self) -> None:
+        began = time.monotonic()
         await asyncio.gather(*(lane.probe() for lane in self.lanes))
-        if any((lane.version or 0) >= self._resumed_at for lane in self.lanes):
-            self._pushed.set()
+        self._probed_at = began
+        self._oldest = max([self._oldest, *((lane.version or 0) - self._max_behind for lane in self.lanes)])
+        if any(lane.healthy and not lane.draining and (lane.version or 0) >= self._oldest for lane in self.lanes):
+            self._ready.set()
+        elif self._ready.is_set():
+            self._ready.clear()
+            self._out_since, self._tell_after_s = time.monotonic(), TELL_AFTER_S
+
+    def news(self) -> str:
+        """What people should hear of an outage that has begun or ended since this was last asked; empty for nothing."""
+        out_s = time.monotonic() - self._out_since
+        if self._ready.is_set():
+            told, self._told = self._told, False
+            return f"an engine answers again after {out_s:.0f} s: calls go on" if told else ""
+        if self._told or out_s < self._tell_after_s:
+            return ""
+        self._told = True
+        why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
+        return f"no engine {why}: calls wait for one, at most {self._wait_s:.0f} s in all ({self._waiting} do)"

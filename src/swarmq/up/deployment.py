@@ -54,6 +54,8 @@ from swarmq.up.stopping import drain_s, last_step, stop
 
 SERVE_S = 240.0
 """For a proxy to listen on its port."""
+FORGET_S = 240.0
+"""For a private RabbitMQ, which nobody else uses, to be rid of the readers of the run's last life; 90 s were seen."""
 PROBE_S = 0.1
 ALARM_EVERY_S = 5.0
 
@@ -141,7 +143,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
                 AmqpBroker.open(url, name=f"up {job.run}", deadline_s=None if node else first_wait_s())
             )
             await stack.enter_async_context(claimed(url, job.run))
-            await refuse_twin(broker, job.run)
+            await refuse_twin(broker, job.run, forget_s=FORGET_S if node else 0.0, report=report)
             engines = await _engines(job, placements, stack, report)
             proxies = proxy_ports(job, engines)
             resolved = _resolve(job, url, engines, proxies, placements)
@@ -204,16 +206,26 @@ def _renew_clients(folder: RunFolder, url: str, node: PrivateNode | None, report
         report(f"warning: the rights of invited clients in RabbitMQ were not renewed: {error}")
 
 
-async def refuse_twin(broker: Broker, run: str) -> None:
+async def refuse_twin(
+    broker: Broker, run: str, *, forget_s: float = 0.0, report: Callable[[str], None], look_s: float = 1.0
+) -> None:
     """Raises SwarmqError when parts of a run of this name are up on the broker already, started by hand: their queues
-    would be the same."""
-    inbox = topology.inbox(run)
-    depth = (await broker.depths([inbox])).get(inbox)
-    if depth and depth.consumers:
-        raise SwarmqError(
-            f"run {run!r} is up on this broker already: somebody reads {inbox}. Choose another name, or stop that run "
-            "(one that has just died is forgotten within a minute)"
-        )
+    would be the same.
+
+    `forget_s`: how long readers of before may take to go. A broker that was killed together with its clients may recover them with
+    its queues, and find out that they are gone after a minute and a half; and parts that lost `up` stop in order.
+    """
+    inbox, until, told = topology.inbox(run), time.monotonic() + forget_s, False
+    while (depth := (await broker.depths([inbox])).get(inbox)) and depth.consumers:
+        if time.monotonic() >= until:
+            raise SwarmqError(
+                f"run {run!r} is up on this broker already: somebody reads {inbox}. Choose another name, or stop that run "
+                "(one that has just died is forgotten within two minutes)"
+            )
+        if not told:
+            report(f"broker: waiting until nobody from before reads {inbox} any more (up to {forget_s:.0f} s)")
+        told = True
+        await asyncio.sleep(look_s)
 
 
 async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[str], None]) -> None:

@@ -45,6 +45,8 @@ class ScriptedVllm:
     drop: set[str] = field(default_factory=set)
     foreign: str = ""
     """What it answers to everything, as something that is no vLLM."""
+    late: set[str] = field(default_factory=set)
+    """Routes that answer after everybody has gone."""
     silent: bool = False
     going: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when calls that were not answered may end."""
@@ -72,7 +74,7 @@ class ScriptedVllm:
         if self.secret and request.headers.get("authorization") != f"Bearer {self.secret}":
             return web.json_response({"error": {"message": "send its secret", "code": 401}}, status=401)
         self.calls.append(path)
-        if self.silent:
+        if self.silent or path in self.late:
             await self.going.wait()
         if self.foreign:
             return web.Response(text=self.foreign)

@@ -108,9 +108,10 @@ async def test_ensure_pushes_to_an_engine_in_any_other_state(vllm, weights, tmp_
     assert (vllm.label, vllm.paused) == ("5", False)
 
 
-async def test_a_push_that_no_engine_takes_is_an_error_once_patience_ends(weights, tmp_path):
-    with pytest.raises(EngineError, match="no engine took version 5"):
-        await asyncio.to_thread(WeightPusher([GONE], tmp_path, patience_s=0).push, weights, 5)
+async def test_a_push_to_engines_that_are_gone_gives_up_at_once(weights, tmp_path):
+    for offer in ("push", "ensure"):
+        with pytest.raises(EngineError, match="no engine took version 5"):
+            await asyncio.to_thread(getattr(WeightPusher([GONE], tmp_path, patience_s=1e6), offer), weights, 5)
 
 
 async def test_weights_that_are_refused_are_not_offered_again(vllm, weights, tmp_path):
@@ -512,6 +513,20 @@ async def test_an_engine_that_cannot_be_paused_or_resumed_again_and_again_is_con
     assert another.label == f"{DOUBTS}"
 
 
+async def test_a_busy_engine_that_answers_too_late_again_and_again_is_not_condemned(vllm, weights, tmp_path):
+    """As one in the middle of a long prompt: it goes on computing, and takes the weights when it has time."""
+    vllm.late.add("/pause")
+    pusher = WeightPusher([vllm.url], tmp_path, timeouts=Timeouts(pause_s=0.1))
+    for step in range(5):
+        vllm.metrics = f"vllm:iteration_tokens_total_count {step}.0\n"
+        with pytest.raises(EngineError, match="did not answer /pause"):
+            await asyncio.to_thread(pusher.push, weights, 5)
+        assert not vllm.label.endswith("-restart")
+    with pytest.raises(EngineError, match="did not answer /pause"):
+        await asyncio.to_thread(pusher.push, weights, 5)
+    assert vllm.label.endswith("-restart"), "it stands still"
+
+
 async def test_an_engine_that_refuses_the_weights_and_goes_on_is_not_condemned(vllm, another, weights, tmp_path):
     """A restart would give it the same model again."""
     vllm.label, vllm.fail["/update_weights"] = "1", vllm.untouched()
@@ -614,13 +629,14 @@ async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, we
 async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weights, tmp_path, monkeypatch):
     monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
     vllm.silent = True
-    pushing = asyncio.to_thread(WeightPusher([vllm.url], tmp_path, timeouts=Timeouts(ask_s=0.2)).push, weights, 5)
-    async with asyncio.timeout(60):
-        learner = asyncio.create_task(pushing)
-        while len(vllm.calls) < 2:  # noqa: ASYNC110 - a server announces no caller
-            await asyncio.sleep(0.01)
-        vllm.silent = False
-        await learner
+    pusher = WeightPusher([vllm.url], tmp_path, timeouts=Timeouts(ask_s=0.2))
+    for offer in (pusher.push, pusher.ensure):
+        before = len(vllm.calls)
+        with pytest.raises(EngineError, match="no engine took version 5"):
+            await asyncio.to_thread(offer, weights, 5)
+        assert len(vllm.calls) > before
+    vllm.silent = False
+    await asyncio.to_thread(pusher.ensure, weights, 5)
     assert vllm.label == "5"
 
 

@@ -74,6 +74,16 @@ async def test_an_answer_ends_the_silence(vllm, engine):
     assert not await watch.look(2 * SILENCE_S)
 
 
+async def test_a_server_that_answers_late_and_goes_on_computing_is_busy_and_not_dead(vllm, engine):
+    vllm.missing.add("/weight_info")
+    watch = PauseWatch(engine)
+    for look in range(10):
+        vllm.metrics = f'vllm:iteration_tokens_total_count{{engine="0"}} {look}.0\n'
+        assert not await watch.look(look * SILENCE_S)
+    assert not await watch.look(10 * SILENCE_S)
+    assert await watch.look(10 * SILENCE_S + 1)
+
+
 async def test_sleep_is_no_pause_without_owner(vllm, engine):
     await engine.sleep()
     watch = PauseWatch(engine)

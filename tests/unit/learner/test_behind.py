@@ -23,6 +23,7 @@ class Stage:
     def __init__(self, folder: Path) -> None:
         self.failing: dict[str, str] = {}
         self.told: list[str] = []
+        self.replaced: tuple[str, ...] = ()
         self.num_engines, self.version = 2, 0
         self.engines = Engines(self._pusher(), policy="main", take_turns=False, fence=Fence(folder / "lock"))
 
@@ -40,7 +41,7 @@ class Stage:
     def ensure(self, _: object, version: int) -> PushReport:
         if self.failing:
             raise EngineError("none of those behind took it")
-        return PushReport(version=version)
+        return PushReport(version=version, replaced=self.replaced)
 
     def tell(self, message: object) -> None:
         if isinstance(message, Warn):
@@ -80,6 +81,12 @@ def test_an_engine_that_falls_behind_while_the_learner_waits_is_told_of_as_well(
     stage.failing = {ONE: "gone", OTHER: "paused"}
     stage.wait()
     assert [text.partition(" ")[0] for text in stage.told] == [ONE, OTHER]
+
+
+def test_weights_that_somebody_else_changed_are_told_of(stage: Stage) -> None:
+    stage.replaced = (OTHER,)
+    stage.wait()
+    assert stage.told == [f"somebody else had changed the weights of {OTHER}: it has those of main again"]
 
 
 def test_where_none_takes_weights_each_engine_is_told_of(stage: Stage) -> None:

@@ -52,7 +52,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
     with link(
         "hear(); say(records.Waiting()); say(records.Batch(record=b'x' * 3_000_000, replayed=False)); hear()"
     ) as one:
-        batch = one.next(idle=idle, idle_s=60)
+        batch = one.next(idle=idle, idle_s=lambda: 60)
     assert batch == Batch(record=b"x" * 3_000_000, replayed=False)
     assert idle.calls == [False]
 
@@ -60,7 +60,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
 def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
     script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.Batch(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
     with link(script, versions=[0, 5]) as one:
-        batch = one.next(idle=Idle(), idle_s=60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
     assert batch.record == b"5 1", "and told that it may wait for the broker"
 
@@ -70,7 +70,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
         one.tell(Stepped(version=7))
-        batch = one.next(idle=Idle(), idle_s=60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
     assert batch.record == b"7"
 
@@ -88,7 +88,7 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
         monkeypatch.setattr(one, "_start", started)
         one._process.wait()
         one.tell(Stepped(version=7))
-        batch = one.next(idle=Idle(), idle_s=60)
+        batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
     assert batch.record == b"7"
 
@@ -107,14 +107,14 @@ hear(); say(records.Batch(record=b'asked again', replayed=True)); hear()
             one._process.wait()
             one.tell(Kept(oldest=1))
 
-        batch = one.next(idle=Idle(tell), idle_s=60)
+        batch = one.next(idle=Idle(tell), idle_s=lambda: 60)
     assert batch == Batch(record=b"asked again", replayed=True)
 
 
 def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_module, "DEATH_WINDOW_S", 3600.0)  # a busy machine takes long to start five
     with pytest.raises(LearnerError, match=f"died {MAX_DEATHS} times"), link("sys.exit(9)") as one:
-        one.next(idle=Idle(), idle_s=60)
+        one.next(idle=Idle(), idle_s=lambda: 60)
 
 
 def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
@@ -122,14 +122,14 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
     with link(script) as one:
         one._process.wait()
         with pytest.raises(LearnerError, match="the disk is full"):
-            one.next(idle=Idle(), idle_s=60)
+            one.next(idle=Idle(), idle_s=lambda: 60)
 
 
 def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> None:
     for for_good, kind in ((True, SetUpError), (False, LearnerError)):
         with link(f"hear(); say(records.Failed(text='another run', for_good={for_good})); hear()") as one:
             with pytest.raises(LearnerError, match="another run") as failure:
-                one.next(idle=Idle(), idle_s=60)
+                one.next(idle=Idle(), idle_s=lambda: 60)
             assert failure.type is kind
 
 
@@ -137,7 +137,7 @@ def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
     stop = StopSignal()
     idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
     with stop.installed(), link("hear(); say(records.Waiting()); hear(); say(records.Stopped())", stop) as one:
-        assert one.next(idle=idle, idle_s=60) is None
+        assert one.next(idle=idle, idle_s=lambda: 60) is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         one.finish()
     assert stop.asked

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.engine.push import PushReport
 from swarmq.errors import LearnerError
 from swarmq.learner import loop, main, trainer
 from swarmq.learner.engines import Engines
@@ -39,8 +40,9 @@ class SharedGpu:
     def repair(self, _: object, version: int) -> None:
         self.seen.append(f"repaired with {version}")
 
-    def ensure(self, _: object, version: int) -> None:
+    def ensure(self, _: object, version: int) -> PushReport:
         self.seen.append(f"brought to {version}")
+        return PushReport(version=version)
 
     def next(self, **_: object) -> None:
         self.seen.append("asked for a batch")

@@ -235,7 +235,7 @@ class Late:
         self.pushed: list[int] = []
         self.failing: dict[str, str] = {}
 
-    def next(self, *, idle: Idle, idle_s: float) -> Batch | None:
+    def next(self, *, idle: Idle, idle_s: object) -> Batch | None:
         idle(again=False)
         self.engine.up = True
         if self._idle:

@@ -1,5 +1,7 @@
 """Two runs of one name on one broker would share their queues."""
 
+import asyncio
+
 import pytest
 
 from swarmq.broker import topology
@@ -9,10 +11,26 @@ from swarmq.up.deployment import refuse_twin
 
 
 async def test_a_second_run_of_one_name_is_refused_while_the_first_is_up():
-    broker = MemoryBroker()
-    await refuse_twin(broker, "r")
+    broker, told = MemoryBroker(), list[str]()
+    await refuse_twin(broker, "r", report=told.append)
     await broker.declare("r", policies=["main"], kinds=["default"])
-    await refuse_twin(broker, "r")
+    await refuse_twin(broker, "r", report=told.append)
     async with broker.consume(topology.inbox("r"), prefetch=1):
         with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
-            await refuse_twin(broker, "r")
+            await refuse_twin(broker, "r", report=told.append)
+    assert told == []
+
+
+async def test_a_reader_that_died_with_a_private_broker_is_waited_for_visibly_and_not_for_ever():
+    broker, told = MemoryBroker(), list[str]()
+    await broker.declare("r", policies=["main"], kinds=["default"])
+    async with broker.consume(topology.inbox("r"), prefetch=1):
+        with pytest.raises(SwarmqError, match="run 'r' is up on this broker already"):
+            await refuse_twin(broker, "r", forget_s=0.05, report=told.append, look_s=0.01)
+        waiting = asyncio.create_task(refuse_twin(broker, "r", forget_s=600, report=told.append, look_s=0.01))
+        while len(told) < 2:  # noqa: ASYNC110 - a list tells nobody
+            await asyncio.sleep(0.01)
+        assert not waiting.done()
+    await waiting
+    said = "broker: waiting until nobody from before reads swarmq.r.in any more (up to"
+    assert told == [f"{said} 0 s)", f"{said} 600 s)"]
