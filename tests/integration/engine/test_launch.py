@@ -12,11 +12,11 @@ import aiohttp
 import msgspec
 import pytest
 
-from support.engine import KNOWN, tiny_policy
+from support.engine import KNOWN, SECRET, tiny_policy
 from swarmq.engine.control import EngineControl
 from swarmq.engine.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.process import held_port
+from swarmq.process import held_port, titled_children
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -79,6 +79,19 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
             assert (await control.status()).version is None
     assert engine.pid is not None
     await until_gone(engine.pid)
+
+
+async def test_a_server_that_loses_its_core_is_ended_with_a_call_in_flight_and_says_why(tiny_model, tmp_path):
+    engine = EngineProcess(tiny_policy(tiny_model), port=held_port(), log_path=tmp_path / "engine.log", secret=SECRET)
+    async with engine, aiohttp.ClientSession(headers=KNOWN) as http:
+        call = await answering(http, int(engine.url.rpartition(":")[2]))
+        waiting = asyncio.create_task(engine.wait())
+        [core] = titled_children(engine.pid, "VLLM::EngineCore")
+        os.kill(core, signal.SIGKILL)
+        assert await waiting != 0
+        assert engine.given_up.startswith("lost its VLLM::EngineCore")
+        call.close()
+        await until_gone(engine.pid)
 
 
 async def answering(http: aiohttp.ClientSession, port: int) -> aiohttp.ClientResponse:
