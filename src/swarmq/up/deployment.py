@@ -40,7 +40,7 @@ from swarmq.engine.launch import EngineProcess, visible
 from swarmq.engine.roster import Roster
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.memory import GPU_SHARE
-from swarmq.logs import survive_full_disk
+from swarmq.logs import log, survive_full_disk
 from swarmq.messages import Change, Event
 from swarmq.open_files import raise_file_limit
 from swarmq.placement import Placement
@@ -254,13 +254,16 @@ async def keep_learners(deployment: Deployment, broker: Broker, warn: Callable[[
 async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
     """Return when the collector says that a policy which had made its last step has another one to make."""
     made = await asyncio.to_thread(last_step, job, policy)
-    async with broker.events(job.run) as events:
-        async for event in events:
-            if event.source == "collector" and event.name == "state" and "changes" in event.fields:
-                changes = msgspec.convert(event.fields["changes"], list[Change])
-                if not live.has_ended(live.applied(job, changes), policy, made):
-                    return
-    await asyncio.Event().wait()  # the broker is gone for good, which others say
+    try:
+        async with broker.events(job.run) as events:
+            async for event in events:
+                if event.source == "collector" and event.name == "state" and "changes" in event.fields:
+                    changes = msgspec.convert(event.fields["changes"], list[Change])
+                    if not live.has_ended(live.applied(job, changes), policy, made):
+                        return
+    except BrokerError as error:
+        log.warning("further_steps_not_heard_of", policy=policy, error=str(error))
+    await asyncio.Event().wait()  # the run is as good as before, but a learner of further steps takes a new start
 
 
 async def _broker(

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -14,6 +16,7 @@ import pytest
 from swarmq.collector.effects import SaveControl
 from swarmq.collector.store import Store
 from swarmq.config import Policy, SwarmJob
+from swarmq.errors import BrokerError
 from swarmq.keys import Invite
 from swarmq.learner.batch_log import BatchLog
 from swarmq.messages import Change, Control, Event
@@ -146,22 +149,21 @@ def test_of_two_policies_only_the_one_with_steps_to_go_is_said_to_go_on(tmp_path
     )
 
 
+def deployed(job: SwarmJob, program: str, folder: Path) -> Deployment:
+    """A run whose learner is a process that does this, and ends."""
+    invite = Invite(
+        run="r", client="host", secret=b"s", amqp_url="", base_url="", policies=("main",), kinds=(), group_size=2
+    )
+    deployment = Deployment(job, None, invite, engines={}, placements={})
+    deployment.daemons["learner.main"] = Daemon("learner.main", [sys.executable, "-c", program], folder / "log")
+    return deployment
+
+
 async def test_a_learner_that_has_ended_is_started_again_for_further_steps(tmp_path: Path) -> None:
     job = ended_at_two(tmp_path, Change(number=1, path=LAST, before=0, value=2, base=0))
     starts = tmp_path / "starts"
-    program = f"open({str(starts)!r}, 'a').write('x')"
-    daemon = Daemon("learner.main", [sys.executable, "-c", program], tmp_path / "log")
-    await daemon.start()
-    deployment = Deployment(
-        job,
-        None,
-        Invite(
-            run="r", client="host", secret=b"s", amqp_url="", base_url="", policies=("main",), kinds=(), group_size=2
-        ),
-        engines={},
-        placements={},
-    )
-    deployment.daemons["learner.main"] = daemon
+    deployment = deployed(job, f"open({str(starts)!r}, 'a').write('x')", tmp_path)
+    await deployment.daemons["learner.main"].start()
     broker, told = MemoryBroker(), list[str]()
     ended = Change(number=1, path=LAST, before=0, value=2, base=0)
 
@@ -182,3 +184,25 @@ async def test_a_learner_that_has_ended_is_started_again_for_further_steps(tmp_p
         keeping.cancel()
     assert starts.read_text() == "xx"
     assert told == []
+
+
+async def test_a_broker_that_refuses_events_ends_no_run(tmp_path: Path) -> None:
+    class Refusing(MemoryBroker):
+        @asynccontextmanager
+        async def events(self, run: str) -> AsyncIterator[AsyncIterator[Event]]:
+            asked.set()
+            raise BrokerError(f"no events of {run}")
+            yield
+
+    asked = asyncio.Event()
+    job = ended_at_two(tmp_path, max_steps=2)
+    deployment = deployed(job, "pass", tmp_path)
+    await deployment.daemons["learner.main"].start()
+    async with asyncio.timeout(60):
+        keeping = asyncio.create_task(keep_learners(deployment, Refusing(), [].append))
+        await asked.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+    assert not keeping.done()
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
