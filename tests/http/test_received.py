@@ -3,6 +3,7 @@
 import asyncio
 import multiprocessing
 from contextlib import asynccontextmanager, contextmanager
+from types import SimpleNamespace
 
 import aiohttp
 import httpx
@@ -11,6 +12,7 @@ import requests
 from structlog.testing import capture_logs
 
 from swarmq.client import received
+from swarmq.client.ask import ask_async
 from swarmq.client.received import Received
 
 HI = {"role": "user", "content": "hi"}
@@ -106,6 +108,17 @@ async def test_an_answer_that_was_read_is_named(stage, openai, ask, body):
     stage.engine.say("ab")
     with watching(stage) as (seen, key):
         await ask(stage, openai, key, **body)
+        [turn] = stage.turns()
+        assert turn.observed
+        assert seen.calls() == (turn.call_id,)
+
+
+async def test_an_answer_to_swarmqs_own_question_is_named(stage):
+    handle = SimpleNamespace(episode_id="e1", base_url=f"{stage.url}/v1", api_key="", model="main", ca=b"")
+    with watching(stage) as (seen, key):
+        handle.api_key = key
+        stage.engine.say("ab")
+        assert await ask_async(handle, "hi") == "ab"
         [turn] = stage.turns()
         assert turn.observed
         assert seen.calls() == (turn.call_id,)

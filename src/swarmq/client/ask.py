@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Mapping, Sequence
+from email.message import Message
 from typing import Any
 
 from swarmq.client.episode import Handle
 from swarmq.client.http import HttpError, post_json
 from swarmq.client.loops import in_thread
-from swarmq.client.received import hear
+from swarmq.client.received import by_hand
 from swarmq.errors import EpisodeError
 
 ATTEMPTS = 5
@@ -32,10 +33,15 @@ def ask(
     body = {"model": policy or ep.model, "messages": asked, **options}
     headers = {"X-Swarmq-Agent": agent} if agent else {}
     url = f"{ep.base_url}/chat/completions"
+    mark, read = by_hand(ep.api_key, url)
     for attempt in range(ATTEMPTS):
-        headers["X-Stainless-Retry-Count"] = str(attempt)
+        headers |= {"X-Stainless-Retry-Count": str(attempt), **mark}
+        told: list[Message] = []
         try:
-            answer = post_json(url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=hear)
+            answer = post_json(
+                url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=told.append
+            )
+            read(told[0])
             return str(answer["choices"][0]["message"].get("content") or "")
         except HttpError as error:
             if not error.passes or attempt + 1 == ATTEMPTS:

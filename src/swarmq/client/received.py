@@ -120,7 +120,19 @@ def hear(headers: Mapping[str, str] | Message) -> None:
         )
 
 
-def _calls_of(status: int, headers: Mapping[str, str]) -> tuple[str, ...]:
+def by_hand(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message], None]]:
+    """Headers for a request that swarmq makes itself, and what to give those of its answer to, once that is read."""
+    received = _of({"authorization": f"Bearer {api_key}"}, url)
+
+    def read(headers: Message) -> None:
+        calls = _calls_of(200, headers)
+        if received:
+            received.add(calls)
+
+    return {OBSERVED: "1"} if received else {}, read
+
+
+def _calls_of(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
     """Ids of the choices of an answer; none for an error."""
     hear(headers)
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
