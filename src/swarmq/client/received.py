@@ -138,15 +138,17 @@ def _calls_of(status: int, headers: Mapping[str, str] | Message) -> tuple[str, .
     return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
 
 
-class _Stream:
-    """Looks at a stream as it passes: received is what came to the end of each choice without an error."""
+class _Body:
+    """Looks at a body as it passes. Received is what came to its end without an error; of events, to the end of each choice."""
 
-    def __init__(self, received: Received, calls: tuple[str, ...]) -> None:
-        self._received, self._calls = received, calls
+    def __init__(self, received: Received, calls: tuple[str, ...], *, is_events: bool) -> None:
+        self._received, self._calls, self._is_events = received, calls, is_events
         self._tail = b""
         self._ended = 0
 
     def take(self, chunk: bytes) -> None:
+        if not self._is_events:
+            return
         seen = self._tail + chunk
         last = 0
         for found in END_OF_CHOICE.finditer(seen):
@@ -154,6 +156,10 @@ class _Stream:
             last = found.end()
         self._tail = seen[max(last, len(seen) - LONGEST_MARK) :]
         if self._ended >= len(self._calls):
+            self._received.add(self._calls)
+
+    def end(self) -> None:
+        if not self._is_events:
             self._received.add(self._calls)
 
     def fail(self) -> None:
@@ -165,33 +171,35 @@ def _watch_httpx(httpx: Any) -> bool:
         return False
 
     class Sync(httpx.SyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, stream: _Stream) -> None:
-            self._inner, self._stream = inner, stream
+        def __init__(self, inner: Any, body: _Body) -> None:
+            self._inner, self._body = inner, body
 
         def __iter__(self) -> Iterator[bytes]:
             try:
                 for chunk in self._inner:
-                    self._stream.take(chunk)
+                    self._body.take(chunk)
                     yield chunk
             except Exception:
-                self._stream.fail()
+                self._body.fail()
                 raise
+            self._body.end()
 
         def close(self) -> None:
             self._inner.close()
 
     class Async(httpx.AsyncByteStream):  # type: ignore[misc]
-        def __init__(self, inner: Any, stream: _Stream) -> None:
-            self._inner, self._stream = inner, stream
+        def __init__(self, inner: Any, body: _Body) -> None:
+            self._inner, self._body = inner, body
 
         async def __aiter__(self) -> AsyncIterator[bytes]:
             try:
                 async for chunk in self._inner:
-                    self._stream.take(chunk)
+                    self._body.take(chunk)
                     yield chunk
             except Exception:
-                self._stream.fail()
+                self._body.fail()
                 raise
+            self._body.end()
 
         async def aclose(self) -> None:
             await self._inner.aclose()
@@ -206,15 +214,12 @@ def _watch_httpx(httpx: Any) -> bool:
         calls = _calls_of(response.status_code, response.headers)
         if not calls:
             return
+        body = _Body(received, calls, is_events=_is_events(response.headers))
         if is_read:
-            if not _is_events(response.headers):
-                received.add(calls)
-            else:
-                _Stream(received, calls).take(response.content)
-        elif _is_events(response.headers):
-            response.stream = wrap(response.stream, _Stream(received, calls))
+            body.take(response.content)
+            body.end()
         else:
-            received.add_when(calls, lambda: response.is_stream_consumed and response.is_closed)
+            response.stream = wrap(response.stream, body)
 
     sync_send, async_send = httpx.Client.send, httpx.AsyncClient.send
 
