@@ -161,7 +161,7 @@ def main() -> None:
     options.add_argument("--only", default="", help="families, with semicolons; the results of the others are kept")
     asked = options.parse_args()
     os.environ.update(ENGINE)
-    CONTEXT.set_forkserver_preload(["benchmarks.oracle", "vllm"])
+    CONTEXT.set_forkserver_preload(["__main__", "vllm"])
     _, detail = kept("oracle", out=asked.out)
     rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
     for name in [name.strip() for name in asked.only.split(";")] if asked.only else FAMILIES:

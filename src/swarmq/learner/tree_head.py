@@ -27,6 +27,10 @@ FIXED_ROOM = 1 << 30
 """The same in bytes where a step that is made again comes out the same to the bit, whatever else is in the memory then."""
 
 
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names that configurations have for it: Gemma's, RecurrentGemma's, xLSTM's. A small example of a fresh model would not show it."""
+
+
 class Form(NamedTuple):
     """What some models do to the product W h + b: softcap * tanh(multiplier * product / softcap)."""
 
@@ -52,7 +56,8 @@ def head_of(model: PreTrainedModel) -> Head:
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     multiplier = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    return Head(linear.weight, linear.bias, Form(multiplier, getattr(config, "final_logit_softcapping", None)))
+    caps = (cap for name in SOFTCAPS if (cap := getattr(config, name, None)))
+    return Head(linear.weight, linear.bias, Form(multiplier, next(caps, None)))
 
 
 def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk: int | None = None) -> Scored:

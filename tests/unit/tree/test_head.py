@@ -1,9 +1,11 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from swarmq.learner import tree_head
-from swarmq.learner.tree_head import CPU_CHUNK, Form, Head, score, score_logits
+from swarmq.learner.model import outline_of
+from swarmq.learner.tree_head import CPU_CHUNK, Form, Head, head_of, score, score_logits
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
 SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS = CPU_CHUNK // 8
@@ -44,6 +46,20 @@ def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
     theirs = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
     for a, b in zip(ours, theirs, strict=True):
         assert (a - b).norm() < 2e-4 * b.norm()
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("gemma2", "final_logit_softcapping"),
+        ("vaultgemma", "final_logit_softcapping"),
+        ("recurrent_gemma", "logits_soft_cap"),
+        ("xlstm", "output_logit_soft_cap"),
+    ],
+)
+def test_a_cap_of_the_logits_is_found_by_the_name_that_its_family_has_for_it(family, name):
+    config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=VOCAB, **{name: 7.0})
+    assert head_of(outline_of(family, config)).form.softcap == 7.0
 
 
 def test_a_rank_without_tokens_has_a_gradient_of_zeros(inputs):
