@@ -21,19 +21,20 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import kept, parser, save, table
-from swarmq.errors import LearnerError
 from swarmq.learner.batched_attention import Form
 from swarmq.learner.model import load_lm
 from swarmq.learner.tree import LayoutModel, Placed
 from swarmq.learner.tree_attention import Visibility
 from swarmq.timeline import Layout, PrefixTree, row_layouts, standalone
+
+T = TypeVar("T")
 
 VOCAB = 512
 TEMPERATURE = 0.8
@@ -159,13 +160,15 @@ def main() -> None:
     """Measure all families, or some, and save."""
     options = parser(__doc__)
     options.add_argument("--only", default="", help="families, with semicolons; the results of the others are kept")
+    options.add_argument("--rest", action="store_true", help="families without a result")
     asked = options.parse_args()
     os.environ.update(ENGINE)
     CONTEXT.set_forkserver_preload(["__main__", "vllm"])
     _, detail = kept("oracle", out=asked.out)
     rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
-    for name in [name.strip() for name in asked.only.split(";")] if asked.only else FAMILIES:
-        rows[name] = in_a_process(name)
+    names = [name.strip() for name in asked.only.split(";")] if asked.only else list(FAMILIES)
+    for name in [name for name in names if not asked.rest or name not in rows]:
+        rows[name] = measure(name)
         print(name, rows[name], file=sys.stderr, flush=True)
         write(rows, asked.out, finished=False)
     print(table(("family", "found"), [(name, str(row)) for name, row in rows.items()]))
@@ -191,24 +194,39 @@ def write(rows: Mapping[str, Fields], out: Path | None, *, finished: bool) -> No
     save("oracle", figures, detail={"families": dict(sorted(rows.items()))}, out=out, finished=finished)
 
 
-def in_a_process(name: str) -> dict[str, Any]:
-    """`measure`, where nothing is left of other families; libraries are imported once for all."""
+class NotDoneError(Exception):
+    """A process of one family failed; the message says how."""
+
+
+def in_a_process(do: Callable[..., T], *arguments: object) -> T:
+    """The result of a function, where nothing is left of other families: vLLM changes transformers' classes. Libraries are imported once
+    for all. Raises NotDoneError."""
     here, there = CONTEXT.Pipe(duplex=False)
-    process = CONTEXT.Process(target=_tell, args=(name, there))
+    process = CONTEXT.Process(target=_tell, args=(there, do, *arguments))
     process.start()
     there.close()
     try:
-        found: dict[str, Any] = here.recv() if here.poll(LIMIT_S) else {"reason": f"nothing within {LIMIT_S} s"}
+        if not here.poll(LIMIT_S):
+            raise NotDoneError(f"nothing within {LIMIT_S} s")
+        result, error = here.recv()
     except EOFError:
         process.join()
-        found = {"reason": f"its process ended with status {process.exitcode}"}
-    process.kill()
-    process.join()
-    return found
+        raise NotDoneError(f"its process ended with status {process.exitcode}") from None
+    finally:
+        process.kill()
+        process.join()
+    if error:
+        raise NotDoneError(error)
+    made: T = result
+    return made
 
 
-def _tell(name: str, there: Connection) -> None:
-    there.send(measure(name))
+def _tell(there: Connection, do: Callable[..., object], *arguments: object) -> None:
+    try:
+        there.send((do(*arguments), ""))
+    except Exception as error:
+        words = (str(error).strip().splitlines() or [""])[0][:200]
+        there.send((None, f"{type(error).__name__}: {words}"))
 
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -228,22 +246,20 @@ ENGINE = {
 def measure(name: str) -> dict[str, Any]:
     """Of one family. What cannot be measured has a `reason`."""
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+        folder, refused = Path(place), ""
         try:
-            make(name, folder)
-        except Exception as error:
-            return {"reason": f"transformers does not make it: {_words(error)}"}
-        turns, engine = _prompts(), ""
+            in_a_process(make, name, folder)
+        except NotDoneError as error:
+            return {"reason": f"transformers does not make it: {error}"}
         try:
-            turns, engine = sample(folder)
-        except Exception as error:
-            engine = ""
-            refused = f"vLLM does not serve it: {_words(error)}"
+            turns, engine = in_a_process(sample, folder)
+        except NotDoneError as error:
+            turns, engine, refused = _prompts(), "", f"vLLM does not serve it: {error}"
         try:
-            found = compare(folder, turns)
-        except LearnerError as error:
-            return {"reason": f"the learner refuses it: {_words(error)}"}
-    if not engine:
+            found = in_a_process(compare, folder, turns)
+        except NotDoneError as error:
+            return {"reason": refused or f"the learner does not compute it: {error}"}
+    if refused:
         return {name: value for name, value in found.items() if not name.startswith("engine")} | {"reason": refused}
     return found | {"engine": engine}
 
@@ -408,10 +424,6 @@ def _norm(one: Gradient, other: Gradient | None = None) -> float:
         )
         ** 0.5
     )
-
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 if __name__ == "__main__":

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from support.episodes import make_group
-from swarmq.config import Engine, Loss, Policy, Train
+from swarmq.config import Engine, Loss, Policy, SwarmJob, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.agreement import EXACT, FEWEST, ROUNDED, limit_of
+from swarmq.learner.link import StopSignal
+from swarmq.learner.loop import Command, Learner
 from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.records import BatchRecord, Index, encode_record
 from swarmq.learner.trainer import Trainer
 from swarmq.messages import Episode, Sampling, Turn, VersionSpan, pack_floats
 
@@ -139,3 +141,14 @@ def test_the_limit_is_what_rounding_can_make(
 ) -> None:
     policy = Policy(model="m", engine=Engine(**{"urls": ("http://a",)} | engine), train=Train(**train))
     assert limit_of(policy, cuda=cuda) == limit
+
+
+def test_a_learner_with_engines_watches_them(trainer: Trainer, tiny_qwen: Path, tmp_path: Path) -> None:
+    """Also after a restart: the batch is in the log, and is not trained then either."""
+    policy = Policy(model=str(tiny_qwen), engine=Engine(urls=("http://127.0.0.1:9",)), train=TRAIN)
+    job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
+    learner = Learner(job, "main", pusher=None, stop=StopSignal())
+    command = Command("step", encode_record(sampled(trainer, off=0.06)), replayed=True)
+    with pytest.raises(SetUpError, match="Qwen3ForCausalLM differently"):
+        learner._step(None, command, wait_s=0.0, began=0.0)
+    assert learner.trainer.version == 0
