@@ -121,3 +121,29 @@ async def test_what_is_documented_is_what_happens(stages, tmp_path, mode):
             assert seen & {200, 201, 404, 409, 429}, f"{path}: nothing was answered, only {seen}"
         if mode is GenerationMode.NEGATIVE:
             assert seen & {400, 404, 405, 422}, f"{path}: nothing was refused, only {seen}"
+
+
+async def test_methods_keys_and_bodies_are_asked_for_as_documented(stages, tmp_path):
+    async with stages(folder=str(tmp_path)) as stage:
+        async with stage.http.get(f"{stage.url}/schema/openapi.json") as response:
+            paths = (await response.json())["paths"]
+        for path, operations in paths.items():
+            url = stage.url + path.format(episode_id="e", model="m") if "{" in path else stage.url + path
+            documented = {method.upper() for method in operations}
+            async with stage.http.options(url) as response:
+                assert set(response.headers["allow"].split(", ")) == documented | {"OPTIONS"}, path
+            for method in {"GET", "POST", "PUT", "PATCH", "DELETE"} - documented:
+                async with stage.http.request(method, url) as response:
+                    assert (response.status, set(response.headers["allow"].split(", "))) == (
+                        405,
+                        documented | {"OPTIONS"},
+                    ), path
+            for method, operation in operations.items():
+                async with stage.http.request(method, url, json={} if method == "post" else None) as response:
+                    is_open = not operation.get("security")
+                    assert (response.status != 401) == is_open, path
+                    assert is_open or "401" in operation["responses"], path
+                lacks = {"authorization": f"Bearer {token('admin')}"}
+                if method == "post" and "/control/" in path:
+                    async with stage.http.post(url, headers=lacks) as response:
+                        assert (response.status == 400) == operation["requestBody"]["required"], path

@@ -27,7 +27,7 @@ from swarmq.messages import Event, Turn, new_id
 from swarmq.proxy.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
 from swarmq.proxy.completion import Completions
 from swarmq.proxy.control import Control
-from swarmq.proxy.control_routes import SECURITY, Authority, ProxyStatus, control_routes
+from swarmq.proxy.control_routes import FAULTS, SECURITY, Authority, ProxyStatus, control_routes
 from swarmq.proxy.dialects import dialect_of, request_headers
 from swarmq.proxy.fleet import Fleet, Opener
 from swarmq.proxy.gate import Gate
@@ -129,7 +129,13 @@ def create_app(
     metrics = Metrics(meter, gate, fleet, episodes)
     authority = Authority(root, job.run, now, removed)
 
-    @get("/metrics", guards=[authority.needs("read")], media_type=CONTENT_TYPE, security=[{SECURITY: []}])
+    @get(
+        "/metrics",
+        guards=[authority.needs("read")],
+        media_type=CONTENT_TYPE,
+        responses={status: FAULTS[status] for status in (401, 403)},
+        security=[{SECURITY: []}],
+    )
     async def show_metrics() -> bytes:
         """For Prometheus, with an operator token whose role is read."""
         return metrics.text()

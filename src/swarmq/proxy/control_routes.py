@@ -8,12 +8,13 @@ from collections.abc import Callable, Container
 from typing import Annotated, Any, cast
 
 import msgspec
-from litestar import Request, get, post
+from litestar import Request, get, post, route
 from litestar.connection import ASGIConnection
 from litestar.datastructures import ResponseHeader
 from litestar.exceptions import ClientException, SerializationException, ValidationException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.openapi.datastructures import ResponseSpec
+from litestar.openapi.spec import Operation, RequestBody
 from litestar.params import Body, Parameter
 from litestar.response import Response
 from msgspec import Meta
@@ -91,6 +92,15 @@ NO_TICKET = ResponseSpec(FaultBody, description="No ticket in time; ask again wi
 UNKNOWN = ResponseSpec(FaultBody, description="This proxy does not know the episode.")
 
 
+class BodyMayLack(Operation):
+    """In the OpenAPI document, an operation whose empty body means `{}`."""
+
+    def __init__(self, **facts: Any) -> None:
+        super().__init__(**facts)
+        if isinstance(self.request_body, RequestBody):
+            self.request_body.required = False
+
+
 class Authority:
     """Knows who may do what in a run."""
 
@@ -161,6 +171,11 @@ def control_routes(
             f"this proxy has answered no call of episode {episode_id!r}", status=404, code="episode_unknown"
         )
 
+    @route(PATH + "/episodes", http_method="OPTIONS", include_in_schema=False, status_code=204)
+    async def allow() -> Response[None]:
+        """Stands before the others: the answer that Litestar makes for itself knows the first handler of a path alone."""
+        return Response(None, status_code=204, headers={"allow": "GET, OPTIONS, POST"})
+
     @post(
         PATH + "/episodes",
         guards=[authority.needs("rollout")],
@@ -196,6 +211,7 @@ def control_routes(
         status_code=200,
         responses={**FAULTS, 409: CONFLICT},
         operation_id="abortEpisode",
+        operation_class=BodyMayLack,
         **common,
     )
     async def abort(
@@ -230,7 +246,7 @@ def control_routes(
         await fleet.change(data.policy, remove=data.url)
         return fleet.views()
 
-    return [show_status, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine]
+    return [show_status, allow, list_episodes, show_episode, begin, end, abort, add_engine, remove_engine]
 
 
 def _operator(request: Request[Any, Any, Any]) -> str:
