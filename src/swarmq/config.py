@@ -94,6 +94,9 @@ class Proxy(Settings, frozen=True, kw_only=True):
     unknown_parameters: Literal["refuse", "leave_out"] = "refuse"
     """Parameters of OpenAI's dialects that neither OpenAI nor vLLM has: answered 400, as OpenAI does, or left out of the request and
     named in the header `x-swarmq-overridden`."""
+    special_tokens: Literal["keep", "escape"] = "keep"
+    """What becomes of the text of a special token (`<|im_end|>`) in the messages of agents: the token, as in vLLM, or text that forges
+    no turn. Escape where agents read what strangers wrote."""
     probe_every_s: Positive = 2.0
     """How often engines are asked for their health and weight version."""
     traces: bool = False

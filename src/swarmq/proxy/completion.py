@@ -35,6 +35,7 @@ from swarmq.proxy.pool import Lane, Pool
 from swarmq.proxy.recorder import Asked, Recorder, Sampled, call_id
 from swarmq.proxy.refusals import RefusedError
 from swarmq.proxy.sampling import effective
+from swarmq.proxy.specials import escape
 from swarmq.proxy.stitch import stitch
 from swarmq.proxy.tuning import Tuning
 
@@ -193,7 +194,7 @@ class Completions:
 
         async def attempt(lane: Lane) -> int:
             with self._occupied(lane, call.policy):
-                return len((await lane.engine.render(_for_engine(call.chat))).token_ids)
+                return len((await lane.engine.render(await self._escaped(lane, _for_engine(call.chat)))).token_ids)
 
         with ExitStack() as held:
             memory = self._episodes.open_call(call.claims.episode_id, call.claims.client)
@@ -207,7 +208,8 @@ class Completions:
         choices = call.chat.get("n") or 1
         allowed = self._tuning.episode_tokens(call.claims)
         with self._occupied(lane, call.policy):
-            rendered = await lane.engine.render(chat)
+            shown = await self._escaped(lane, chat)
+            rendered = await lane.engine.render(shown)
             rests = call.stream and rendered.parsed and (not chat.get("tools") or await lane.finds_calls())
             history = history_of(chat)
             stitched = await stitch(
@@ -272,8 +274,14 @@ class Completions:
         )
         return Begun(
             call=call, memory=memory, lane=lane, chat=chat, rendered=rendered, asked=asked,
-            overridden=tuned.overridden, version=version, first=first, deltas=deltas, reserved=reserved, pace=pace,
+            overridden=tuned.overridden if shown is chat else (*tuned.overridden, "special_tokens"), version=version, first=first, deltas=deltas, reserved=reserved, pace=pace,
         )  # fmt: skip
+
+    async def _escaped(self, lane: Lane, chat: Json) -> Json:
+        """The chat as the engine is to see it."""
+        if self._tuning.job.proxy.special_tokens == "keep" or "prompt" in chat:
+            return chat
+        return await escape(chat, lane.is_token)
 
     @contextmanager
     def _occupied(self, lane: Lane, policy: str) -> Iterator[None]:

@@ -31,6 +31,8 @@ PORTION_S = 0.03
 and every portion costs the engine's server and this one as much as a token."""
 MOST_TOGETHER = 8
 """Tokens."""
+MOST_TEXTS = 4096
+"""Whose tokens are remembered."""
 LATELY = 0.2
 """Weight of the newest answer in an engine's pace."""
 CROWDED = 16
@@ -74,6 +76,7 @@ class Lane:
         self.idle = asyncio.Event()
         """Nothing is open."""
         self.idle.set()
+        self._is_token: dict[str, bool] = {}
         self._finds_calls: bool | None = None
         self._rehearsing = asyncio.Lock()
 
@@ -106,8 +109,17 @@ class Lane:
                 self._finds_calls = await finds_calls(self.engine)
             return self._finds_calls
 
+    async def is_token(self, text: str) -> bool:
+        """Whether its tokenizer has one token for the text."""
+        if text not in self._is_token:
+            if len(self._is_token) >= MOST_TEXTS:
+                self._is_token.clear()
+            self._is_token[text] = len(await self.engine.tokenize(text)) == 1
+        return self._is_token[text]
+
     def fail(self) -> None:
         self.failed_at = time.monotonic()
+        self._is_token.clear()
         self._finds_calls = None  # what comes up again may have other parsers
 
     async def probe(self) -> None:

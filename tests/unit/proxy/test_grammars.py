@@ -5,7 +5,7 @@ import json
 import pytest
 
 from swarmq.proxy.dialects import grammars
-from swarmq.proxy.dialects.grammars import MAX_GRAMMAR, MAX_PATTERN, check_schemas
+from swarmq.proxy.dialects.grammars import MAX_GRAMMAR, MAX_HELD_TOOLS, MAX_PATTERN, check_schemas
 from swarmq.proxy.refusals import RefusedError
 
 LIST = {"type": "object", "properties": {"next": {"$ref": "#"}}}
@@ -111,3 +111,15 @@ def test_what_an_answer_is_held_to_refers_to_nothing_elsewhere(reference):
 def test_a_property_may_be_called_as_a_reference_is():
     for chat in everywhere({"type": "object", "properties": {"$ref": {"type": "string"}}}):
         check_schemas(chat)
+
+
+@pytest.mark.parametrize("way", [{"strict": True}, {}])
+def test_so_many_tools_are_held_to_their_schemas_and_no_more(way):
+    def chat(num):
+        tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": {}, **way}} for i in range(num)]
+        return {"tools": tools, **({} if way else {"tool_choice": "required"})}
+
+    check_schemas(chat(MAX_HELD_TOOLS))
+    with pytest.raises(RefusedError, match="strict or forced"):
+        check_schemas(chat(MAX_HELD_TOOLS + 1))
+    check_schemas({"tools": [{"type": "function", "function": {"name": f"f{i}"}} for i in range(1000)]})

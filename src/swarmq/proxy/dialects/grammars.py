@@ -23,6 +23,8 @@ MAX_PARTS = 10_000
 """Objects and lists in all schemas of a request, and entries of the lists."""
 MAX_PROPERTIES = 1000
 """Of one object: a grammar for optional ones takes the square of their number."""
+MAX_HELD_TOOLS = 128
+"""That are strict or forced; OpenAI takes no more tools in all."""
 MAX_STEPS = 1000
 """That a schema may lead down, through references too."""
 MAX_PATTERN = 8192
@@ -39,6 +41,11 @@ def check_schemas(chat: Json) -> None:
     choices = _field(chat, "structured_outputs").get("choice")
     if isinstance(choices, list) and len(choices) > MAX_PARTS:
         raise _refused("structured_outputs", f"choice has more than {MAX_PARTS} entries")
+    if (held := _num_held_tools(chat)) > MAX_HELD_TOOLS:
+        raise _refused(
+            "tools",
+            f"{held} tools are strict or forced, {MAX_HELD_TOOLS} may be: their grammar is made while others wait",
+        )
     parts, enforced = 0, _is_enforced(chat)
     for where, schema in _schemas(chat):
         nodes = []
@@ -95,6 +102,15 @@ def _is_enforced(chat: Json) -> frozenset[str]:
     )
     held = choice == "required" or isinstance(choice, dict) or any(one.get("strict") is True for one in functions)
     return frozenset({"response_format", "structured_outputs", *(("tools",) if held else ())})
+
+
+def _num_held_tools(chat: Json) -> int:
+    """Tools whose schemas become a grammar."""
+    tools = chat.get("tools")
+    functions = (
+        [_field(tool, "function") for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []
+    )
+    return sum(one.get("strict") is True or chat.get("tool_choice") == "required" for one in functions)
 
 
 def _elsewhere(node: Node) -> str | None:
