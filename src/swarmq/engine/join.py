@@ -100,7 +100,8 @@ async def serve(
         finally:
             roster.remove(policy, engine.url)
             await _drained(engine, job.proxy.probe_every_s, report)
-        raise EngineError(f"the engine ended with status {status}; the end of {log_path}:\n{tail(log_path)}")
+        why = engine.given_up or f"ended with status {status}"
+        raise EngineError(f"the engine {why}; the end of {log_path}:\n{tail(log_path)}")
 
 
 async def _drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:

@@ -1,0 +1,68 @@
+"""What is changed in vLLM's own classes does what it is for, in vLLM's own words."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its own
+    pytest.importorskip("vllm")
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    from swarmq.engine import doubt, pieces
+    from swarmq.engine.weights_plugin import UNANNOUNCED
+
+pytestmark = pytest.mark.vllm
+
+
+@pytest.fixture(autouse=True)
+def given_back(monkeypatch):
+    """Each test begins with vLLM as it is, and leaves it so."""
+    for owner, name in ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens")):
+        monkeypatch.setattr(owner, name, getattr(getattr(owner, name), "__wrapped__", getattr(owner, name)))
+
+
+class Core(EngineCore):
+    """An engine core without a model, that knows what was asked of its workers."""
+
+    def __init__(self, label):
+        self._weight_version, self.asked = label, []
+        self.model_executor = SimpleNamespace(collective_rpc=lambda method, *_: self.asked.append(method))
+
+
+@pytest.mark.parametrize(
+    ("label", "method", "then"),
+    [
+        ("7", "update_weights", UNANNOUNCED),
+        ("default", "update_weights", UNANNOUNCED),
+        ("7", "reset_weights", UNANNOUNCED),
+        ("updating-8", "update_weights", "updating-8"),
+        ("7", "swarmq_facts", "7"),
+        ("7", "start_weight_update", "7"),
+    ],
+)
+def test_weights_that_change_unannounced_lose_their_version(label, method, then):
+    doubt.register()
+    doubt.register()
+    core = Core(label)
+    core.collective_rpc(method, None)
+    assert (core.get_weight_version(), core.asked) == (then, [method])
+
+
+def test_a_call_whose_prompt_goes_on_keeps_its_generator_untouched(monkeypatch):
+    seen = {}
+    monkeypatch.setattr(CPUModelRunner, "sample_tokens", lambda runner, _: seen.update(runner.input_batch.generators))
+    pieces.register()
+    generators = {0: "whole", 1: "goes on", 3: "whole too"}
+    runner = object.__new__(CPUModelRunner)
+    runner.input_batch = SimpleNamespace(num_reqs=4, generators=generators)
+    runner.discard_request_mask = SimpleNamespace(np=np.array([False, True, True, False, True]))
+    runner.sample_tokens(None)
+    assert seen == {0: "whole", 3: "whole too"}
+    assert runner.input_batch.generators is generators
+    assert generators == {0: "whole", 1: "goes on", 3: "whole too"}
