@@ -58,6 +58,11 @@ class EngineAnswerError(EngineError):
         self.reason = reason
 
 
+def without_trace(error: BaseException) -> BaseException:
+    """An error of ours without the places that it passed: its words say everything to who reads them. Any other as it is."""
+    return error.with_traceback(None) if isinstance(error, SwarmqError) else error
+
+
 class EngineRefusedError(EngineError):
     """The engine answered with an error of ours or the agent's making; `status` is its HTTP status."""
 

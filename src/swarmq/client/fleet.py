@@ -27,11 +27,12 @@ from swarmq.client.loops import LoopThread
 from swarmq.client.report import RunSummary
 from swarmq.client.session import AsyncSwarmClient
 from swarmq.client.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
-from swarmq.errors import TaskError
+from swarmq.errors import SwarmqError, TaskError
 from swarmq.keys import Invite
 from swarmq.logs import log, write_whole_lines
 from swarmq.messages import Mode
 from swarmq.process import die_with_parent
+from swarmq.terminal import visible
 
 Targets = Mapping[str | None, str | AgentFunction]
 """Kind -> its agent, `module:function` or the function itself; the kind may be None where the run has but one."""
@@ -163,8 +164,13 @@ def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
     if os.getppid() != parent:
         return
     write_whole_lines()
-    for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
-        sys.stdout.write(f"{multiprocessing.current_process().name}, {kind}: {summary}\n")
+    name = multiprocessing.current_process().name
+    try:
+        for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
+            sys.stdout.write(f"{name}, {kind}: {summary}\n")
+    except SwarmqError as error:
+        sys.stderr.write(f"{name}: {visible(str(error))}\n")
+        sys.exit(1)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ from swarmq.client.spool import Orphan, Spool, spool_root
 from swarmq.client.tasks import Numbering, SwarmTask, as_task
 from swarmq.client.transport import BrokerTransport, Transport
 from swarmq.config import Proxy
-from swarmq.errors import ClientError, EpisodeError, SwarmqError
+from swarmq.errors import ClientError, EpisodeError, SwarmqError, without_trace
 from swarmq.keys import Claims, Invite, mint
 from swarmq.logs import log
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
@@ -91,12 +91,15 @@ class AsyncSwarmClient:
         self._sending: set[asyncio.Task[SwarmqError | None]] = set()
 
     async def __aenter__(self) -> Self:
-        async with contextlib.AsyncExitStack() as stack:
-            self._transport = await self._connect(stack)
-            self._disk = stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="swarmq-spool"))
-            self._spool = Spool(self._spool_root, self.client_id)
-            self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
-            self._stack = stack.pop_all()
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                self._transport = await self._connect(stack)
+                self._disk = stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="swarmq-spool"))
+                self._spool = Spool(self._spool_root, self.client_id)
+                self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+                self._stack = stack.pop_all()
+        except SwarmqError as error:
+            raise without_trace(error) from None
         self.loop = asyncio.get_running_loop()
         self._state = "open"
         self._learning = self._tasks.create_task(self._clock.learn())

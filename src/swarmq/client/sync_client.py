@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from swarmq.client.episode import AsyncEpisode, Episode
 from swarmq.client.loops import LoopThread, Make, blocking
 from swarmq.client.session import DRAIN_S, AsyncSwarmClient, OpenBroker, open_amqp
-from swarmq.errors import ClientError
+from swarmq.errors import ClientError, without_trace
 from swarmq.keys import Invite
 
 P = ParamSpec("P")
@@ -81,10 +81,10 @@ class SwarmClient:
         self._lived = asyncio.run_coroutine_threadsafe(self._live(opened), self._io.loop)
         try:
             opened.result()
-        except BaseException:
+        except BaseException as error:
             self._lived.cancel()
             self._stop_threads()
-            raise
+            raise without_trace(error) from None
         self._pid = os.getpid()
         atexit.register(self.close)
 
