@@ -23,7 +23,7 @@ from aio_pika.abc import AbstractIncomingMessage
 from swarmq.broker import topology
 from swarmq.broker.delivery import SENDER_HEADER, Arrival, Deliveries
 from swarmq.broker.link import Link
-from swarmq.broker.session import Session
+from swarmq.broker.session import RECYCLED, Session
 
 DEFAULT_ACK_S = 30 * 60.0
 """RabbitMQ's own limit."""
@@ -154,7 +154,7 @@ class Intake:
         oldest = next((held.since for held in self._unacked.values()), now)
         left_s = oldest + self._recycle_s - now
         if left_s <= 0:
-            self._session.fail(f"recycled: a message was held for {self._recycle_s:g} s")
+            self._session.fail(f"{RECYCLED}: a message was held for {self._recycle_s:g} s")
             return
         timer = self._loop.call_later(left_s, self._watch)
         self._session.lost.add_done_callback(lambda _: timer.cancel())

@@ -3,7 +3,8 @@
     run() ──> open_session ──> prepare(session) ──> up ──> session.lost ──> forget ──> backoff ──┐
       ^──────────────────────────────────────────────────────────────────────────────────────────┘
 
-Waiting is visible: one warning when the broker goes away, one line when it is back. A refusal (wrong password, no
+Waiting is visible: one warning of a process when the broker goes away, however many links it has, and one line when all of them
+are back. A refusal (wrong password, no
 such queue) ends the link at its first connection, because a person has to act; once a link has worked, refusals are
 waited out, since a broker that restarts or is being repaired refuses too, and the collector makes a deleted queue again.
 The user of an invited client is deleted when the client is removed: its link ends once its login was refused for a while.
@@ -19,16 +20,51 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from swarmq.broker.faults import address
-from swarmq.broker.session import Session, open_session
+from swarmq.broker.session import RECYCLED, Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
 from swarmq.logs import log
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+UNREACHABLE = "broker or queue unreachable, waiting"
 
 
 async def _nothing(_: Session) -> None:
     return
+
+
+class Outage:
+    """What the links of this process to one broker say together while some of them are down."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._down: set[Link] = set()
+        self._most = 0
+        self._since = 0.0
+
+    def begin(self, link: Link, event: str, *, connection: str, reason: str) -> None:
+        """A link is down; the first one says so."""
+        if not self._down:
+            log.warning(event, connection=connection, reason=reason)
+            self._since, self._most = time.monotonic(), 0
+        self._down.add(link)
+        self._most = max(self._most, len(self._down))
+
+    def end(self, link: Link) -> None:
+        """A link is up; the last one says so."""
+        if link in self._down:
+            self.leave(link)
+            if not self._down:
+                away_s = round(time.monotonic() - self._since, 1)
+                log.info("broker reachable again", broker=self._where, connections=self._most, away_s=away_s)
+
+    def leave(self, link: Link) -> None:
+        """A link is closed; nobody waits for it."""
+        self._down.discard(link)
+
+
+_outages: dict[str, Outage] = {}
+"""By the broker's address."""
 
 
 class Link:
@@ -54,7 +90,8 @@ class Link:
         self._up = asyncio.Event()
         self._session: Session | None = None
         self._refusal: BrokerError | None = None
-        self._waiting = False
+        self._refused_before = False
+        self._outage = _outages.setdefault(address(url), Outage(address(url)))
         self.trouble: str | None = f"RabbitMQ at {address(url)} has not answered yet"
         """Why there is no session now, for error messages."""
 
@@ -66,6 +103,7 @@ class Link:
         finally:
             task.cancel()
             await asyncio.wait({task})
+            self._outage.leave(self)
         if not task.cancelled():
             task.result()
 
@@ -108,7 +146,7 @@ class Link:
                         )
                     )
                     return
-                self._wait(str(error))
+                self._wait(error)
             except Exception as error:
                 self._refuse(BrokerError(f"the connection {self._name} has failed: {error!r}"))
                 raise
@@ -119,22 +157,29 @@ class Link:
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
 
     def _connected(self, session: Session) -> None:
-        if self._waiting:
-            log.info("broker reachable again", connection=self._name, broker=session.where)
-        self.trouble, self._waiting = None, False
+        if self._refused_before:
+            log.info("broker takes it again", connection=self._name, broker=session.where)
+        self._outage.end(self)
+        self.trouble, self._refused_before = None, False
         self._session = session
         self._up.set()
 
     def _disconnected(self, reason: str) -> None:
-        log.info("broker session lost, connecting again", connection=self._name, reason=reason)
+        if reason.startswith(RECYCLED):
+            log.info("broker session renewed", connection=self._name, reason=reason)
+        else:
+            self._outage.begin(self, "broker session lost, connecting again", connection=self._name, reason=reason)
         self.trouble = reason
         self._session = None
         self._forget()
 
-    def _wait(self, reason: str) -> None:
-        if not self._waiting:
-            log.warning("broker or queue unreachable, waiting", connection=self._name, reason=reason)
-        self.trouble, self._waiting = reason, True
+    def _wait(self, error: BrokerError) -> None:
+        if isinstance(error, BrokerLostError):
+            self._outage.begin(self, UNREACHABLE, connection=self._name, reason=str(error))
+        elif not self._refused_before:  # which concerns this link alone
+            log.warning(UNREACHABLE, connection=self._name, reason=str(error))
+            self._refused_before = True
+        self.trouble = str(error)
 
     def _refuse(self, error: BrokerError) -> None:
         self.trouble, self._refusal = str(error), error

@@ -40,6 +40,9 @@ NOTICE_S = 2.0
 
 CLOSE_S = 2.0
 
+RECYCLED = "recycled"
+"""How the reason begins when we end a session ourselves to go on with another one."""
+
 T = TypeVar("T")
 
 # Faults are reported by us, once and in our words; who configures logging still sees the driver's own.

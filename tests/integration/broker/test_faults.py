@@ -25,7 +25,7 @@ from swarmq.testing.relay import Way
 pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCKED = "publisher blocked by the broker's memory or disk alarm"
-WAITING = "broker or queue unreachable, waiting"
+WAITING, LOST = "broker or queue unreachable, waiting", "broker session lost, connecting again"
 SHORT_HEARTBEAT = "?heartbeat=1"
 
 
@@ -97,11 +97,13 @@ async def test_a_killed_broker_loses_nothing_confirmed_and_everybody_goes_on(
                 group.create_task(publish(range(worker, total, workers)))
             await third.wait()
             await node.kill()
-            await logs.seen(WAITING)
+            await logs.seen(LOST)
             assert confirmed < total
             await node.start()
         assert draining.result() == {f"e{number}:end" for number in range(total)}
-        assert logs.count("broker reachable again") >= 1
+        back = await logs.seen("broker reachable again")
+        assert (logs.count(LOST), logs.count(WAITING)) == (1, 0), "one line, however many connections it has"
+        assert back["connections"] == 3
 
 
 async def test_a_queue_that_a_crash_left_half_deleted_is_found_dead_and_made_again(

@@ -1,0 +1,33 @@
+"""One death of the broker is one line of each process, and one when it is back."""
+
+from __future__ import annotations
+
+from structlog.testing import capture_logs
+
+from swarmq.broker.link import Link, Outage
+
+
+def test_many_links_say_once_that_the_broker_is_gone_and_once_that_it_is_back() -> None:
+    outage = Outage("host:5672")
+    links = [Link("amqp://host/", name=str(number)) for number in range(10)]
+    with capture_logs() as said:
+        for _ in range(3):
+            for link in links:
+                outage.begin(link, "lost", connection="x", reason="died")
+        for link in links[1:]:
+            outage.end(link)
+        outage.end(links[0])
+    assert [(one["event"], one.get("connections")) for one in said] == [("lost", None), ("broker reachable again", 10)]
+
+
+def test_a_link_that_is_closed_meanwhile_is_not_waited_for_and_the_next_outage_is_said_again() -> None:
+    outage = Outage("host:5672")
+    one, other = Link("amqp://host/", name="1"), Link("amqp://host/", name="2")
+    with capture_logs() as said:
+        for _ in range(2):
+            outage.begin(one, "lost", connection="x", reason="died")
+            outage.begin(other, "lost", connection="x", reason="died")
+            outage.leave(other)
+            outage.end(one)
+            outage.end(one)
+    assert [entry["event"] for entry in said] == ["lost", "broker reachable again"] * 2
