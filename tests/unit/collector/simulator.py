@@ -50,7 +50,17 @@ PAUSE_S = 25.0
 """How far the clock goes on when nothing else does."""
 PATIENCE_S = 5000.0
 """How long nothing may move before the world is called stuck."""
-EXPECTED_DROPS = {"superseded", "late_sibling", "group_too_small", "failed", "aborted", "silent", "no_turns", "equal"}
+EXPECTED_DROPS = {
+    "superseded",
+    "late_sibling",
+    "group_too_small",
+    "failed",
+    "aborted",
+    "silent",
+    "no_turns",
+    "unseen",
+    "equal",
+}
 """What may become of an episode when the pieces of each client arrive in the order they were sent."""
 SPOILT_DROPS = {"refused_turn", "incomplete"}
 """And of one with a turn that nobody could read."""
@@ -342,7 +352,8 @@ class Client:
                 headed = number == num - 1 or rng.random() < 0.7
                 lost = rng.random() < chaos.lost_answer
                 prompt = (rng.randrange(99),)
-                for retry in range(2 if lost else 1):
+                gives_up = lost and speaks and number == num - 1 and rng.random() < 0.5
+                for retry in range(2 if lost and not gives_up else 1):
                     call_id, serial = f"c{serial}", serial + 1
                     sampled = tuple(rng.randrange(99) for _ in range(rng.randrange(1, 3)))
                     turn = Turn(
@@ -366,15 +377,18 @@ class Client:
                     refused = RefusedTurn(run=RUN, episode_id=episode_id, call_id=call_id, reason="spoilt")
                     self.world.send(refused if spoilt else turn)
                     if speaks:
-                        self.say(episode_id, call_id, is_lost=lost and not retry)
+                        self.say(episode_id, call_id, is_lost=lost and not retry, repeats=not gives_up)
                     yield
+                if gives_up:
+                    break
                 truth.answered[call_id] = (policy, known + prompt)
                 last = (call_id, known + prompt + sampled)
 
-    def say(self, episode_id: str, call_id: str, *, is_lost: bool) -> None:
-        """What the proxy says of an answer, now or later. One that was lost it has refused, or sent, or was killed over."""
+    def say(self, episode_id: str, call_id: str, *, is_lost: bool, repeats: bool) -> None:
+        """What the proxy says of an answer, now or later. One that was lost it has refused, or was killed over, or it has sent
+        it: then only an agent that asks again can give that away."""
         told = {episode_id: (call_id,)}
-        fates = [{"withdrawn": told}, {"sent": told}, {}] if is_lost else [{"sent": told}]
+        fates = [{"withdrawn": told}, {}, *([{"sent": told}] if repeats else [])] if is_lost else [{"sent": told}]
         if fate := self.world.rng.choice(fates):
             self.news.append(Served(run=RUN, served_id=f"{episode_id}.{call_id}", **fate))
         if self.world.rng.random() < 0.5:
@@ -706,7 +720,7 @@ class World:
             _, reason = ledger[episode_id]
             if reason == "superseded" and truth.slot.id not in forwarded and not self._slot_dropped(truth.slot, ledger):
                 raise BrokenError(f"{episode_id} was superseded by nobody")
-            if reason == "no_turns" and truth.answered:
+            if reason in {"no_turns", "unseen"} and truth.answered:
                 raise BrokenError(f"{episode_id} lost its turns")
             if truth.ended and reason in {"failed", "aborted"}:
                 raise BrokenError(f"{episode_id} finished and is counted as {reason}")

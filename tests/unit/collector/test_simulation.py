@@ -12,7 +12,7 @@ from swarmq.collector.core import Core
 from swarmq.collector.records import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
-from swarmq.messages import EpisodeEnd, RefusedTurn, Turn, decode, encode
+from swarmq.messages import EpisodeEnd, RefusedTurn, Served, Turn, decode, encode
 from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
@@ -255,6 +255,27 @@ def _anonymous(body: bytes) -> bytes:
     return body
 
 
+class TakesTurnsAsAnswered(Shell):
+    """Trains what is recorded, whether or not a proxy says that the answer was sent."""
+
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return super().decisions([_unheard(body) for body in batch if not isinstance(decode(body), Served)])
+
+
+def _unheard(body: bytes) -> bytes:
+    message = decode(body)
+    return encode(msgspec.structs.replace(message, receipt=False)) if isinstance(message, Turn) else body
+
+
+class ForgetsWhatProxiesSaid(Shell):
+    def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
+        return (
+            effect
+            for effect in super().decisions(batch)
+            if not (isinstance(effect, do.SaveTurn) and isinstance(decode(effect.body), Served))
+        )
+
+
 class TrainsWithoutWhatWasRefused(Shell):
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
         return super().decisions([body for body in batch if not isinstance(decode(body), RefusedTurn)])
@@ -283,6 +304,8 @@ class _WithoutEnds(_WithoutSlots):
         KnowsNoSlots,
         TakesTurnsTwice,
         KeepsOrphans,
+        TakesTurnsAsAnswered,
+        ForgetsWhatProxiesSaid,
         TrainsWithoutWhatWasRefused,
         ForgetsEnds,
     ],
