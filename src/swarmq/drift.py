@@ -14,7 +14,7 @@ import msgspec
 
 from swarmq.messages import Turn
 
-LOST = frozenset({"drift", "template_rewrote_history", "answer_cut"})
+LOST = frozenset({"drift", "template_rewrote_history", "answer_cut", "token_dropped", "character_cut"})
 """Branches that nobody asked for: each computes its whole context again. docs/proxy.md says what avoids which."""
 
 EDITED = frozenset({"history_edited", "tools_changed"})

@@ -34,6 +34,8 @@ class Sums:
 
     def add_mismatch(self, tokens: Tokens, among: Tensor) -> None:
         """`among` [S] bool: the tokens that weigh something, also those that a filter takes, which would hide what it is there for."""
+        if tokens.held is not None:
+            among = among & ~tokens.held  # mu is normalised over what a grammar allowed: no fault of the engine
         gap = tokens.theta.detach() - tokens.mu
         held = gap.clamp(max=MAX_LOG_RATIO)
         ratio = held.exp()
@@ -87,7 +89,9 @@ class Sums:
             "loss": total["loss"],
             "kl_k3": total["k3"] / compared,
             "gap_p99": _quantile(flat[len(NAMES) :], 0.99),
-            "effective_samples": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-30)),
+            "effective_samples": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-30))
+            if total["compared"]
+            else 1.0,
             "same_weights_tokens": int(total["same_tokens"]),
             "same_weights_gap": total["same_gap"] / max(total["same_tokens"], 1.0),
             "entropy": total["entropy"] / count,

@@ -219,6 +219,7 @@ class Completions:
                 lane.engine,
                 request_id=call.request_id,
                 lost=memory.lost,
+                messages=chat["messages"],
             )
             if "features" in rendered.carried:
                 stitched = self._with_images(call, rendered, stitched)

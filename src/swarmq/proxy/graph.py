@@ -18,7 +18,16 @@ from typing import Any, Literal
 
 import msgspec
 
-Reason = Literal["history_edited", "template_rewrote_history", "tools_changed", "answer_cut", "drift", "memory_lost"]
+Reason = Literal[
+    "history_edited",
+    "template_rewrote_history",
+    "tools_changed",
+    "answer_cut",
+    "token_dropped",
+    "character_cut",
+    "drift",
+    "memory_lost",
+]
 """Why a conversation that we know could not be continued token by token:
 
 - `history_edited`: an answer came back other than it was given, what precedes it was changed (the clock in a system
@@ -27,6 +36,8 @@ Reason = Literal["history_edited", "template_rewrote_history", "tools_changed", 
   white space that it trims, tool calls in another form, an empty thought that only the newest prompt has);
 - `tools_changed`: so did the tools or the template's arguments, and with them the text before the answer;
 - `answer_cut`: the agent got less than was sampled, because a stop string was cut off;
+- `token_dropped`: a special token was sampled within the answer, which no text shows; `character_cut`: the answer ended within a
+  character. Both are continued where the agent sends the answer back as it got it and the template writes it so;
 - `drift`: the text is the same, but the tokens that were sampled cannot begin it;
 - `memory_lost`: the answers were given by another proxy, or before this one was started again or ran out of memory.
 """

@@ -13,6 +13,8 @@ from swarmq.messages import Turn
 
 REMEDIES = {
     "answer_cut": "ask with include_stop_str_in_output, or with stop_token_ids in place of stop strings",
+    "character_cut": "ask for longer answers, or send answers back as they came",
+    "token_dropped": "send answers back as they came, and serve a chat template that writes them so",
     "drift": "please report it with the model's name: its text cannot be continued exactly",
     "history_edited": "keep every message as it was, and what changes (a clock, a step number) in the newest one alone",
     "template_rewrote_history": "send reasoning back, or serve a chat template that keeps history as it was sampled",

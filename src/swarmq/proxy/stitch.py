@@ -9,31 +9,55 @@ own tokens, from where what was said ends.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from swarmq.engine.protocol import Engine
 from swarmq.messages import pack_ids, unpack_ids
 from swarmq.proxy.graph import ID_BYTES, Graph, History, Node, Reason, Stitched, branched, continued, why_not
+from swarmq.proxy.specials import MARKUP
+
+Json = dict[str, Any]
+
+REPLACED = "\ufffd"
+"""What a decoder writes for bytes that are no whole character."""
 
 
 async def stitch(
-    graph: Graph, history: History, fresh_ids: list[int], engine: Engine, *, request_id: str, lost: bool = False
+    graph: Graph,
+    history: History,
+    fresh_ids: list[int],
+    engine: Engine,
+    *,
+    request_id: str,
+    lost: bool = False,
+    messages: Sequence[Json] = (),
 ) -> Stitched:
-    """`lost`: earlier answers of this episode may be unknown here. Raises EngineError when the engine cannot be asked about texts."""
+    """`lost`: earlier answers of this episode may be unknown here. `messages`: those of the history.
+
+    Raises EngineError when the engine cannot be asked about texts.
+    """
     fresh = pack_ids(fresh_ids)
     known = graph.known(history)
     edited: Reason | None = "history_edited" if graph.edited(history) else None
     if not known:
         return Stitched(prompt=fresh, branch=edited or ("memory_lost" if lost and history.answered else None))
-    found = await _continuation(graph, known[0], history, fresh, engine, request_id)
+    found = await _continuation(graph, known[0], history, fresh, engine, request_id, messages)
     if isinstance(found, Stitched):
         return msgspec.structs.replace(found, branch=edited) if edited else found
     return branched(known, fresh, edited or found)
 
 
 async def _continuation(
-    graph: Graph, twins: list[Node], history: History, fresh: bytes, engine: Engine, request_id: str
+    graph: Graph,
+    twins: list[Node],
+    history: History,
+    fresh: bytes,
+    engine: Engine,
+    request_id: str,
+    messages: Sequence[Json],
 ) -> Stitched | Reason:
     """What continues the first of the twins that can be continued, or why the first cannot.
 
@@ -48,7 +72,7 @@ async def _continuation(
                 return found
         for node in some:
             graph.claim(node, request_id)  # before anything is awaited: a request beside this one is to take the twin
-            by_text = await _by_text(node, history, fresh, engine)
+            by_text = await _by_text(node, history, fresh, engine, messages)
             if isinstance(by_text, Stitched):
                 return by_text
             graph.unclaim(node, request_id)
@@ -56,11 +80,15 @@ async def _continuation(
     return reasons[0]
 
 
-async def _by_text(node: Node, history: History, fresh: bytes, engine: Engine) -> Stitched | Reason:
+async def _by_text(
+    node: Node, history: History, fresh: bytes, engine: Engine, messages: Sequence[Json]
+) -> Stitched | Reason:
     recorded = node.tokens()
     said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
     if not rendered.startswith(said):
-        return why_not(node, history)
+        reason = why_not(node, history)
+        given = messages[node.depth - 1] if node.depth <= len(messages) else {}
+        return reason if reason != "template_rewrote_history" else await _by_key(node, given, fresh, engine)
     rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
     prompt = recorded + rest
     if prompt != fresh and await _text(engine, prompt) != rendered:
@@ -68,6 +96,32 @@ async def _by_text(node: Node, history: History, fresh: bytes, engine: Engine) -
         if await _text(engine, prompt) != rendered:
             return "drift"
     return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
+
+
+async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
+    """Continue an answer whose text lacks something that was sampled: the agent has sent it back as it got it, so the
+    recorded tokens stand for it, where the rendering shows nothing else of it. `given`: the message that the answer was."""
+    content = given.get("content")
+    if not isinstance(content, str) or not content or given.get("tool_calls"):
+        return "template_rewrote_history"
+    sampled, last = await asyncio.gather(_text(engine, node.sampled), _text(engine, node.sampled[-ID_BYTES:]))
+    end = last if MARKUP.fullmatch(last) else ""
+    if sampled == content + end or _shown(sampled) != _shown(content):
+        return "template_rewrote_history"
+    lost: Reason = "character_cut" if REPLACED in sampled else "token_dropped"
+    tail = await _text(engine, fresh[node.fresh_bytes :]) if node.rendered_in(fresh) else ""
+    if not tail.startswith(content + end):
+        return lost
+    text = tail[len(content + end) :]
+    rest = pack_ids(await engine.tokenize(text))
+    if await _text(engine, rest) != text:
+        return lost
+    return Stitched(prompt=node.tokens() + rest, parent=node, shared=node.num_tokens, depth=node.depth, repaired=True)
+
+
+def _shown(text: str) -> str:
+    """What of a text a message has: no special tokens, no halves of characters."""
+    return MARKUP.sub("", text).replace(REPLACED, "")
 
 
 async def _after(said: str, fresh: bytes, engine: Engine) -> bytes:

@@ -15,9 +15,10 @@ from swarmq.learner.summary import rollout_s
 from swarmq.messages import Episode, Slot, Timings
 
 
-def figures(gaps, kept=None):
+def figures(gaps, kept=None, held=None):
     mu = torch.full((len(gaps),), -3.0)
     tokens = Tokens(mu + torch.tensor(gaps), mu, torch.ones(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), 1)
+    tokens = tokens._replace(held=None if held is None else torch.tensor(held))
     sums = Sums(torch.device("cpu"))
     kept = torch.ones(len(gaps), dtype=torch.bool) if kept is None else torch.tensor(kept)
     loss = TokenLoss(torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), tokens.advantages)
@@ -30,6 +31,15 @@ def figures(gaps, kept=None):
 def test_the_gap_of_one_token_in_a_hundred_is_known_to_a_quarter(gap):
     found = figures([0.0] * 95 + [gap] * 5)["gap_p99"]
     assert abs(gap) / 1.27 < found < abs(gap) * 1.27
+
+
+def test_tokens_that_were_held_to_a_grammar_are_no_mismatch():
+    """Their mu is normalised over what the grammar allowed, theta over all tokens."""
+    held = figures([-5.0] * 50 + [0.1] * 50, held=[True] * 50 + [False] * 50)
+    assert held["gap_p99"] < 0.13
+    assert held["kl_k3"] < 0.01 < figures([-5.0] * 50 + [0.1] * 50)["kl_k3"]
+    every = figures([-5.0] * 4, held=[True] * 4)
+    assert (every["kl_k3"], every["effective_samples"], every["tokens_compared"]) == (0.0, 1.0, 0)
 
 
 def test_what_is_not_trained_does_not_count():

@@ -234,3 +234,39 @@ def test_common_tokens_counts_whole_tokens(head, one, other):
     assert one[: count * ID_BYTES] == other[: count * ID_BYTES]
     longer = (count + 1) * ID_BYTES
     assert longer > min(len(one), len(other)) or one[:longer] != other[:longer]
+
+
+HALF = spelled("\ufffd")
+"""As a decoder spells the first bytes of a character."""
+THINK = encode("<think>")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown", "reason"),
+    [
+        ([*encode("he"), *THINK, *encode("llo")], "hello", "token_dropped"),
+        ([*encode("hello"), *HALF], "hello", "character_cut"),
+    ],
+)
+async def test_an_answer_whose_text_lacks_what_was_sampled_is_continued_as_it_was_sampled(tokens, shown, reason):
+    """The template shows what the agent got; the prompt keeps what was sampled."""
+    episode = Episode()
+    asked, sampled = [SYSTEM, user("hi")], [*tokens, END]
+    await episode.turn(asked, said(shown), tokens)
+    [node] = episode.graph.known(history_of({"messages": [*asked, said(shown)]}))[0]
+
+    async def continued(*more, template=chat_template):
+        chat = {"messages": [*asked, said(shown), *more]}
+        fresh = encode(template(chat))
+        how = {"request_id": "next", "messages": chat["messages"]}
+        return await stitch(episode.graph, history_of(chat), fresh, episode.engine, **how)
+
+    found = await continued(user("more"))
+    assert (found.parent, found.branch, found.repaired) == (node, None, True)
+    prompt = unpack_ids(found.prompt).tolist()
+    before = encode(chat_template({"messages": asked}))
+    assert prompt[: len(before) + len(sampled)] == [*before, *sampled]
+    assert decode(prompt[len(before) + len(sampled) :]) == "\n<|start|>user\nmore<|end|>\n<|start|>assistant\n"
+
+    other = await continued(user("more"), template=lambda chat: chat_template(chat).replace("hello", "HELLO"))
+    assert other.branch == reason, "where the template writes the answer otherwise it is told why"
