@@ -300,7 +300,8 @@ def environment(model: Model, *, cuda: bool, given: Mapping[str, str]) -> dict[s
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # lets the CPU build run its worker in the engine core
         }
     chosen = {key: given.get(key, value) for key, value in wanted.items()}
-    return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1"}
+    # a key of vLLM's own, which a user has for other servers, would turn away who knows the secret
+    return chosen | {"VLLM_SERVER_DEV_MODE": "1", ENGINE_ENV: "1", "VLLM_API_KEY": ""}
 
 
 def visible(gpus: Sequence[int] | None) -> dict[str, str]:

@@ -38,6 +38,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
         ("--logprobs-mode", "processed_logprobs"),
         ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         ("--generation-config", "vllm"),
+        ("--middleware", "swarmq.engine.guard.Guard"),
         ("--tool-call-parser", "hermes"),
     ):
         assert words[words.index(option) + 1] == value
@@ -94,6 +95,14 @@ def test_other_arguments_are_the_users(given):
     assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given]
 
 
+def test_prompts_are_computed_in_pieces_and_short_ones_where_a_piece_takes_long_on_a_cpu():
+    small, large = (arguments(Policy(model="m"), model, port=81, cuda=False, cores=2) for model in (SMALL, LARGE))
+    assert not any("chunked" in word for word in (*small, *large))
+    assert "--max-num-batched-tokens" not in small
+    assert large[large.index("--max-num-batched-tokens") + 1] == "512"
+    assert "--max-num-batched-tokens" not in arguments(Policy(model="m"), LARGE, port=81, cuda=True, cores=2)
+
+
 def test_a_model_without_known_tool_calls_gets_no_parser():
     assert "--enable-auto-tool-choice" not in arguments(Policy(model="m"), LARGE, port=81, cuda=False, cores=2)
 
@@ -102,6 +111,7 @@ def test_the_environment_of_the_user_stays_but_weights_can_always_be_controlled(
     changes = environment(SMALL, cuda=False, given={"OMP_NUM_THREADS": "7", "VLLM_SERVER_DEV_MODE": "0"})
     assert changes["OMP_NUM_THREADS"] == "7"
     assert changes["VLLM_SERVER_DEV_MODE"] == "1"
+    assert changes["VLLM_API_KEY"] == "", "the guard's secret is the only one"
 
 
 def test_a_small_model_gets_one_thread_and_a_folder_needs_no_hub():
