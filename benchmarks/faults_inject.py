@@ -692,7 +692,7 @@ SHARES = {
     "broker killed": 15,
     "broker stopped": 15,
     "broker memory alarm": 8,
-    "long broker memory alarm": 6,
+    "long broker memory alarm": 5,
     "broker disk alarm": 8,
     "power lost": 5,
     "small file cut": 12,
