@@ -5,7 +5,7 @@
     record  = "SQRC", number, index length, body length, index crc, body crc, header crc; index; zstd(body)
 
 A record counts once its fsync returned. What a crash may leave is a torn last record: it was never acknowledged, so
-it is cut. Damage anywhere else is an error, never skipped. Checksums are CRC-32.
+it is moved into a file beside the log. Damage anywhere else is an error, never skipped. Checksums are CRC-32.
 """
 
 from __future__ import annotations
@@ -57,14 +57,16 @@ class Place(msgspec.Struct, frozen=True):
 class BatchLog:
     """An open log. `append` is the only way in; `indices` is what is kept of it in memory."""
 
-    def __init__(self, folder: Path, identity: Identity, *, segment_bytes: int = SEGMENT_BYTES) -> None:
-        """Open for writing, cutting a torn tail; what is there then is on disk. Raises LearnerError: of another run, newer,
-        damaged, not writable."""
+    def __init__(
+        self, folder: Path, identity: Identity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Open for writing, setting a torn tail aside; what is there then is on disk. Raises LearnerError: of another run, newer,
+        damaged, not writable; also when the tail holds a batch up to version `needed`, which a checkpoint has seen."""
         self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
         self._descriptor: int | None = None
         with mapped(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.places = scan(folder, identity, cut=True)
+            self.places = scan(folder, identity, needed=needed)
             if segments := _segments(folder):
                 self._open(segments[-1])
 
@@ -171,8 +173,9 @@ class BatchLog:
         self._open(path)
 
 
-def scan(folder: Path, identity: Identity | None = None, *, cut: bool = False) -> list[Place]:
-    """Every record's place and index. A torn tail is left out, and with `cut` removed from the file.
+def scan(folder: Path, identity: Identity | None = None, *, needed: int | None = None) -> list[Place]:
+    """Every record's place and index. A torn tail is left out, and with `needed` moved from the log into a file beside it, if the batches
+    up to that version are all there without it.
 
     Raises LearnerError when the log cannot be read, is damaged, newer than this reader, or not of `identity`.
     """
@@ -182,16 +185,28 @@ def scan(folder: Path, identity: Identity | None = None, *, cut: bool = False) -
         for segment in segments:
             end = _scan_segment(segment, identity, places, is_last=segment == segments[-1])
             torn = segment.stat().st_size - end
-            if torn:
-                log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn, cut=cut)
-                if cut:
-                    with segment.open("rb+") as file:
-                        file.truncate(end)
-                        os.fsync(file.fileno())
+            if torn and needed is not None:
+                _set_aside(segment, end, places, needed)
+            elif torn:
+                log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn)
     for before, place in pairwise(places):
         if place.index.record != before.index.record + 1:
             raise _damaged(place.segment, place.offset, f"record {place.index.record} follows {before.index.record}")
     return places
+
+
+def _set_aside(segment: Path, end: int, places: list[Place], needed: int) -> None:
+    """A tail that a crash tore was never acknowledged; a checkpoint that has seen it shows that this one is damage of another kind."""
+    last = max((place.index.version for place in places if place.index.trained), default=0)
+    if last < needed:
+        raise _damaged(segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}")
+    with segment.open("rb+") as file:
+        file.seek(end)
+        aside = segment.with_name(f"{segment.name}.{end}.torn")
+        write_whole(aside, tail := file.read())
+        log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=len(tail), moved_to=aside.name)
+        file.truncate(end)
+        os.fsync(file.fileno())
 
 
 def read(place: Place) -> BatchRecord:

@@ -127,7 +127,7 @@ class Desk:
         job, policy = hello.job, hello.policy
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
         self.fence = Fence(folder / "lock")
-        self.log = BatchLog(folder, Identity.of(job, policy))
+        self.log = BatchLog(folder, Identity.of(job, policy), needed=hello.version)
         self.orders = Orders(folder / "control", job, policy)
         self.steps = StepEvents(job.run_folder.events, broker)
         self.reports = Reports(folder / "reported", self.log)

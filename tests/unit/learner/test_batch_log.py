@@ -114,6 +114,24 @@ def test_a_torn_tail_is_cut_wherever_it_tore(
     assert list(batch_log.records(folder)) == written
 
 
+def test_a_damaged_tail_that_a_checkpoint_needs_is_named_and_stays(tmp_path: Path) -> None:
+    """It was read and trained: what is damaged now was whole once, and may be brought back."""
+    folder = tmp_path / "log"
+    filled(folder, 3)
+    segment, places = only_segment(folder), scan(folder)
+    damaged = bytearray(segment.read_bytes())
+    damaged[places[2].offset + places[2].size - 1] ^= 0xFF
+    segment.write_bytes(damaged)
+    with pytest.raises(LearnerError, match=r"sound up to version 2, but a checkpoint is of version 3"):
+        BatchLog(folder, OURS, needed=3)
+    assert segment.read_bytes() == damaged, "nothing was cut"
+    log = BatchLog(folder, OURS, needed=2)
+    log.close()
+    [aside] = folder.glob("*.torn")
+    assert segment.read_bytes() + aside.read_bytes() == damaged, "and what is cut is kept"
+    assert [place.index.version for place in scan(folder)] == [1, 2]
+
+
 def test_a_reader_does_not_touch_a_torn_tail(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     segment = only_segment(tmp_path)
