@@ -122,6 +122,12 @@ class Deployment:
             pids=pids,
         )
 
+    def write_endpoints(self) -> None:
+        """Now, and whenever a part has another process id."""
+        text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
+        with contextlib.suppress(OSError):  # a full disk, of which others tell: the run goes on
+            write_whole(self.job.run_folder.endpoints, text)
+
 
 @contextlib.asynccontextmanager
 async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterator[Deployment]:
@@ -154,7 +160,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _daemons(deployment, proxies, stack, report)
             write_whole(folder.invite, deployment.invite.encode().encode() + b"\n")
-            write_whole(folder.endpoints, msgspec.json.format(msgspec.json.encode(deployment.endpoints()), indent=2))
+            deployment.write_endpoints()
             async with _kept_running(deployment, broker, report):
                 yield deployment
 
@@ -355,6 +361,7 @@ async def _daemons(
         await each.start()
         stack.push_async_callback(stop, each, grace_s, report)
         deployment.daemons[each.name] = each
+        each.restarted = deployment.write_endpoints
     for name, port in proxies.items():
         await _until_serving(deployment.daemons[name], job.proxy.host, port)
         report(f"{name}: serving")

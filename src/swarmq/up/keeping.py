@@ -51,6 +51,8 @@ class Daemon:
     deaths: Deaths = dataclasses.field(default_factory=lambda: Deaths(DEATH_WINDOW_S))
     begins_at: int = 0
     """Bytes of the log that earlier starts wrote."""
+    restarted: Callable[[], None] = lambda: None
+    """Called when it has another process id."""
 
     @property
     def is_learner(self) -> bool:
@@ -91,6 +93,7 @@ class Daemon:
             warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
             await asyncio.sleep(delay_s)
             await self.start()
+            self.restarted()
 
     async def stop(self, grace_s: float) -> int | None:
         """The exit status."""

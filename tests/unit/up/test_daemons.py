@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from swarmq.client.invitations import host_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.up import keeping, ports
+from swarmq.up import Deployment, Endpoints, keeping, ports
 from swarmq.up.keeping import Daemon, DaemonFailedError
 
 REFUSES = "import sys; sys.stderr.write('some line\\nswarmq: train.lora: no such thing\\nanother\\n'); sys.exit(%d)"
@@ -34,6 +36,27 @@ async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path, mon
     assert told == ["learner.main died with status 1 (train.lora: no such thing); starting it again in 0 s"] * (
         keeping.MAX_DEATHS - 1
     )
+
+
+async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeping, "BACKOFF_S", (0.0,) * keeping.MAX_DEATHS)
+    job = SwarmJob.build(
+        {"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}, "broker": {"url": "amqp://b/"}}
+    )
+    job.run_folder.path.mkdir()
+    invite = host_invite(job, ("http://127.0.0.1:1/v1",))
+    deployment = Deployment(job, None, invite, engines={}, placements={})
+    once = (
+        f"import os, sys; os.path.exists('{tmp_path}/died') and sys.exit(0); open('{tmp_path}/died', 'w'); sys.exit(1)"
+    )
+    daemon = Daemon("collector", [sys.executable, "-c", once], tmp_path / "log", restarted=deployment.write_endpoints)
+    deployment.daemons["collector"] = daemon
+    await daemon.start()
+    first = daemon.process.pid
+    deployment.write_endpoints()
+    await daemon.keep_running(lambda _: None)
+    written = msgspec.json.decode(job.run_folder.endpoints.read_bytes(), type=Endpoints).pids
+    assert written == {"collector": daemon.process.pid} != {"collector": first}
 
 
 async def test_what_can_never_be_up_is_not_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
