@@ -15,11 +15,14 @@ from typing import Any
 
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+MARK = "swarmq_pieces"
+
 
 def register() -> None:
     """For this process; does nothing for a vLLM that samples in another way."""
-    if hasattr(CPUModelRunner, "sample_tokens") and not hasattr(CPUModelRunner.sample_tokens, "__wrapped__"):
-        CPUModelRunner.sample_tokens = _sparing(CPUModelRunner.sample_tokens)
+    stock = getattr(CPUModelRunner, "sample_tokens", None)
+    if stock is not None and not hasattr(stock, MARK):  # vLLM itself wraps it, too
+        CPUModelRunner.sample_tokens = _sparing(stock)
 
 
 def _sparing(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,6 +31,7 @@ def _sparing(stock: Callable[..., Any]) -> Callable[..., Any]:
         with _spared(self):
             return stock(self, *rest)
 
+    setattr(sample_tokens, MARK, True)
     return sample_tokens
 
 

@@ -19,12 +19,14 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.vllm
 
+STOCK = {place: getattr(*place) for place in ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens"))}
+
 
 @pytest.fixture(autouse=True)
 def given_back(monkeypatch):
     """Each test begins with vLLM as it is, and leaves it so."""
-    for owner, name in ((EngineCore, "collective_rpc"), (CPUModelRunner, "sample_tokens")):
-        monkeypatch.setattr(owner, name, getattr(getattr(owner, name), "__wrapped__", getattr(owner, name)))
+    for (owner, name), method in STOCK.items():
+        monkeypatch.setattr(owner, name, method)
 
 
 class Core(EngineCore):
@@ -52,6 +54,12 @@ def test_weights_that_change_unannounced_lose_their_version(label, method, then)
     core = Core(label)
     core.collective_rpc(method, None)
     assert (core.get_weight_version(), core.asked) == (then, [method])
+
+
+def test_the_runner_that_vllm_brings_is_changed_once():
+    for _ in range(2):
+        pieces.register()
+        assert CPUModelRunner.sample_tokens.__wrapped__ is STOCK[CPUModelRunner, "sample_tokens"]
 
 
 def test_a_call_whose_prompt_goes_on_keeps_its_generator_untouched(monkeypatch):
