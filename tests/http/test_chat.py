@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from types import SimpleNamespace
 from urllib.parse import unquote
 
@@ -14,7 +15,8 @@ from swarmq.client import received
 from swarmq.client.ask import ask_async
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
-from swarmq.testing.scripted_engine import END, ScriptedEngine, encode
+from swarmq.proxy.deltas import extend
+from swarmq.testing.scripted_engine import END, ScriptedEngine, decode, encode
 
 HI = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
@@ -188,7 +190,58 @@ async def test_few_portions_are_parsed_where_parsers_have_shown_that_they_find_c
             assert "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks) == text
         sampled = len(encode(text)) + 1
         assert kind is Counting or "stream_interval" not in stage.engine.requests[-1].sampling
-        assert stage.engine.portions == sampled if kind is OneCallAtMost else stage.engine.portions < sampled / 3
+        parsed = stage.engine.portions + 1  # the last portion is parsed with the whole answer
+        assert parsed == sampled if kind is OneCallAtMost else parsed < sampled / 3
+
+
+class Eager(ScriptedEngine):
+    """Its parser of streams tells of a call as soon as there is a name, and swallows one that stays broken, as vLLM's do.
+    That of whole answers takes a broken one for text."""
+
+    async def derender(self, chat, prompt_ids, answers):
+        try:
+            return await super().derender(chat, prompt_ids, answers)
+        except (KeyError, ValueError):
+            return [{"role": "assistant", "content": decode(answer.token_ids)} for answer in answers]
+
+    async def derender_delta(self, _chat, _prompt, token_ids, *, finish_reason, state):
+        seen, told = [*(state[0] if state else ()), *token_ids], state[1] if state else 0
+        text = decode(seen)
+        before, mark, call = text.partition("<tool_call>")
+        gain = {"content": before[told:]} if len(before) > told and (mark or "<" not in before) else {}
+        named = re.search(r'"name": "(\w+)"', call)
+        if named and not re.search(r'"name": "(\w+)"', decode(state[0] if state else ()).partition("<tool_call>")[2]):
+            gain["tool_calls"] = [{"index": 0, "id": "s", "function": {"name": named[1], "arguments": ""}}]
+        return gain, (seen, max(told, len(before)) if gain.get("content") else told)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "ok " + CALL,
+        'ok <tool_call>{"name": "add", "arguments": {"a": 1</tool_call>',
+        'ok <tool_call>{"name": "add", "argu',
+        "ok <tool_call>",
+        "ok <tool_call>{}</tool_call> and more",
+        CALL + CALL,
+        "no call",
+    ],
+)
+@pytest.mark.parametrize("ended", [True, False])
+async def test_a_stream_of_broken_and_cut_calls_adds_up_to_the_answer_at_once(stages, said, ended):
+    async with stages(engine=Eager) as stage:
+        for _ in range(2):
+            stage.engine.say(said, finish_reason="stop" if ended else "length")
+        whole = (await stage.ask(HI, tools=[TOOL], key=stage.key("e1")))["choices"][0]
+        chunks = [event["choices"][0] for event in (await stage.stream(HI, tools=[TOOL], key=stage.key("e2")))[:-1]]
+    message = {"role": "assistant", "content": ""}
+    for chunk in chunks:
+        extend(message, chunk["delta"])
+    assert message["content"] == (whole["message"]["content"] or "")
+    assert [call["function"] for call in message.get("tool_calls", ())] == [
+        call["function"] for call in whole["message"].get("tool_calls") or ()
+    ]
+    assert chunks[-1]["finish_reason"] == whole["finish_reason"]
 
 
 async def test_logprobs_only_for_who_asks(stage):

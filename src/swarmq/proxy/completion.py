@@ -25,7 +25,7 @@ from swarmq.messages import Timings, VersionSpan, pack_ids, unpack_ids
 from swarmq.proxy.budget import Reservation
 from swarmq.proxy.calls import OURS, Call, Choice, Ended, Gained, spoken, stops_of
 from swarmq.proxy.deadline import Deadline
-from swarmq.proxy.deltas import extend
+from swarmq.proxy.deltas import LeadingBlanks, StopTrim, extend
 from swarmq.proxy.gate import Gate
 from swarmq.proxy.graph import Stitched, history_of
 from swarmq.proxy.memory import Episodes, Memory
@@ -164,9 +164,12 @@ class Completions:
         with self._occupied(begun.lane, begun.call.policy):
             async with _closing(begun), aclosing(self._taken(begun, choices)) as taken:
                 async for choice, delta in taken:
-                    if begun.rendered.parsed:
+                    if begun.rendered.parsed and delta.finish_reason:
+                        gain = await _rest(begun, choice, delta)
+                    elif begun.rendered.parsed:
                         gain = await _parsed(begun, choice, delta)
                         extend(choice.message, gain)
+                        gain.pop("tool_calls", None)  # they come at the end: what is begun cannot be taken back
                     else:
                         gain = {"content": delta.text} if delta.text else {}
                         choice.message["content"] += delta.text
@@ -391,6 +394,20 @@ async def _parsed(begun: Begun, choice: Choice, delta: Delta) -> Json:
     return choice.hold_blanks(choice.trim(gain, met=met, ended=ended), ended=ended)
 
 
+async def _rest(begun: Begun, choice: Choice, delta: Delta) -> Json:
+    """What the agent lacks of a choice that ends with this delta: what the whole of its tokens says, also where parsers of
+    streams took a broken or unfinished call for something else. Where they have told what the whole does not say, it is theirs."""
+    streamed = choice.message
+    told = {name: streamed.get(name) or "" for name in ("reasoning", "content")}
+    await _derender(begun, [choice])
+    if not all((choice.message.get(name) or "").startswith(text) for name, text in told.items()):
+        choice.message = streamed
+        extend(streamed, await _parsed(begun, choice, delta))
+    gain = {name: more for name, text in told.items() if (more := (choice.message.get(name) or "")[len(text) :])}
+    calls = choice.message.get("tool_calls") or ()
+    return {**gain, "tool_calls": [{"index": i, **call} for i, call in enumerate(calls)]} if calls else gain
+
+
 async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
     """Put parsed messages in place of plain text. A choice that says nothing has nothing to parse."""
     words = {c.index: spoken(c.token_ids, c.finish_reason, c.stop_reason) for c in choices}
@@ -403,7 +420,8 @@ async def _derender(begun: Begun, choices: Sequence[Choice]) -> None:
         met = choice.stop_reason if isinstance(choice.stop_reason, str) else None
         choice.message = {"role": "assistant", "content": ""}
         message.pop("role", None)
-        extend(choice.message, choice.hold_blanks(choice.trim(message, met=met, ended=True), ended=True))
+        trimmed = StopTrim(stops_of(begun.chat))(message, met=met, ended=True)
+        extend(choice.message, LeadingBlanks()(trimmed, ended=True))
 
 
 def _for_engine(chat: Json) -> Json:
