@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq import AsyncSwarmClient, EvalReport, SwarmTask
+from swarmq import AsyncSwarmClient, EvalReport, SwarmTask, keys
 from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import ANSWERED
 from swarmq.client.feed import feed
@@ -143,6 +143,7 @@ class Play:
                 kind,
                 repeats=job.groups.group_size,
                 progress_file=job.run_folder.path / f"fed-{kind}.json",
+                secret=keys.task_secret(keys.load_root(job.run_folder.root_secret)),
             )
 
     async def _measure(self) -> None:
