@@ -163,7 +163,7 @@ def main() -> None:
     options.add_argument("--rest", action="store_true", help="families without a result")
     asked = options.parse_args()
     os.environ.update(ENGINE)
-    CONTEXT.set_forkserver_preload(["__main__", "vllm"])
+    CONTEXT.set_forkserver_preload(["benchmarks.oracle", "vllm"])
     _, detail = kept("oracle", out=asked.out)
     rows: dict[str, Any] = {name: row for name, row in detail.get("families", {}).items() if name in FAMILIES}
     names = [name.strip() for name in asked.only.split(";")] if asked.only else list(FAMILIES)
