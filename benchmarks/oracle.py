@@ -177,21 +177,33 @@ def main() -> None:
 
 def write(rows: Mapping[str, Fields], out: Path | None, *, finished: bool) -> None:
     """Into the results file."""
-    served = [row for row in rows.values() if "engine_max" in row]
-    trained = [row for row in rows.values() if "logprob_max" in row]
+    save("oracle", figures_of(rows), detail={"families": dict(sorted(rows.items()))}, out=out, finished=finished)
+
+
+def figures_of(rows: Mapping[str, Fields]) -> dict[str, float]:
+    """The worst of all families, each counted once."""
+    served, trained = (
+        {name: row for name, row in rows.items() if figure in row} for figure in ("engine_max", "logprob_max")
+    )
     capped = rows.get("gemma2, logits of 100", {})
-    figures = {
-        "families": len(rows),
-        "families_trained": len(trained),
-        "families_served": len(served),
-        "logprob_max_abs": max((row["logprob_max"] for row in trained), default=0.0),
-        "grad_rel_max": max((row["grad_rel"] for row in trained), default=0.0),
-        "engine_max_abs": max((row["engine_max"] for row in served), default=0.0),
-        "engine_mean_abs_max": max((row["engine_mean"] for row in served), default=0.0),
+
+    def count(some: Mapping[str, Fields]) -> int:
+        return len({FAMILIES[name][0] for name in some})
+
+    def worst(some: Mapping[str, Fields], figure: str) -> float:
+        return max((float(row[figure]) for row in some.values()), default=0.0)
+
+    return {
+        "families": count(rows),
+        "families_trained": count(trained),
+        "families_served": count(served),
+        "logprob_max_abs": worst(trained, "logprob_max"),
+        "grad_rel_max": worst(trained, "grad_rel"),
+        "engine_max_abs": worst(served, "engine_max"),
+        "engine_mean_abs_max": worst(served, "engine_mean"),
         "gemma2_largest_logit": capped.get("largest_logit", 0.0),
         "gemma2_engine_max_abs": capped.get("engine_max", 0.0),
     }
-    save("oracle", figures, detail={"families": dict(sorted(rows.items()))}, out=out, finished=finished)
 
 
 class NotDoneError(Exception):
