@@ -6,7 +6,7 @@ import pytest
 from aiormq import exceptions as amqp
 
 from swarmq.broker.faults import address, translate
-from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_a_bad_url_is_refused_with_an_example(url: str) -> None:
 @pytest.mark.parametrize(
     ("error", "kind", "words"),
     [
-        (amqp.ProbableAuthenticationError("ACCESS_REFUSED - Login was refused"), BrokerError, "user or password"),
+        (amqp.ProbableAuthenticationError("ACCESS_REFUSED - Login was refused"), LoginRefusedError, "user or password"),
         (amqp.ChannelNotFoundEntity("NOT_FOUND - no queue 'q' in vhost '/'"), UnroutableError, "no queue 'q'"),
         (amqp.ChannelNotFoundEntity("NOT_FOUND - queue 'q' process is stopped"), BrokerLostError, "stopped"),
         (amqp.ChannelAccessRefused("ACCESS_REFUSED - write access"), BrokerError, "lacks this right"),
