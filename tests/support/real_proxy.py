@@ -36,7 +36,8 @@ class RealStage(Agent):
                 found: dict[str, Turn] = {}
                 while len(found) < count:
                     delivery = await anext(deliveries)
-                    found.setdefault(delivery.key, delivery.message)
+                    if isinstance(delivery.message, Turn):
+                        found.setdefault(delivery.key, delivery.message)
                     await delivery.ack()
             return list(found.values())
 
