@@ -30,7 +30,7 @@ HEADLINES = (
     ("episodes that fork, 1.7 B: trees; rows of merged prefixes alone", "timelines_h200", "{speedup_forks:.1f}x; {speedup_forks_rows:.1f}x"),
     ("learner alone, 1.7 B, 4 B: model FLOPs over the card's matrix rate", "learner_h200", "{mfu_1p7b_2k:.2f}, {mfu_4b_2k:.2f}"),
     ("the same over plain transformers, at least", "learner_h200", "{over_baseline_1p7b:.1f}x, {over_baseline_4b:.1f}x"),
-    ("families trained and served in FP32: how many, largest difference of a log-probability between engine and learner", "oracle", "{families_served:.0f}; {engine_max_abs:.0e}"),
+    ("families of models in FP32: how many were compared with a float64 oracle; largest difference of a log-probability", "oracle", "{families_trained:.0f}; {logprob_max_abs:.0e}"),
     ("whole loop on one GPU, 1.7 B, 4 B: pause of a weight push (median); share of the time in which the GPU is idle", "loop_h200", "{pause_1p7b_s:.2f}, {pause_4b_s:.2f} s; {gpu_idle_share_1p7b:.2f}, {gpu_idle_share_4b:.2f}"),
     ("learner on two GPUs, 1.7 B, master weights and optimizer shared out (FSDP2), BF16 layers gathered once a step: speed over twice that of one", "scaling_h200", "{fsdp2_efficiency_2:.2f}"),
     ("beside TRL's GRPO trainer with vLLM, the same card and run: episodes trained a second; tokens sampled a second", "trl_h200", "{samples_per_s_ratio:.2f}x; {tokens_per_s_ratio_sampled:.2f}x"),
