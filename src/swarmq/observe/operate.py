@@ -147,7 +147,7 @@ def lines(answer: Answer) -> list[str]:
             told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
         if stops:
             told += [
-                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq resume` lets it train on"
+                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq up` says there how it trains on"
                 for change in fields["changes"]
             ]
         else:

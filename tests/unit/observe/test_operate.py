@@ -68,7 +68,9 @@ async def test_the_answer_says_what_changed_and_from_which_step():
 async def test_the_answer_to_a_stop_says_after_which_step(after, last):
     async with run() as broker:
         answer = await ask(broker, "r", "stop", {"main": after})
-        assert lines(answer) == [f"main: ends after step {last}, with a checkpoint; `swarmq resume` lets it train on"]
+        assert lines(answer) == [
+            f"main: ends after step {last}, with a checkpoint; `swarmq up` says there how it trains on"
+        ]
 
 
 async def test_a_refusal_is_raised_with_its_reason():
