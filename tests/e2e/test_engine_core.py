@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import signal
 import sys
@@ -54,6 +56,12 @@ def core(up: Up) -> int:
     return pid
 
 
+def steps_at(up: Up) -> list[float]:
+    """When each step ended, in Unix seconds."""
+    events = [json.loads(line) for line in up.folder.events.read_text().splitlines()]
+    return [event["at"] for event in events if event["name"] == "step"]
+
+
 def test_a_run_whose_engine_core_is_killed_takes_its_next_step_soon(tmp_path):
     up = Up(tmp_path)
     up.start()
@@ -61,16 +69,17 @@ def test_a_run_whose_engine_core_is_killed_takes_its_next_step_soon(tmp_path):
     client.start()
     try:
         wait_for_step(up, 2)
-        before, began = last_step(up.folder), time.monotonic()
+        before, killed_at = last_step(up.folder), time.time()
         os.kill(core(up), signal.SIGKILL)
-        wait_for_step(up, before + 1)
-        first_s = time.monotonic() - began
-        wait_for_step(up, before + 3)  # a step or two may have been on their way
-        sys.stdout.write(f"next step after {first_s:.0f} s, the third one after {time.monotonic() - began:.0f} s\n")
+        wait_for_step(up, before + 10)  # more than the queues hold: the engine that came back has sampled it
     finally:
         client.going = False
         client.join(600)
         said = up.stop()
+    ends = [killed_at, *(at for at in steps_at(up) if at > killed_at)]
+    stall_s = max(b - a for a, b in itertools.pairwise(ends))
+    sys.stdout.write(f"longest time without a step: {stall_s:.0f} s\n")
+    assert stall_s < 240.0
     assert "engine main.0 lost its VLLM::EngineCore" in said
     assert said.count("starting it again") == 1
     assert client.given_up == client.failed == 0, "agents' own retries were enough"
