@@ -58,7 +58,7 @@ LOAD_S = 60.0
 SLOWEST_BYTES_PER_S = 100e6
 """An update that is slower than this, and `LOAD_S` for its beginning, is stuck."""
 NO_ROUTE = (404, 405)
-STEPS = re.compile(r"^vllm:iteration_tokens_total_count(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
+STEPS = re.compile(r"^vllm:(?:iteration_tokens_total_count|kv_cache_usage_perc)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 OPEN_REQUESTS = re.compile(r"^vllm:num_requests_(?:running|waiting)(?:\{.*\})? ([0-9.e+]+)$", re.MULTILINE)
 
 
@@ -234,13 +234,14 @@ class EngineControl:
         text = await self._call("GET", "/metrics", self.timeouts.ask_s)
         return sum(int(float(count)) for count in OPEN_REQUESTS.findall(text.decode()))
 
-    async def steps(self) -> int | None:
-        """How many steps the engine has computed; None where it does not say. Its server tells it also in the middle of a long one."""
+    async def steps(self) -> float | None:
+        """A number that changes while the engine computes, be it one long prompt; None where it does not say. Its server tells it also
+        in the middle of a long step."""
         try:
             text = (await self._call("GET", "/metrics", self.timeouts.ask_s)).decode()
         except EngineError:
             return None
-        counts = [int(float(count)) for count in STEPS.findall(text)]
+        counts = [float(count) for count in STEPS.findall(text)]
         return sum(counts) if counts else None
 
     async def facts(self) -> list[Facts]:

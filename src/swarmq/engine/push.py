@@ -118,7 +118,7 @@ class WeightPusher:
         self._unfit: set[tuple[str, str, tuple[int, ...]]] = set()
         """Engine, way and workers of what has failed and is not tried again."""
         self._doubts: Counter[str] = Counter()
-        self._steps: dict[str, int | None] = {}
+        self._steps: dict[str, float | None] = {}
         """How many an engine in doubt had computed."""
         self._silent: dict[str, Silence] = {}
         self._loads: dict[str, Loads] = {}

@@ -25,7 +25,7 @@ class PauseWatch:
         self.reason = ""
         """Why it must be restarted."""
         self._silent_since: float | None = None
-        self._steps: int | None = None
+        self._steps: float | None = None
         self._paused_since: float | None = None
 
     async def look(self, now: float) -> bool:

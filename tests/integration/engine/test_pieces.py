@@ -55,12 +55,13 @@ async def test_an_engine_answers_and_samples_while_it_computes_a_long_prompt(vll
     async with EngineControl(vllm.url, secret=SECRET) as control:
         while not await control.open_requests():
             assert not long.done()
-        before = await control.steps()
+        told = set()
         while not long.done():
             await control.status()  # within ten seconds, or it raises
             await vllm.generate(prompt(20), 1)
+            told.add(await control.steps())
             looks += 1
-        assert (await control.steps() or 0) - (before or 0) >= LONG // PIECE - 2
+    assert len(told) > 3, "it is seen to compute"
     assert looks > 3
     assert len((await long)["token_ids"]) == 2
 
