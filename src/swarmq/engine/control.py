@@ -359,7 +359,18 @@ class EngineControl:
                 await self._label(before.label)
                 self.phase = Phase.PAUSED
             raise
-        await self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
+        finish = self._call("POST", "/finish_weight_update", self.timeouts.finish_s, weight_version=str(version))
+        # Side by side: one after the other would prolong the pause.
+        finished, served = await asyncio.gather(finish, self.facts(), return_exceptions=True)
+        if isinstance(finished, BaseException):
+            raise finished
+        if isinstance(served, BaseException):
+            raise served
+        self.served = served
+        loaded = {worker.checksum for worker in self.served}
+        if parcel.checksum is not None and loaded - {None, parcel.checksum}:
+            await self._label(f"{UPDATING}{version}")
+            raise EngineError(f"engine {self.url} has loaded other weights than were sent: push again")
         self.phase = Phase.VERSIONED
 
     async def _deliver(self, parcel: Parcel) -> None:
@@ -370,10 +381,6 @@ class EngineControl:
         for result in await asyncio.gather(*both, return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result  # the engine's before the sender's, whom it may have left waiting
-        self.served = await self.facts()
-        loaded = {worker.checksum for worker in self.served}
-        if parcel.checksum is not None and loaded - {None, parcel.checksum}:
-            raise EngineError(f"engine {self.url} has loaded other weights than were sent: push again")
 
     async def _is_of_one_kind(self) -> bool:
         """Whether all workers have loaded as many updates: one that says it has changed nothing speaks for itself alone."""
