@@ -91,7 +91,7 @@ async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys
 
 
 async def test_many_who_wait_for_a_ticket_say_so_once_with_how_many_they_are(swarm_of, monkeypatch):
-    monkeypatch.setattr(notice, "FIRST_S", 0.01)
+    monkeypatch.setattr(notice, "FIRST_S", 0.2)
     swarm = await swarm_of()
     async with swarm.client() as client:
         with capture_logs() as told:

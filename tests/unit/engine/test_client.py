@@ -169,7 +169,12 @@ async def test_what_cannot_be_trusted_is_the_engine_s_fault(block, reason):
             EngineRefusedError,
             "context_length_exceeded",
         ),
-        (400, {"message": "temperature must be non-negative", "param": "temperature"}, EngineRefusedError, None),
+        (
+            400,
+            {"message": "temperature must be non-negative", "param": "temperature"},
+            EngineRefusedError,
+            "invalid_value",
+        ),
         (404, {"message": "The model does not exist", "param": "model"}, EngineError, None),
         (404, None, EngineRouteError, None),
         (500, {"message": "EngineCore encountered an issue"}, EngineFaultError, None),
