@@ -66,6 +66,8 @@ ONE_THREAD_BELOW = 1024
 PIECE = 512
 """Tokens of prompts that larger models compute in one step on a CPU: nothing else happens in the engine meanwhile, no token is
 sampled and no question answered."""
+SHARED_PIECE = 256
+"""Most tokens of one prompt in a step on a CPU while other calls are open: without that limit they would get none before it ends."""
 
 STAGES = (
     ("Initializing a V1 LLM engine", "starting the engine core"),
@@ -276,6 +278,7 @@ def arguments(policy: Policy, model: Model, *, port: int, cuda: bool, cores: int
         # Its own worker process would cost 8 s of start and a hop per step; compiling costs minutes.
         options["--distributed-executor-backend"] = "uni"
         flags.append("--enforce-eager")
+        options["--long-prefill-token-threshold"] = str(min(SHARED_PIECE, int(options["--max-model-len"])))
         if model.hidden_size >= ONE_THREAD_BELOW:
             options["--max-num-batched-tokens"] = str(PIECE)
     if model.tool_call_parser is not None:

@@ -100,6 +100,7 @@ def test_prompts_are_computed_in_pieces_and_short_ones_where_a_piece_takes_long_
     assert not any("chunked" in word for word in (*small, *large))
     assert "--max-num-batched-tokens" not in small
     assert large[large.index("--max-num-batched-tokens") + 1] == "512"
+    assert small[small.index("--long-prefill-token-threshold") + 1] == "256", "other calls get tokens of every step"
     assert "--max-num-batched-tokens" not in arguments(Policy(model="m"), LARGE, port=81, cuda=True, cores=2)
 
 
