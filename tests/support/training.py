@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.engine import KNOWN
 from support.real_proxy import RealStage
 from swarmq.config import Train
 from swarmq.learner.records import BatchRecord, Index
@@ -61,7 +62,7 @@ async def train_episode(stage: RealStage, model: Path, episode: Episode) -> None
 async def _scores(stage: RealStage, token_ids: list[int], prompt_length: int) -> list[float]:
     """The engine's own log-probabilities of the tokens after the prompt, without a grammar."""
     body = {"model": (await stage.engine.info()).model, "prompt": token_ids, "max_tokens": 1, "prompt_logprobs": 0}
-    async with stage.http.post(f"{stage.engine.url}/v1/completions", json=body) as response:
+    async with stage.http.post(f"{stage.engine.url}/v1/completions", json=body, headers=KNOWN) as response:
         assert response.status == 200, await response.text()
         scores = (await response.json())["choices"][0]["prompt_logprobs"]
     return [scores[at][str(token_ids[at])]["logprob"] for at in range(prompt_length, len(token_ids))]
