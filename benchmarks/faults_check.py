@@ -60,6 +60,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Episodes that were trained although their agent failed or never ended them."""
     disagreed: tuple[str, ...]
     """Episodes of which collector and batch log tell different stories, and those both trained and dropped."""
+    incomplete: tuple[str, ...]
+    """Episodes that were dropped because a turn is nowhere whose answer their agent received."""
     rows: list[Row]
 
     @property
@@ -80,6 +82,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
             "wrong turns": len(self.wrong),
             "trained without an end": len(self.unfinished),
             "ledgers disagree": len(self.disagreed),
+            "received turns lost": len(self.incomplete),
         }
         return {what: count for what, count in found.items() if count}
 
@@ -136,6 +139,7 @@ def judge(
         wrong=tuple(wrong),
         unproven=tuple(unproven),
         unfinished=tuple(sorted(trained.keys() - ending.keys())),
+        incomplete=tuple(sorted(e for e, reason in dropped.items() if reason == "incomplete")),
         disagreed=tuple(sorted((told ^ trained.keys()) | (dropped.keys() & trained.keys()))),
         rows=_rows(confirmed, injections, stalls, trained, dropped, set(account.lost), unseen),
     )

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from swarmq.broker import Depth
 from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries, Delivery
 from swarmq.config import SwarmJob
 from swarmq.messages import Consumed, Event, Message, encode
@@ -89,6 +90,10 @@ class FolderBroker:
             opened = FolderQueue(self.root, queue)
             deliveries.arrive(Arrival(opened, int(path.stem), path.read_bytes(), {KEY_HEADER: path.stem}, False, queue))
         yield deliveries
+
+    async def depths(self, queues: Iterable[str]) -> dict[str, Depth]:
+        ready = {queue: len(list((self.root / "queues" / queue).glob("*.msg"))) for queue in queues}
+        return {queue: Depth(ready=count, consumers=0) for queue, count in ready.items()}
 
     async def dead_letter(self, delivery: Delivery, reason: str) -> None:
         await delivery.ack()
