@@ -21,10 +21,10 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model
 from benchmarks.timelines import SHAPES
 from swarmq.config import Train
-from swarmq.learner import checkpoint
-from swarmq.learner.model_files import HostCopies
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.checkpoint import save_load
+from swarmq.learner.checkpoint.model_files import HostCopies
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.train.trainer import Trainer
 
 
 def main() -> None:
@@ -45,14 +45,14 @@ def main() -> None:
         copies = HostCopies()
         for number in range(arguments.repeats + 1):
             trainer.version = 2 * number + 1
-            draw = partial(checkpoint.draw, folder, trainer, identity, model=model)
+            draw = partial(save_load.draw, folder, trainer, identity, model=model)
             took["at_once"].append(report.seconds(lambda draw=draw: [write() for write in draw().writing]))
-            checkpoint.clean(folder)  # no draft is left there as a rule, and removing one takes its time
+            save_load.clean(folder)  # no draft is left there as a rule, and removing one takes its time
             trainer.version += 1
             began = time.perf_counter()
             draft = draw(copies=copies)
             took["copied"].append(time.perf_counter() - began)
-            took["beside"].append(report.seconds(partial(checkpoint.finish, draft, keep=1)))
+            took["beside"].append(report.seconds(partial(save_load.finish, draft, keep=1)))
             print(", ".join(f"{what} {seconds[-1]:.2f} s" for what, seconds in took.items()), flush=True)
     spreads = {what: report.Spread.of(seconds[1:]) for what, seconds in took.items()}
     at_once, copied, beside = (spread.median for spread in spreads.values())

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import report
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
-from swarmq.collector.records import Rules
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import BATCH, episode_of
 from swarmq.collector.store import Store
 from swarmq.messages import (

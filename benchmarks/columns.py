@@ -25,14 +25,14 @@ def main() -> None:
     arguments = parser.parse_args()
     from vllm.v1.outputs import LogprobsLists  # noqa: PLC0415 - only where it is needed
 
-    from swarmq.engine import columns  # noqa: PLC0415
+    from swarmq.weights.vllm_plugin import logprob_columns  # noqa: PLC0415
 
     rows = {
         "no log-probabilities": measure(arguments, None),
         "vLLM's own": measure(arguments, LogprobsLists.slice_request),
     }
-    multiprocessing.current_process().name = columns.CORE
-    columns.register()
+    multiprocessing.current_process().name = logprob_columns.CORE
+    logprob_columns.register()
     rows["in columns"] = measure(arguments, LogprobsLists.slice_request)
     print(report.table(["a step's answers", "write, ms", "read, ms"], [[name, *each] for name, each in rows.items()]))
     stock, ours = rows["vLLM's own"], rows["in columns"]

@@ -26,7 +26,7 @@ from benchmarks import report
 from swarmq.config import RunFolder
 from swarmq.demo.make_model import made_model
 from swarmq.demo.run import DemoOptions, DemoResult, demo_settings
-from swarmq.learner.batch_log import records
+from swarmq.learner.store.batch_log import records
 from swarmq.messages import Turn
 from swarmq.up import deploy
 

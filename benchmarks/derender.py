@@ -21,9 +21,9 @@ import msgspec
 
 from benchmarks import report
 from swarmq.demo.tokenizer import build_tokenizer
-from swarmq.engine.protocol import Delta
+from swarmq.engine.client.protocol import Delta
+from swarmq.proxy.completions.stream_coalescing import Pace, paced
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.pace import Pace, paced
 
 WORDS = "What is the sum of 17 and 25? The sum is 42, and that is that. "
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 17, "b": 25}}\n</tool_call>'

@@ -30,12 +30,12 @@ from benchmarks.faults_inject import FAULTS, HANG_S, HangError, Nemesis, plan, p
 from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
 from benchmarks.report import parser, save, table
-from swarmq import logs
 from swarmq.broker import topology
 from swarmq.collector.ledger import fates
 from swarmq.errors import BrokerError, CollectorError, LearnerError
-from swarmq.learner import batch_log
+from swarmq.learner.store import batch_log
 from swarmq.messages import Episode
+from swarmq.runtime import logs
 
 DRAIN_BROKEN_S = 180.0
 STILL_BROKEN_S = 12.0

@@ -19,20 +19,21 @@ from typing import Any
 import msgspec
 import uvicorn
 
-from swarmq import keys, logs
+from swarmq import keys
 from swarmq.broker import Delivery
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.collector.effects import Effect, WinSlot
+from swarmq.collector.decide.effects import Effect, WinSlot
 from swarmq.collector.main import _stop_on_signals
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.engine.client import VllmEngine
+from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import BrokerError
-from swarmq.learner import io_process
-from swarmq.learner.records import Hello
+from swarmq.learner.feed import process
+from swarmq.learner.store.records import Hello
 from swarmq.messages import EpisodeEnd, Event, Message, Served, Turn
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
+from swarmq.runtime import logs
 
 RULES = {
     "answer-before-confirm": "proxy",
@@ -170,7 +171,7 @@ class SlotlessStore(Store):
         return False
 
 
-class Forgetful(io_process.Desk):
+class Forgetful(process.Desk):
     """Takes in what is in the log already, as if it were new."""
 
     def __init__(self, *given: Any) -> None:
@@ -178,7 +179,7 @@ class Forgetful(io_process.Desk):
         self.intake.known = _Nothing()
 
 
-class Trusting(io_process.Desk):
+class Trusting(process.Desk):
     """Never asks for what it lacks: the collector would send it again, and what was acknowledged too early come back."""
 
     async def _ask(self) -> None:
@@ -217,10 +218,10 @@ async def collector(job: SwarmJob, rule: str) -> None:
 
 
 def learner(job: SwarmJob, rule: str) -> None:
-    from swarmq.engine.push import WeightPusher  # noqa: PLC0415  (torch)
-    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415
-    from swarmq.learner.lock import exclusive  # noqa: PLC0415
-    from swarmq.learner.loop import Learner  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.store.writer_lock import exclusive  # noqa: PLC0415
+    from swarmq.learner.train.loop import Learner  # noqa: PLC0415
+    from swarmq.weights.push.pusher import WeightPusher  # noqa: PLC0415  (torch)
 
     (policy,) = job.policies
     stop, folder = StopSignal(), job.run_folder.path / policy
@@ -234,7 +235,7 @@ def learner(job: SwarmJob, rule: str) -> None:
 
 @contextlib.asynccontextmanager
 async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
-    async with io_process.open_amqp(hello) as broker:
+    async with process.open_amqp(hello) as broker:
         assert isinstance(broker, AmqpBroker)
         yield EagerBroker(broker)
 
@@ -242,7 +243,7 @@ async def _eager_broker(hello: Hello) -> AsyncIterator[EagerBroker]:
 def main(role: str, job_file: str, rule: str, rest: Sequence[str]) -> None:
     if role == "io_process":
         eager = rule == "acknowledge-before-log"
-        io_process.main(_eager_broker if eager else io_process.open_amqp, desk=Trusting if eager else Forgetful)
+        process.main(_eager_broker if eager else process.open_amqp, desk=Trusting if eager else Forgetful)
         return
     assert not rest
     job = SwarmJob.load(Path(job_file))

@@ -22,8 +22,8 @@ from benchmarks.faults_inject import Injection
 from benchmarks.faults_world import POLICY, Stall
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
-from swarmq.demo.closing import Account, account_of
-from swarmq.learner import batch_log
+from swarmq.demo.accounting import Account, account_of
+from swarmq.learner.store import batch_log
 from swarmq.messages import unpack_ids
 
 NO_FAULT = "before the first"
@@ -222,9 +222,9 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
     import torch  # noqa: PLC0415  (only the verdict needs it)
     from safetensors.numpy import load_file  # noqa: PLC0415
 
-    from swarmq.learner import saved  # noqa: PLC0415
-    from swarmq.learner.records import Identity  # noqa: PLC0415
-    from swarmq.learner.trainer import Trainer  # noqa: PLC0415
+    from swarmq.learner.checkpoint import discovery  # noqa: PLC0415
+    from swarmq.learner.store.records import Identity  # noqa: PLC0415
+    from swarmq.learner.train.trainer import Trainer  # noqa: PLC0415
 
     torch.set_num_threads(1)
     settings = job.policies[POLICY]
@@ -234,12 +234,12 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
         if record.index.trained:
             trainer.step(record)
             digests[trainer.version] = _digest(trainer)
-    newest = saved.newest(job.run_folder.checkpoints(POLICY), Identity.of(job, POLICY))
-    saved = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
+    newest = discovery.newest(job.run_folder.checkpoints(POLICY), Identity.of(job, POLICY))
+    discovery = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
     pushed = list(_pushes(journal)) if journal and journal.exists() else []
     return Weights(
         version=trainer.version,
-        checkpoint_equal=bool(newest) and newest.version == trainer.version and saved == digests[trainer.version],
+        checkpoint_equal=bool(newest) and newest.version == trainer.version and discovery == digests[trainer.version],
         pushes=len(pushed),
         pushes_wrong=tuple(version for version, found in pushed if digests.get(version) != found),
     )

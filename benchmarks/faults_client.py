@@ -21,7 +21,7 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
-from swarmq.client.fleet import Plan, run_workers
+from swarmq.client.runners.worker_processes import Plan, run_workers
 
 CONCURRENCY = 6
 MAX_ATTEMPTS = 50

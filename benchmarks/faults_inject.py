@@ -27,9 +27,9 @@ from aio_pika.abc import AbstractIncomingMessage
 from benchmarks.faults_client import Lines
 from benchmarks.faults_world import GROUP_SIZE, KIND, NUM_CLIENTS, NUM_WORKERS, POLICY, RUN, World, catches
 from swarmq.broker import topology
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import BrokerError, SwarmqError
-from swarmq.learner import batch_log
+from swarmq.learner.store import batch_log
 from swarmq.messages import Consumed, Message, Ticket, decode
 from swarmq.testing.relay import TcpRelay, Way
 

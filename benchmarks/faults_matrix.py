@@ -23,7 +23,7 @@ from typing import Any
 from xml.etree import ElementTree as ET
 
 from benchmarks.report import parser, save, table
-from swarmq.broker.install import HOME_VARIABLE
+from swarmq.broker.node.install import HOME_VARIABLE
 
 SUITES = {"trixie": "4.0", "forky": "4.3"}
 HERE = "here"

@@ -25,15 +25,15 @@ from typing import IO
 
 import msgspec
 
-from swarmq.process import die_with_parent
+from swarmq.runtime.processes import die_with_parent
 
 MODULES = (
-    "swarmq.learner.loop",
-    "swarmq.learner.link",
-    "swarmq.engine.push",
+    "swarmq.learner.train.loop",
+    "swarmq.learner.feed.ipc",
+    "swarmq.weights.push.pusher",
     "swarmq.proxy.main",
     "swarmq.collector.main",
-    "swarmq.client.worker",
+    "swarmq.client.runners.worker",
     "swarmq.cli",
     "transformers.models.qwen3.modeling_qwen3",
     "openai.resources.chat.completions",

@@ -28,15 +28,16 @@ import msgspec
 from benchmarks.faults_client import Line, Lines, clock_of, read_lines
 from benchmarks.faults_nursery import Child, Nursery
 from swarmq import keys
-from swarmq.broker import probe, topology
+from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node import probe
+from swarmq.broker.node.process import PrivateNode
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.engine.launch import EngineProcess
-from swarmq.engine.roster import Roster
+from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import BrokerError
 from swarmq.messages import Slot, Task
-from swarmq.process import free_port, tail
+from swarmq.registries.engines import Roster
+from swarmq.runtime.processes import free_port, tail
 from swarmq.testing.relay import TcpRelay
 
 RUN, KIND, POLICY = "faults", "default", "main"

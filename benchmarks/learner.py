@@ -27,10 +27,10 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from benchmarks import report
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.throughput import matrix_rate, model_flops
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.throughput import matrix_rate, model_flops
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 HEADS = ["model", "row", "trainer", "s/step", "tokens/s", "MFU", "GiB"]

@@ -30,11 +30,11 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model, peak
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
-from swarmq.learner import fits
-from swarmq.learner.accelerator import leave
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.sharding import is_sharded
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import is_sharded
+from swarmq.learner.memory import plan
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.trainer import Trainer
 
 LAYERS = {"gathered-once": "fsdp2", "gathered-each-pass": "fsdp2_each_pass", "whole": "ddp"}
 """How ranks hold layers -> what figures call it. The first is what a GPU with room does of itself (in a step), the second what one
@@ -143,11 +143,11 @@ def on_ranks(count: int, layers: str, folder: Path, arguments: argparse.Namespac
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: whole optimizer steps of the trainer."""
     if arguments.layers == ["gathered-each-pass"]:
-        fits.holds_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
+        plan.holds_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
     train = Train(
         sharding="none" if arguments.layers == ["whole"] else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
-        context_parallel=arguments.context if fits.num_ranks() > 1 else 1,
+        context_parallel=arguments.context if plan.num_ranks() > 1 else 1,
         token_log=False,
         trackers=(),
     )

@@ -4,7 +4,7 @@
     python -m benchmarks.learns --size 85m --device cuda --seeds 0 1 2 --losses tis_mask ppo_clip cispo       # a GPU
 
 The tasks, agent and tool are the demo's (two families of `reasoning-gym`, a calculator to call). The warm start
-(swarmq.learner.warm) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
+(swarmq.learner.warm_start) teaches the format and mostly guessing; that it pays to call the tool until the end is left to
 rewards. Every seed makes its own model, which all losses start from. Held-out problems are asked before, in between
 and after. Results and curves are saved after every run, beside those of other seeds and losses that lie there.
 """
@@ -31,13 +31,14 @@ from benchmarks.tables_common import ends
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, Train
-from swarmq.demo import agent, task, tokenizer
+from swarmq.demo import agent, tokenizer
+from swarmq.demo import problems as arithmetic
+from swarmq.demo.job import DemoSize, demo_job
 from swarmq.demo.model import build_model, save
-from swarmq.demo.play import Play
-from swarmq.demo.recipe import Architecture, Recipe
-from swarmq.demo.settings import DemoSize, demo_job
+from swarmq.demo.model_recipe import Architecture, Recipe
+from swarmq.demo.scenario import Play
 from swarmq.demo.warmup import demonstrate, reductions
-from swarmq.learner.warm import WarmStart, warm
+from swarmq.learner.warm_start import WarmStart, warm
 from swarmq.observe.curves import read_events, reward_limits
 from swarmq.observe.monitor import follow
 from swarmq.up import deploy
@@ -135,7 +136,7 @@ def made_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> P
     dice, recipe = random.Random(seed), Recipe()
     questions = itertools.cycle(problems(seed))
     words = tokenizer.build_tokenizer(
-        "".join(demonstrate(p.question, *task.solution(p), calls=2).stretches)
+        "".join(demonstrate(p.question, *arithmetic.solution(p), calls=2).stretches)
         for p in itertools.islice(questions, DIALOGUES)
     )
     model = folder / "fresh"
@@ -160,16 +161,16 @@ def made_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> P
     return model
 
 
-def problems(seed: int) -> Iterator[task.Problem]:
+def problems(seed: int) -> Iterator[arithmetic.Problem]:
     """Of both kinds in turn, never one that is trained or held out."""
-    start = random.Random(seed).randrange(task.SPLIT_SIZE // 2)
-    kinds = [task.problems(kind, "warmup", task.SPLIT_SIZE // 2, start=start) for kind in task.KINDS]
+    start = random.Random(seed).randrange(arithmetic.SPLIT_SIZE // 2)
+    kinds = [arithmetic.problems(kind, "warmup", arithmetic.SPLIT_SIZE // 2, start=start) for kind in arithmetic.KINDS]
     return itertools.chain.from_iterable(zip(*kinds, strict=True))
 
 
-def chat(problem: task.Problem, dice: random.Random, tool_share: float) -> dict[str, Any]:
+def chat(problem: arithmetic.Problem, dice: random.Random, tool_share: float) -> dict[str, Any]:
     """A dialogue that calls the tool before each next step with this chance, and ends in the true answer."""
-    expression, answer = task.solution(problem)
+    expression, answer = arithmetic.solution(problem)
     messages = agent.opening(problem.question)
     for given, result in reductions(expression):
         if dice.random() >= tool_share:

@@ -33,11 +33,11 @@ from benchmarks.gpu_busy import GpuWatch
 from benchmarks.loop_model import make_model
 from swarmq import SwarmTask
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.client.feed import feed
+from swarmq.client.data.feed import feed
 from swarmq.config import SwarmJob
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower, follow
-from swarmq.process import die_with_parent, stop_group, tail
+from swarmq.runtime.processes import die_with_parent, stop_group, tail
 from swarmq.up import Deployment, deploy
 
 RUN = "loop"

@@ -12,7 +12,7 @@ import aiohttp
 import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient
-from swarmq.client.fleet import Plan, run_workers
+from swarmq.client.runners.worker_processes import Plan, run_workers
 
 CALL_S = 300.0
 

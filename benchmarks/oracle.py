@@ -28,10 +28,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import kept, parser, save, table
-from swarmq.learner.batched_attention import Form
-from swarmq.learner.model import load_lm
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_attention import Visibility
+from swarmq.learner.model.batched_attention import Form
+from swarmq.learner.model.layout_attention import Visibility
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import Layout, PrefixTree, row_layouts, standalone
 
 T = TypeVar("T")
@@ -252,7 +252,7 @@ ENGINE = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
-"""As swarmq.engine.launch has it."""
+"""As swarmq.engine.server.launch has it."""
 
 
 def measure(name: str) -> dict[str, Any]:

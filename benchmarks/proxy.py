@@ -34,10 +34,10 @@ import uvloop
 from benchmarks import report
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import Mode, new_id
-from swarmq.process import die_with_parent, free_port, stop_group
+from swarmq.runtime.processes import die_with_parent, free_port, stop_group
 
 RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)

@@ -38,12 +38,12 @@ from benchmarks.proxy_callers import Settings, Target
 from benchmarks.timelines import SHAPES
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
-from swarmq.engine.guard import authorized
-from swarmq.engine.launch import EngineProcess
-from swarmq.engine.roster import Roster
-from swarmq.process import free_port
+from swarmq.engine.auth import authorized
+from swarmq.engine.server.launch import EngineProcess
+from swarmq.registries.engines import Roster
+from swarmq.runtime.processes import free_port
 
 COUNTER = "vllm:generation_tokens_total"
 PARTS = {

@@ -22,8 +22,8 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model
 from benchmarks.timelines import SHAPES
 from swarmq.config import Train
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.trainer import Trainer
 
 MODEL, STEPS, ROW, EPISODES, SEED = "tiny", 8, 256, 16, 7
 TOLD = ("loss", "grad_norm")

@@ -32,13 +32,14 @@ import aiohttp
 import msgspec
 
 from benchmarks.report import parser, save, table
-from swarmq import AsyncEpisode, AsyncSwarmClient, keys, logs
+from swarmq import AsyncEpisode, AsyncSwarmClient, keys
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
-from swarmq.engine.roster import Roster
 from swarmq.messages import Slot
-from swarmq.process import die_with_parent, free_port, stop_group
+from swarmq.registries.engines import Roster
+from swarmq.runtime import logs
+from swarmq.runtime.processes import die_with_parent, free_port, stop_group
 
 RUN, POLICY = "soak", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
@@ -130,8 +131,8 @@ def growth(samples: list[tuple[int, float, int]]) -> tuple[float, float]:
 
 def trainer(job: SwarmJob) -> None:
     """The learner's loop without a model: every batch is trained at once, and every tenth is a checkpoint."""
-    from swarmq.learner import records  # noqa: PLC0415  (the client needs none of it)
-    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.store import records  # noqa: PLC0415  (the client needs none of it)
 
     version, stop = 0, StopSignal()
 

@@ -15,8 +15,8 @@ import msgspec
 
 from benchmarks.swarm_world import POLICY, RUN, Pace, World
 from swarmq import SwarmTask
-from swarmq.client.feed import feed
-from swarmq.learner.batch_log import records
+from swarmq.client.data.feed import feed
+from swarmq.learner.store.batch_log import records
 from swarmq.observe.curves import draw_reward, read_events
 
 GROUP_SIZE, GROUPS = 4, 4

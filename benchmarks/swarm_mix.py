@@ -16,10 +16,10 @@ import msgspec
 
 from benchmarks.swarm_world import POLICY, RUN, Pace, World
 from swarmq import SwarmTask
-from swarmq.client.feed import feed
-from swarmq.client.readers import read_tasks
-from swarmq.learner.batch_log import records
-from swarmq.observe.operate import ask
+from swarmq.client.data.feed import feed
+from swarmq.client.data.readers import read_tasks
+from swarmq.learner.store.batch_log import records
+from swarmq.observe.control_requests import ask
 
 BATCHES = 100
 GROUPS, GROUP_SIZE, STALENESS = 10, 2, 2

@@ -31,9 +31,9 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import Engine, Groups, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.recipe import Architecture, Recipe, user_cache
-from swarmq.demo.task import SPLIT_SIZE, Problem, Split, problems, score, solution
-from swarmq.learner.batch_log import records
+from swarmq.demo.model_recipe import Architecture, Recipe, user_cache
+from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
+from swarmq.learner.store.batch_log import records
 from swarmq.observe.monitor import Follower, follow
 from swarmq.up import Deployment, deploy
 

@@ -20,7 +20,7 @@ import msgspec
 from benchmarks import report
 from benchmarks.swarm_world import RUN, Pace, World
 from swarmq import SwarmTask
-from swarmq.client.feed import feed
+from swarmq.client.data.feed import feed
 
 WORKERS = (1, 4, 16)
 AT_ONCE = 2000

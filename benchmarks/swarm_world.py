@@ -24,13 +24,13 @@ import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
-from swarmq.broker.node import PrivateNode
-from swarmq.client.fleet import Plan, run_workers
+from swarmq.broker.node.process import PrivateNode
+from swarmq.client.runners.worker_processes import Plan, run_workers
 from swarmq.config import SwarmJob
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
-from swarmq.process import die_with_parent, free_port, stop_group
-from swarmq.proxies import Proxies
+from swarmq.registries.proxies import Proxies
+from swarmq.runtime.processes import die_with_parent, free_port, stop_group
 
 RUN, POLICY = "swarm", "main"
 CALL_S = 120.0

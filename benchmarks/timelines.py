@@ -35,9 +35,9 @@ from benchmarks.timelines_figure import draw
 from benchmarks.timelines_oracle import compare, worst
 from benchmarks.timelines_results import HEADS, WAYS, Flops, Measured, described, line, rest, summary
 from benchmarks.workloads import WORKLOADS, Episode, Source, Workload, batch
-from swarmq.learner.kept import Checkpointing
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.timeline import Cost, Folded, Layout, PrefixTree, lay_rows, pack, plan, row_layouts, unfold
+from swarmq.learner.model.activation_checkpointing import Checkpointing
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.timeline import Cost, Folded, Layout, PrefixTree, lay_rows, pack, plan_layouts, row_layouts, unfold
 
 PROFILED = {"linear_30", "forks_3"}
 LARGE = {"vocab_size": 151936, "num_key_value_heads": 8, "head_dim": 128}
@@ -232,7 +232,7 @@ def time_ways(
         trained=sum(layout.num_trained for layout in passes["rows"]),
         plan_s={way: each.plan_s for way, each in chosen.items()},
         pass_tokens={way: each.budget for way, each in chosen.items()},
-        chosen=plan(Folded(episodes), max(setting.budgets), cost=model.cost).way,
+        chosen=plan_layouts(Folded(episodes), max(setting.budgets), cost=model.cost).way,
         goal=workload.goal,
     )
 

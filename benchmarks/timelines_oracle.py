@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks.workloads import Episode, Source, forks, think_stripped
-from swarmq.learner.kept import Checkpointing
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.model.activation_checkpointing import Checkpointing
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import Layout, PrefixTree, row_layouts
 
 VOCAB = 512

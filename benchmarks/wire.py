@@ -17,10 +17,10 @@ import numpy as np
 
 from benchmarks import report
 from swarmq.messages import Event, Message, Sampling, Timings, Turn, VersionSpan, encode, new_id, pack_ids, unpack_ids
-from swarmq.proxy.graph import Graph, Stitched, history_of
-from swarmq.proxy.meter import Meter
-from swarmq.proxy.recorder import Asked, Recorder, Sampled
-from swarmq.proxy.stitch import stitch
+from swarmq.proxy.completions.recorder import Asked, Recorder, Sampled
+from swarmq.proxy.counters import Meter
+from swarmq.proxy.episodes.conversation_graph import Graph, Stitched, history_of
+from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 TURNS = (1, 10, 20, 50)

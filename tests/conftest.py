@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from support.broker import SharedBroker
-    from swarmq.broker.node import PrivateNode
+    from swarmq.broker.node.process import PrivateNode
 
 # What libraries make while they load stays to the end: looking through it for garbage takes seconds.
 gc.disable()

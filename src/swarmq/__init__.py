@@ -14,15 +14,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarmq.client.ask import ask as ask
-    from swarmq.client.ask import ask_async as ask_async
-    from swarmq.client.episode import AsyncEpisode as AsyncEpisode
-    from swarmq.client.episode import Episode as Episode
-    from swarmq.client.report import EvalReport as EvalReport
-    from swarmq.client.report import RunSummary as RunSummary
-    from swarmq.client.session import AsyncSwarmClient as AsyncSwarmClient
-    from swarmq.client.sync_client import SwarmClient as SwarmClient
-    from swarmq.client.tasks import SwarmTask as SwarmTask
+    from swarmq.client.data.tasks import SwarmTask as SwarmTask
+    from swarmq.client.episodes.ask import ask as ask
+    from swarmq.client.episodes.ask import ask_async as ask_async
+    from swarmq.client.episodes.async_client import AsyncSwarmClient as AsyncSwarmClient
+    from swarmq.client.episodes.episode import AsyncEpisode as AsyncEpisode
+    from swarmq.client.episodes.episode import Episode as Episode
+    from swarmq.client.episodes.sync_client import SwarmClient as SwarmClient
+    from swarmq.client.runners.report import EvalReport as EvalReport
+    from swarmq.client.runners.report import RunSummary as RunSummary
     from swarmq.config import SwarmJob as SwarmJob
     from swarmq.errors import SwarmqError as SwarmqError
     from swarmq.keys import Invite as Invite
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "AsyncEpisode": "swarmq.client.episode",
-    "AsyncSwarmClient": "swarmq.client.session",
-    "Episode": "swarmq.client.episode",
-    "EvalReport": "swarmq.client.report",
+    "AsyncEpisode": "swarmq.client.episodes.episode",
+    "AsyncSwarmClient": "swarmq.client.episodes.async_client",
+    "Episode": "swarmq.client.episodes.episode",
+    "EvalReport": "swarmq.client.runners.report",
     "Invite": "swarmq.keys",
     "Outcome": "swarmq.outcome",
-    "RunSummary": "swarmq.client.report",
-    "SwarmClient": "swarmq.client.sync_client",
+    "RunSummary": "swarmq.client.runners.report",
+    "SwarmClient": "swarmq.client.episodes.sync_client",
     "SwarmJob": "swarmq.config",
-    "SwarmTask": "swarmq.client.tasks",
+    "SwarmTask": "swarmq.client.data.tasks",
     "SwarmqError": "swarmq.errors",
-    "ask": "swarmq.client.ask",
-    "ask_async": "swarmq.client.ask",
+    "ask": "swarmq.client.episodes.ask",
+    "ask_async": "swarmq.client.episodes.ask",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are names

@@ -20,8 +20,8 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
+from swarmq.config_errors import explain, place_of
 from swarmq.errors import ConfigError
-from swarmq.hints import explain, place_of
 from swarmq.messages import NAME
 
 Positive = Annotated[float, Meta(gt=0)]
@@ -543,7 +543,7 @@ class RunFolder:
 
     @property
     def roster(self) -> Path:
-        """JSON: engines of each policy, where they have changed since the start (engine/roster.py)."""
+        """JSON: engines of each policy, where they have changed since the start (registries/engines.py)."""
         return self.path / "engines.json"
 
     @property

@@ -30,7 +30,7 @@ import msgspec
 
 from swarmq.errors import ConfigError, KeyRefusedError
 from swarmq.messages import Mode, Task
-from swarmq.sheets import changing, write_whole
+from swarmq.runtime.files import changing, write_whole
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"

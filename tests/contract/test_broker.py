@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from swarmq.broker import Broker, Delivery, Depth, topology
+from swarmq.broker.admin.dead_letters import letters
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.dead import letters
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
 from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, key_of
 from swarmq.testing import MemoryBroker

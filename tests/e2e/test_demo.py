@@ -32,7 +32,7 @@ SETTINGS = (
 def make_model(cache: Path) -> Path:
     """What an earlier demo would have left in its cache, after a few steps of warm-up instead of hundreds."""
     from swarmq.demo.model import save
-    from swarmq.demo.recipe import Recipe, model_folder
+    from swarmq.demo.model_recipe import Recipe, model_folder
     from swarmq.demo.warmup import warm_up
 
     folder = model_folder(cache, Recipe())

@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from swarmq import SwarmClient
-from swarmq.process import titled_children
+from swarmq.runtime.processes import titled_children
 
 from .test_up import Up, last_step, wait_for_step
 

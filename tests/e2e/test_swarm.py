@@ -13,13 +13,13 @@ import pytest
 from benchmarks.swarm_world import POLICY, Pace, World
 
 from swarmq import SwarmTask
-from swarmq.broker.senders import NAME_MARK
-from swarmq.client.feed import feed
-from swarmq.engine.control import EngineControl
-from swarmq.learner.batch_log import records
+from swarmq.broker.client_rules import NAME_MARK
+from swarmq.client.data.feed import feed
+from swarmq.learner.store.batch_log import records
 from swarmq.observe.board import Part
-from swarmq.process import free_port
-from swarmq.proxies import Proxies
+from swarmq.registries.proxies import Proxies
+from swarmq.runtime.processes import free_port
+from swarmq.weights.push.engine_control import EngineControl
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1200)]
 

@@ -19,7 +19,7 @@ from support.tiny_model import tiny_model
 from swarmq import SwarmClient, keys
 from swarmq.collector.ledger import fates
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.learner.batch_log import records
+from swarmq.learner.store.batch_log import records
 from swarmq.up import Endpoints
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]

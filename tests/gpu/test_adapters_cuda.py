@@ -15,7 +15,7 @@ from support.episodes import make_qwen
 from support.launch import launch
 from support.same_gradient import assert_same_way
 from swarmq.config import Lora, Loss, Train
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.train.trainer import Trainer
 
 pytestmark = [
     pytest.mark.gpu,

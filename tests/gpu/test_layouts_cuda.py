@@ -7,11 +7,11 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
-from swarmq.learner import tree_head
-from swarmq.learner.kept import Checkpointing
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_attention import lengths_for
-from swarmq.learner.tree_head import Form, Head, score
+from swarmq.learner.model import logprob_head
+from swarmq.learner.model.activation_checkpointing import Checkpointing
+from swarmq.learner.model.layout_attention import lengths_for
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.logprob_head import Form, Head, score
 from swarmq.timeline import PrefixTree, row_layouts, standalone
 
 pytestmark = [
@@ -148,7 +148,7 @@ def test_half_precision_differs_by_rounding_alone():
 @pytest.mark.parametrize("form", [Form(), Form(0.3, None), Form(1.0, 2.0)])
 def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kept, monkeypatch):
     tokens, width, vocab = 301, 16, 5003
-    monkeypatch.setattr(tree_head, "GPU_SHARE", max(kept, 1e-9))
+    monkeypatch.setattr(logprob_head, "GPU_SHARE", max(kept, 1e-9))
     torch.manual_seed(0)
     exact = [
         torch.randn(size, device="cuda", dtype=torch.float64) / 2 for size in ((tokens, width), (vocab, width), vocab)

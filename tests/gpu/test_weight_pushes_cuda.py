@@ -16,16 +16,16 @@ from transformers import AutoModelForCausalLM
 from support.engine import KNOWN, SECRET
 from support.tiny_model import tiny_experts, tiny_model
 from swarmq.config import Engine, Lora, Policy, Train
-from swarmq.engine.control import EngineControl
-from swarmq.engine.launch import EngineProcess
-from swarmq.engine.packing import Adapter, FromFolder, Weight, made
-from swarmq.engine.push import WeightPusher
-from swarmq.engine.transfers import AdaptersTransfer, FileTransfer, IpcTransfer, Route, Staging, Transfer
+from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.learner.folders import as_in_folder
-from swarmq.learner.lora import MARK
-from swarmq.learner.trainer import Trainer
-from swarmq.process import free_port
+from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.model.lora import MARK
+from swarmq.learner.train.trainer import Trainer
+from swarmq.runtime.processes import free_port
+from swarmq.weights.format.packing import Adapter, FromFolder, Weight, made
+from swarmq.weights.push.engine_control import EngineControl
+from swarmq.weights.push.pusher import WeightPusher
+from swarmq.weights.push.transfers import AdaptersTransfer, FileTransfer, IpcTransfer, Route, Staging, Transfer
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from support.proxy import events
-from swarmq.client import received
-from swarmq.client.ask import ask_async
+from swarmq.client.episodes import received_answers
+from swarmq.client.episodes.ask import ask_async
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
 from swarmq.proxy.deltas import extend
@@ -283,7 +283,7 @@ async def test_who_watches_a_run_hears_that_it_cuts_what_agents_ask_for(stage):
 
 
 async def test_an_agent_without_an_sdk_logs_once_that_it_was_cut(stage, monkeypatch):
-    monkeypatch.setattr(received, "_told", set())  # of the process
+    monkeypatch.setattr(received_answers, "_told", set())  # of the process
     ep = SimpleNamespace(base_url=f"{stage.url}/v1", api_key=stage.key(), model="main", ca=b"", episode_id="e")
     for _ in range(2):
         stage.engine.say("x")

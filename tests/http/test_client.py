@@ -14,16 +14,16 @@ from support.proxy import ROOT, served
 from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.client.http import HttpError, post_json
-from swarmq.client.loops import in_thread
-from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.worker import Worker
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.http import HttpError, post_json
+from swarmq.client.runners.worker import Worker
 from swarmq.config import SwarmJob
 from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
-from swarmq.members import Member, Members
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
-from swarmq.process import held_port
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
+from swarmq.registries.clients import Member, Members
+from swarmq.runtime.processes import held_port
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -246,7 +246,7 @@ async def test_a_begin_waits_for_its_ticket_and_can_be_given_up(far):
 
 
 async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_client(far, monkeypatch):
-    monkeypatch.setattr("swarmq.client.session.DRAIN_S", 0.1)
+    monkeypatch.setattr("swarmq.client.episodes.async_client.DRAIN_S", 0.1)
     async with far.open():
         await far.issue(1)
         async with far.client() as client:

@@ -8,8 +8,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
 
-from swarmq import open_files
-from swarmq.proxy.connections import MAX_HEAD_BYTES, OWN_FILES, SPARE, most_connections
+from swarmq.proxy.http.connection_limits import MAX_HEAD_BYTES, OWN_FILES, SPARE, most_connections
+from swarmq.runtime import open_files
 
 from .test_control import call
 

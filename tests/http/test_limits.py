@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from swarmq.proxy.budget import Budget, Reservation
-from swarmq.proxy.gate import Gate
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.completions.limiter import Gate
+from swarmq.proxy.episodes.token_budget import Budget, Reservation
+from swarmq.proxy.http_errors import RefusedError
 
 HI = {"role": "user", "content": "hi"}
 BODY = {"model": "main", "messages": [HI]}

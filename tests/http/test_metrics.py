@@ -8,8 +8,8 @@ import structlog
 from prometheus_client.parser import text_string_to_metric_families
 
 from support.proxy import token
-from swarmq import logs
 from swarmq.messages import Event
+from swarmq.runtime import logs
 
 from .test_control import call
 

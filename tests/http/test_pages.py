@@ -13,10 +13,10 @@ import pytest
 from support.proxy import ROOT, served
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.client.loops import in_thread
+from swarmq.client.episodes.event_loops import in_thread
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 

@@ -11,9 +11,9 @@ import pytest
 import requests
 from structlog.testing import capture_logs
 
-from swarmq.client import received
-from swarmq.client.ask import ask_async
-from swarmq.client.received import Received
+from swarmq.client.episodes import received_answers
+from swarmq.client.episodes.ask import ask_async
+from swarmq.client.episodes.received_answers import Received
 
 HI = {"role": "user", "content": "hi"}
 BODY = {"model": "main", "messages": [HI]}
@@ -23,9 +23,9 @@ BODY = {"model": "main", "messages": [HI]}
 def watching(stage, base_url=None):
     """What an agent with the stage's key receives."""
     seen, key = Received(base_url or f"{stage.url}/v1"), stage.key()
-    received.watch(key, seen)
+    received_answers.watch(key, seen)
     yield seen, key
-    received.unwatch(key)
+    received_answers.unwatch(key)
 
 
 async def by_openai(stage, openai, key, **body):
@@ -86,7 +86,7 @@ async def by_aiohttp(stage, _openai, key, **_):
     ],
 )  # fmt: skip
 async def test_what_the_run_overrides_is_logged_once_whatever_library_asks(stage, openai, monkeypatch, ask, body):
-    monkeypatch.setattr(received, "_told", set())  # of the process
+    monkeypatch.setattr(received_answers, "_told", set())  # of the process
     monkeypatch.setitem(BODY, "max_tokens", 999)
     with capture_logs() as lines:
         for _ in range(2):
@@ -189,7 +189,7 @@ async def test_requests_to_others_bear_no_mark(stage, openai):
 async def test_an_ended_episode_is_not_watched(stage, openai):
     stage.engine.say("ab")
     with watching(stage) as (seen, key):
-        received.unwatch(key)
+        received_answers.unwatch(key)
         await by_openai(stage, openai, key)
         assert seen.calls() is None
 

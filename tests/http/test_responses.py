@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from swarmq.messages import unpack_ids
-from swarmq.proxy.conversations import Conversations
 from swarmq.proxy.deltas import extend
 from swarmq.proxy.dialects.responses import Items, _said
+from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.testing.scripted_engine import decode, encode
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}, "strict": False}

@@ -4,7 +4,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from swarmq.proxy.traces import watcher
+from swarmq.proxy.http.tracing import watcher
 
 
 async def test_every_recorded_call_is_a_span_that_ends_with_its_confirm(stages):

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 
 URL = "amqp-url"
 START_S = 600.0

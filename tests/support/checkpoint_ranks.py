@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from swarmq.config import Policy, SwarmJob, Train
-from swarmq.learner.accelerator import leave
-from swarmq.learner.link import StopSignal
-from swarmq.learner.loop import Learner
-from swarmq.learner.records import Kept, ToIO, Warn
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.feed.ipc import StopSignal
+from swarmq.learner.store.records import Kept, ToIO, Warn
+from swarmq.learner.train.loop import Learner
 
 FOR_ALL_BUT_WEIGHTS, FOR_NOTHING = 20_000, 4_000
 

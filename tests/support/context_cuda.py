@@ -21,11 +21,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.episodes import make_group
 from support.learner_ranks import forget, own_work
 from swarmq.config import Loss, Train
-from swarmq.learner import tree_attention
-from swarmq.learner.accelerator import leave
-from swarmq.learner.sharding import whole
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import LayoutModel
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import whole
+from swarmq.learner.model import layout_attention
+from swarmq.learner.model.layout_model import LayoutModel
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, VersionSpan, pack_floats, pack_ids
 
 PASS = 2048
@@ -66,7 +66,7 @@ def exactly(model: str) -> dict[str, Any]:
     """In FP32, as rows and as trees, of a model whose layers look 100 tokens back. Layers are left uncompiled, for time's sake."""
     made = {}
     with (
-        mock.patch.object(tree_attention, "LENGTHS", [PASS]),
+        mock.patch.object(layout_attention, "LENGTHS", [PASS]),
         mock.patch.object(LayoutModel, "compile_layers"),
         torch._dynamo.config.patch(optimize_ddp=False),  # which compiling layers does
     ):
@@ -86,7 +86,7 @@ def in_bf16(model: str, tokens: int) -> dict[str, Any]:
     """The same batch as trees, and a row of `tokens`: its peak of memory above what there was before, and how long it took."""
     made: dict[str, Any] = {}
     row = long_row(tokens)
-    with mock.patch.object(tree_attention, "LENGTHS", [tokens]):
+    with mock.patch.object(layout_attention, "LENGTHS", [tokens]):
         for name, changes in {
             "alone": {},
             "shared": {"context_parallel": 2},

@@ -20,9 +20,9 @@ from support.episodes import make_group
 from support.learner_ranks import forget, learned, let_go, own_work
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.accelerator import leave
-from swarmq.learner.sharding import is_sharded
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import is_sharded
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats, pack_ids
 
 

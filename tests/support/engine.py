@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import Engine, Policy
-from swarmq.engine.guard import authorized
-from swarmq.engine.launch import EngineProcess, is_cuda_build
-from swarmq.process import held_port
+from swarmq.engine.auth import authorized
+from swarmq.engine.server.launch import EngineProcess, is_cuda_build
+from swarmq.runtime.processes import held_port
 
 SECRET = "of the tests' engines"
 """What they ask every caller for."""

@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.engine.packing import made
-from swarmq.engine.transfers import distinct
-from swarmq.learner.accelerator import leave
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.sharding import is_sharded
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import is_sharded
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.format.packing import made
+from swarmq.weights.push.transfers import distinct
 
 
 def main(model: str, train: Train, folder: Path) -> None:

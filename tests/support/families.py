@@ -23,7 +23,7 @@ import msgspec
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Rendered
+from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Rendered
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import VersionSpan
 

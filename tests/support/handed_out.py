@@ -11,11 +11,11 @@ import torch
 
 from support.forks import make_group
 from swarmq.config import Train
-from swarmq.learner.accelerator import leave, make_accelerator
-from swarmq.learner.frozen import Frozen
-from swarmq.learner.model import load_lm
-from swarmq.learner.sharding import is_sharded, whole
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.distributed.accelerator import leave, make_accelerator
+from swarmq.learner.distributed.sharding import is_sharded, whole
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.loading import load_lm
+from swarmq.learner.teachers.reference_models import Frozen
 from swarmq.timeline import lay_rows, unfold
 
 

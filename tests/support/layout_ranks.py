@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 
 from support.forks import make_group, make_model
-from swarmq.learner.accelerator import leave
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import Layout, PrefixTree
 
 BUDGET = 40

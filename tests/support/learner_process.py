@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from swarmq.broker import Depth
-from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.deliveries import KEY_HEADER, Arrival, Deliveries, Delivery
 from swarmq.config import SwarmJob
 from swarmq.messages import Consumed, Event, Message, encode
 
@@ -138,24 +138,24 @@ class Recorder:
 
 def die_in_drafts(root: Path) -> None:
     """A draft has its files then, and nothing yet says that they are whole."""
-    from swarmq.learner import checkpoint
+    from swarmq.learner.checkpoint import save_load
 
-    seal = checkpoint._seal
+    seal = save_load._seal
 
-    def seal_or_die(draft: checkpoint.Draft) -> None:
+    def seal_or_die(draft: save_load.Draft) -> None:
         if (root / "slow" / f"draft-{draft.version}").exists():
             while str(draft.version + 1) not in (root / "pushed").read_text().split():
                 time.sleep(0.01)
         die_at(root, f"draft-{draft.version}")
         seal(draft)
 
-    checkpoint._seal = seal_or_die
+    save_load._seal = seal_or_die
 
 
 def trainer(root: Path) -> None:
-    from swarmq.learner.link import Link, StopSignal
-    from swarmq.learner.lock import exclusive
-    from swarmq.learner.loop import Learner
+    from swarmq.learner.feed.ipc import Link, StopSignal
+    from swarmq.learner.store.writer_lock import exclusive
+    from swarmq.learner.train.loop import Learner
 
     die_in_drafts(root)
     job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
@@ -166,9 +166,9 @@ def trainer(root: Path) -> None:
 
 
 def io(root: Path) -> None:
-    from swarmq.learner import io_process
+    from swarmq.learner.feed import process
 
-    io_process.main(lambda _: FolderBroker(root).open())
+    process.main(lambda _: FolderBroker(root).open())
 
 
 if __name__ == "__main__":

@@ -32,14 +32,17 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
-from swarmq.learner import checkpoint, fits, kernel_check, saved, sharding, tree
-from swarmq.learner.accelerator import leave
-from swarmq.learner.model_files import HostCopies
-from swarmq.learner.passes import Work, work_of
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.sharding import is_sharded, whole
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed, decoder_layers
+from swarmq.learner.batching.micro_batches import Work, work_of
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.checkpoint.model_files import HostCopies
+from swarmq.learner.distributed import sharding
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import is_sharded, whole
+from swarmq.learner.memory import plan
+from swarmq.learner.model import attention_check, layout_model
+from swarmq.learner.model.layout_model import Placed, decoder_layers
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
@@ -202,7 +205,7 @@ def parts(trainer: Trainer) -> list[FSDPModule]:
 def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor], episodes: tuple[Episode, ...] = EPISODES) -> None:
     """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
     forget()
-    with mock.patch.object(fits, "holds_whole", return_value=False):
+    with mock.patch.object(plan, "holds_whole", return_value=False):
         trainer = Trainer(model, train)
     work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
@@ -220,8 +223,10 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
     for held in (False,) if train.cpu_offload else (False, True):
         forget()
         with (
-            mock.patch.object(fits, "holds_whole", return_value=held),
-            mock.patch.object(tree, "agreed", side_effect=lambda _: kernel_check.agreed("refused" if last else None)),
+            mock.patch.object(plan, "holds_whole", return_value=held),
+            mock.patch.object(
+                layout_model, "agreed", side_effect=lambda _: attention_check.agreed("refused" if last else None)
+            ),
         ):
             trainer = Trainer(model, train)
             assert trainer.traits.rows_only == "refused"
@@ -238,11 +243,11 @@ def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
 
 def went_on(model: str, train: Train, folder: Path) -> Trainer:
     """A new trainer, after the next step from the newest checkpoint."""
-    found = saved.newest(folder, Identity(run="r", policy="main", model=model))
+    found = discovery.newest(folder, Identity(run="r", policy="main", model=model))
     assert found is not None
     forget()
     trainer = Trainer(str(found.path), train, initial=model)
-    checkpoint.restore(trainer, found)
+    save_load.restore(trainer, found)
     trainer.step(batch(STEPS + 1, train))
     return trainer
 
@@ -250,11 +255,11 @@ def went_on(model: str, train: Train, folder: Path) -> Trainer:
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint, which is written beside the next step, gives what going on without one gives."""
     identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
-    draft = checkpoint.draw(folder, trainer, identity, model=model, copies=HostCopies())
+    draft = save_load.draw(folder, trainer, identity, model=model, copies=HostCopies())
     before = weights(trainer)
     trainer.step(batch(STEPS + 1, train))
     if trainer.accelerator.is_main_process:
-        checkpoint.finish(draft, keep=1)
+        save_load.finish(draft, keep=1)
     trainer.accelerator.wait_for_everyone()
     wanted = weights(trainer)
     if trainer.accelerator.is_main_process:

@@ -8,7 +8,7 @@ import time
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.accelerator import leave, make_accelerator
+from swarmq.learner.distributed.accelerator import leave, make_accelerator
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.accelerator import leave, make_accelerator
+from swarmq.learner.distributed.accelerator import leave, make_accelerator
 
 LISTEN = "0A"
 

@@ -18,18 +18,19 @@ from torch.nn.parallel import DistributedDataParallel
 from support.learner_ranks import EPISODES, STEPS, batch, forget, weights, went_on
 from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
-from swarmq.engine.adapters import together
-from swarmq.engine.packing import CPU, made
-from swarmq.engine.served_folder import ServedFolder
-from swarmq.engine.transfers import AdaptersTransfer, distinct
-from swarmq.learner import checkpoint, fits
-from swarmq.learner.accelerator import leave
-from swarmq.learner.frozen import Frozen
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import Identity
-from swarmq.learner.sharding import is_sharded
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.checkpoint import save_load
+from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.sharding import is_sharded
+from swarmq.learner.memory import plan
+from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.store.records import Identity
+from swarmq.learner.teachers.reference_models import Frozen
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.format.adapters import together
+from swarmq.weights.format.packing import CPU, made
+from swarmq.weights.format.served_folder import ServedFolder
+from swarmq.weights.push.transfers import AdaptersTransfer, distinct
 
 Tensors = dict[str, torch.Tensor]
 CUDA = torch.cuda.is_available()
@@ -52,7 +53,7 @@ def main(model: str, train: Train, folder: Path) -> None:
         assert_alike(weights(ours), wanted, model, train)
     if sharded:
         forget()
-        with mock.patch.object(fits, "holds_whole", return_value=False):  # layers are gathered anew in every pass
+        with mock.patch.object(plan, "holds_whole", return_value=False):  # layers are gathered anew in every pass
             apart = trained(model, train)
         if is_main:
             assert_alike(weights(apart), wanted, model, train, exact=False)
@@ -66,7 +67,7 @@ def main(model: str, train: Train, folder: Path) -> None:
             policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
         assert one.idle or not torch.equal(reference, policy), "nothing was learned"
     identity = Identity(run="r", policy="main", model=model)
-    checkpoint.save(folder / "checkpoints", ours, identity, model=model, keep=1)
+    save_load.save(folder / "checkpoints", ours, identity, model=model, keep=1)
     if is_main:
         assert_adapters_travel(ours, model, folder)
         torch.save(weights(ours), folder / "made")

@@ -14,9 +14,9 @@ from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob
-from swarmq.engine.client import VllmEngine
+from swarmq.engine.client.vllm import VllmEngine
 from swarmq.messages import Turn
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
 
 PATIENCE_S = 600.0
 """For all that would be a failure on a machine that has nothing else to do."""

@@ -12,8 +12,8 @@ from support.proxy import ROOT, Agent, served
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.messages import Message, Turn, decode
-from swarmq.proxy.app import create_app
-from swarmq.proxy.memory import Episodes
+from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 

@@ -5,8 +5,8 @@ Whatever the client and its dialect, a conversation is two tool calls at once, o
 
 from __future__ import annotations
 
-from swarmq.engine.client import VllmEngine
-from swarmq.engine.protocol import Json, Rendered
+from swarmq.engine.client.protocol import Json, Rendered
+from swarmq.engine.client.vllm import VllmEngine
 
 CALL = r'<tool_call>\n\{"name": "add", "arguments": \{"a": [1-9], "b": [1-9]\}\}\n</tool_call>'
 SCRIPT = {0: CALL + CALL, 2: CALL}

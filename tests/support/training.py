@@ -12,8 +12,8 @@ import pytest
 from support.engine import KNOWN
 from support.real_proxy import RealStage
 from swarmq.config import Train
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Slot, Turn, unpack_floats
 from swarmq.timeline import resolve
 

@@ -3,8 +3,8 @@
 `AmqpBroker` is in `swarmq.broker.amqp`, which loads the driver: a client does so when it connects.
 """
 
-from swarmq.broker.delivery import Deliveries, Delivery
+from swarmq.broker.deliveries import Deliveries, Delivery
 from swarmq.broker.protocol import Broker, Depth, Receipts
-from swarmq.broker.tickets import TicketDesk
+from swarmq.broker.ticket_window import TicketDesk
 
 __all__ = ["Broker", "Deliveries", "Delivery", "Depth", "Receipts", "TicketDesk"]

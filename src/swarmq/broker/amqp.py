@@ -22,18 +22,26 @@ from aio_pika.abc import AbstractConnection
 from aio_pika.exceptions import ChannelNotFoundEntity
 
 from swarmq.broker import topology
+from swarmq.broker.batch_publisher import receipts
 from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
-from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.deliveries import (
+    KEY_HEADER,
+    QUEUE_HEADER,
+    REASON_HEADER,
+    SENDER_HEADER,
+    Arrival,
+    Deliveries,
+    Delivery,
+)
+from swarmq.broker.error_mapping import address
 from swarmq.broker.events import Emitter, listening
-from swarmq.broker.faults import address
-from swarmq.broker.link import Link
 from swarmq.broker.protocol import Depth, Receipts
 from swarmq.broker.publisher import Publisher
-from swarmq.broker.receipts import receipts
+from swarmq.broker.reconnect import Link
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
-from swarmq.logs import log
 from swarmq.messages import Event, Message, encode, key_of
+from swarmq.runtime.logs import log
 
 LOGIN_PATIENCE_S = 30.0
 OPEN_S = 10.0

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from aio_pika.abc import AbstractIncomingMessage
 
 from swarmq.broker import topology
-from swarmq.broker.delivery import SENDER_HEADER, Arrival, Deliveries
-from swarmq.broker.link import Link
+from swarmq.broker.deliveries import SENDER_HEADER, Arrival, Deliveries
+from swarmq.broker.reconnect import Link
 from swarmq.broker.session import RECYCLED, Session
 
 DEFAULT_ACK_S = 30 * 60.0

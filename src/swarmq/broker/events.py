@@ -16,8 +16,8 @@ from aio_pika import Message as AmqpMessage
 from aio_pika.abc import AbstractChannel, AbstractIncomingMessage
 
 from swarmq.broker import topology
-from swarmq.broker.link import Link
 from swarmq.broker.publisher import APP_ID, CONTENT_TYPE
+from swarmq.broker.reconnect import Link
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, MessageError
 from swarmq.messages import Event, decode, encode

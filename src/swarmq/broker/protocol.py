@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import NamedTuple, Protocol
 
-from swarmq.broker.delivery import Deliveries, Delivery
+from swarmq.broker.deliveries import Deliveries, Delivery
 from swarmq.messages import Event, Message
 
 

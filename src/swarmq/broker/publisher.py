@@ -17,10 +17,10 @@ from aio_pika.exceptions import DeliveryError, PublishError
 
 from swarmq import __version__
 from swarmq.broker import topology
-from swarmq.broker.delivery import KEY_HEADER
-from swarmq.broker.link import Link
+from swarmq.broker.deliveries import KEY_HEADER
+from swarmq.broker.reconnect import Link
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
-from swarmq.logs import log
+from swarmq.runtime.logs import log
 
 IN_FLIGHT = 512
 """Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""

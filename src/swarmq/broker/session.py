@@ -22,9 +22,9 @@ from aio_pika.abc import AbstractChannel, AbstractConnection
 from aio_pika.exceptions import DeliveryError
 from yarl import URL
 
-from swarmq.broker.faults import address, ending, translate
+from swarmq.broker.error_mapping import address, ending, translate
 from swarmq.errors import BrokerLostError
-from swarmq.logs import log
+from swarmq.runtime.logs import log
 
 HEARTBEAT_S = 15
 """A link that is silent for three of these is given up. `?heartbeat=` in the url overrides it."""

@@ -3,16 +3,16 @@
 from swarmq.cli import (  # noqa: F401 - each adds its commands to the group
     access,
     control,
-    dead,
+    dead_letters,
     engines,
     init,
-    reading,
-    running,
+    stored_runs,
     tasks,
+    up,
     warm,
     watching,
 )
-from swarmq.cli.base import main
+from swarmq.cli.common import main
 from swarmq.cli.daemons import collector, learner, proxy
 
 __all__ = ["collector", "learner", "main", "proxy"]

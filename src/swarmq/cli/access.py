@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from swarmq import keys
-from swarmq.cli.base import JOB, RUN, SETS, main, private_files, resolved
+from swarmq.cli.common import JOB, RUN, SETS, main, private_files, resolved
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.keys import Role
@@ -39,7 +39,7 @@ def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: st
     swarmq invite job.toml --set broker.url=amqp://user:password@host:5672/ --proxy http://host:8000/v1
     docker compose run --rm swarmq invite /etc/swarmq/job.toml --set folder=/runs
     """
-    from swarmq.client.invitations import invite_host
+    from swarmq.broker.admin.invitations import invite_host
 
     with private_files():
         made = invite_host(SwarmJob.load(job, sets=sets), amqp=amqp, proxy=proxy)
@@ -94,9 +94,9 @@ def client_add(
     swarmq client add alice --amqp amqps://gpu.example.org:5671/ --proxy https://gpu.example.org/v1 --ca ca.pem
     swarmq client add bob --http --proxy https://gpu.example.org/v1
     """
-    from swarmq.broker.access import MAX_CONNECTIONS
-    from swarmq.client.invitations import Reach, add_client
-    from swarmq.client.invites import find_invite
+    from swarmq.broker.admin.invitations import Reach, add_client
+    from swarmq.broker.admin.users import MAX_CONNECTIONS
+    from swarmq.client.episodes.invite_lookup import find_invite
 
     job, folder = _only_run(run)
     invite = add_client(
@@ -120,8 +120,8 @@ def client_list(run: Path | None) -> None:
     """
     from rich.table import Table
 
-    from swarmq.members import read_members
-    from swarmq.terminal import console
+    from swarmq.registries.clients import read_members
+    from swarmq.runtime.terminal import console
 
     _, folder = _only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
@@ -143,7 +143,7 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
     \b
     swarmq client remove alice
     """
-    from swarmq.client.invitations import remove_client
+    from swarmq.broker.admin.invitations import remove_client
 
     job, folder = _only_run(run)
     remove_client(folder, name, _management(job, folder, management))
@@ -178,7 +178,7 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
     swarmq token runs/demo --revoke --name java-agents
     """
-    from swarmq.members import Members, read_members
+    from swarmq.registries.clients import Members, read_members
 
     job, folder = resolved(run), RunFolder(run)
     if revoke == bool(roles):
@@ -246,8 +246,8 @@ def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
 
 def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
     """The management API of the run's broker: the one named, the private node's, or the usual port of its host."""
-    from swarmq.broker.access import Management
-    from swarmq.broker.node_files import HOST, read_identity
+    from swarmq.broker.admin.users import Management
+    from swarmq.broker.node.files import HOST, read_identity
 
     if url is None and (node := read_identity(folder.broker)):
         url = f"http://{node.user}:{node.password}@{HOST}:{node.management_port}/"

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from swarmq.cli.base import RUN, broker_of, main, one_policy, resolved, run_until_signalled
+from swarmq.cli.common import RUN, broker_of, main, one_policy, resolved, run_until_signalled
 from swarmq.messages import Action
-from swarmq.terminal import visible
+from swarmq.runtime.terminal import visible
 
 
 @main.command("set")
@@ -107,7 +107,7 @@ def stop(run: Path, after: int | None, policy: str | None) -> None:
 async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
     import getpass
 
-    from swarmq.observe.operate import ask, lines
+    from swarmq.observe.control_requests import ask, lines
 
     job, say = resolved(run), functools.partial(click.echo, err=True)
     async with broker_of(job, f"swarmq {action}") as broker:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import HELP_OPTIONS, JOB, SETS, friendly, main, need, one_policy, private_files
+from swarmq.cli.common import HELP_OPTIONS, JOB, SETS, friendly, main, need, one_policy, private_files
 from swarmq.config import SwarmJob
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import RUN, main, one_policy, resolved, run_until_signalled, stored
+from swarmq.cli.common import RUN, main, one_policy, resolved, run_until_signalled, stored
 from swarmq.config import RunFolder
-from swarmq.engine.roster import Roster
+from swarmq.registries.engines import Roster
 
 
 @main.group()
@@ -43,8 +43,8 @@ def engine_list(run: Path) -> None:
     """
     from rich.table import Table
 
-    from swarmq.engine.join import look
-    from swarmq.terminal import console
+    from swarmq.engine.server.membership import look
+    from swarmq.runtime.terminal import console
 
     table = Table("policy", "engine", "weights", "state", box=None)
     for seen in asyncio.run(look(Roster(resolved(run), RunFolder(run)))):
@@ -64,7 +64,7 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
     \b
     swarmq engine add runs/demo http://127.0.0.1:8007
     """
-    from swarmq.engine.join import add
+    from swarmq.engine.server.membership import add
 
     roster, chosen = _engines_of(run, policy)
     warning = asyncio.run(add(roster, chosen, url))
@@ -79,7 +79,7 @@ def engine_secret(run: Path) -> None:
     """Print what the engines of a run ask every caller for.
 
     A vLLM that you start yourself asks for it, too, when it has it as $SWARMQ_ENGINE_SECRET and runs with
-    `--middleware swarmq.engine.guard.Guard`.
+    `--middleware swarmq.engine.auth.Guard`.
 
     \b
     swarmq engine secret runs/demo
@@ -97,7 +97,7 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
     \b
     swarmq engine remove runs/demo http://127.0.0.1:8007
     """
-    from swarmq.engine.join import remove
+    from swarmq.engine.server.membership import remove
 
     roster, chosen = _engines_of(run, policy)
     remove(roster, chosen, url)
@@ -117,7 +117,7 @@ def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]
     \b
     swarmq engine start runs/demo --policy main
     """
-    from swarmq.engine.join import serve
+    from swarmq.engine.server.membership import serve
 
     job = resolved(run)
     chosen, folder = one_policy(job, policy, frozen_too=True), RunFolder(run)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import main
+from swarmq.cli.common import main
 from swarmq.config import make_folder
 from swarmq.errors import ConfigError
 

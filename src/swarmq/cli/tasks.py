@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from swarmq import keys, live
-from swarmq.cli.base import RUN, broker_of, main, resolved, run_until_signalled
+from swarmq import keys, live_settings
+from swarmq.cli.common import RUN, broker_of, main, resolved, run_until_signalled
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 
@@ -73,7 +73,7 @@ def feed(
 
 
 def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> Iterator[Any]:
-    from swarmq.client.readers import read_tasks
+    from swarmq.client.data.readers import read_tasks
 
     return read_tasks(data, limit=limit, require=require)
 
@@ -81,8 +81,8 @@ def _read_tasks(data: str, *, limit: int | None, require: tuple[str, ...]) -> It
 async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
-    from swarmq.client.tasks import source_mark
-    from swarmq.observe.operate import bring_eval_tasks
+    from swarmq.client.data.tasks import source_mark
+    from swarmq.observe.control_requests import bring_eval_tasks
 
     job = resolved(run)
     chosen = _one_kind(job, kind)
@@ -116,12 +116,12 @@ async def _feed(
 ) -> None:
     from rich.progress import Progress
 
-    from swarmq.client.feed import default_progress_file, feed
-    from swarmq.client.tasks import source_mark
+    from swarmq.client.data.feed import default_progress_file, feed
+    from swarmq.client.data.tasks import source_mark
     from swarmq.collector.ledger import changes
 
     folder = RunFolder(run)
-    job = live.applied(resolved(run), changes(folder.inbox))
+    job = live_settings.applied(resolved(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
     async with broker_of(job, "swarmq feed") as broker:
         with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -187,9 +187,9 @@ def worker(
     swarmq worker my_agent:attempt --attempt-timeout 900        a function that hangs fails its episode, and is tried again
     """
     from swarmq import AsyncSwarmClient
-    from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
-    from swarmq.client.fleet import Plan, parse_targets, run_processes, run_workers
-    from swarmq.client.invites import find_invite
+    from swarmq.client.episodes.invite_lookup import find_invite
+    from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
+    from swarmq.client.runners.worker_processes import Plan, parse_targets, run_processes, run_workers
 
     plan = Plan(
         concurrency=concurrency,

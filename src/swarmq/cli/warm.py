@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.base import JOB, SETS, main, need, one_policy
+from swarmq.cli.common import JOB, SETS, main, need, one_policy
 from swarmq.config import SwarmJob
 
 
@@ -46,8 +46,8 @@ def warm_command(
     need("learner")
     import msgspec
 
-    from swarmq.learner.children import is_main
-    from swarmq.learner.warm import ADAPTERS_RATE, RATE, Progress, WarmStart, warm
+    from swarmq.learner.distributed.processes import is_main
+    from swarmq.learner.warm_start import ADAPTERS_RATE, RATE, Progress, WarmStart, warm
 
     settings = SwarmJob.load(job, sets=sets)
     name = one_policy(settings, policy)

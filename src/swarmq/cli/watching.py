@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from swarmq.cli.base import RUN, broker_of, check_up, main, resolved, run_until_signalled
+from swarmq.cli.common import RUN, broker_of, check_up, main, resolved, run_until_signalled
 from swarmq.config import SwarmJob
 
 LOOK_EVERY_S = 1.0
@@ -44,9 +44,9 @@ def status(run: Path, *, as_json: bool) -> None:
 
 
 async def _watch(run: Path, *, once: bool, as_json: bool = False) -> None:
-    from swarmq.logs import told
     from swarmq.observe.board import as_data
     from swarmq.observe.monitor import glance, look, watch
+    from swarmq.runtime.logs import told
 
     job, notes = resolved(run), deque[str]()
     with told(notes.append):
@@ -84,7 +84,7 @@ def runs(folder: Path, *, as_json: bool) -> None:
     from rich.table import Table
 
     from swarmq.observe.runs import age, list_runs
-    from swarmq.terminal import console
+    from swarmq.runtime.terminal import console
 
     rows = list_runs(folder)
     if as_json:

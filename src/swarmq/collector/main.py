@@ -12,12 +12,12 @@ from contextlib import closing
 
 import structlog
 
-from swarmq import logs
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob, amqp_url, make_folder
 from swarmq.errors import ConfigError
+from swarmq.runtime import logs
 
 log = structlog.get_logger()
 

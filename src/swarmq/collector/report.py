@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.collector.core import Core
+from swarmq.collector.decide.core import Core
 from swarmq.messages import Control
 
 MAX_REFUSED = 4096

@@ -28,16 +28,16 @@ import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, Delivery, Depth, topology
-from swarmq.collector.calls import assemble
-from swarmq.collector.core import Core
-from swarmq.collector.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
-from swarmq.collector.records import Rules
+from swarmq.collector.decide.assemble import assemble
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.report import NoTurns, Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
 from swarmq.messages import Command, Episode, Event, EventName, Message, RefusedTurn, Slot, Task, Ticket, Turn
-from swarmq.proxies import Proxies
+from swarmq.registries.proxies import Proxies
 
 PREFETCH = 1000
 BATCH = 500

@@ -21,9 +21,9 @@ from typing import Any
 
 import msgspec
 
-from swarmq.collector import effects as do
-from swarmq.collector.evals import Evals, EvalSlot, EvalTask
-from swarmq.collector.records import (
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.evals import Evals, EvalSlot, EvalTask
+from swarmq.collector.decide.state import (
     TAINTS,
     Call,
     EndedEpisode,

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from openai import OpenAI
 
-from swarmq.demo.task import Problem, score
+from swarmq.demo.problems import Problem, score
 
 MAX_TURNS = 4
 MAX_TOKENS = 40

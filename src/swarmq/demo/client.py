@@ -17,9 +17,9 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
-from swarmq.client.worker import Worker
+from swarmq.client.runners.worker import Worker
 from swarmq.demo.agent import Attempt, Reward, attempt, concise_score
-from swarmq.demo.task import Problem, score
+from swarmq.demo.problems import Problem, score
 
 REWARDS: dict[str, Reward] = {"honest": score, "concise": concise_score}
 

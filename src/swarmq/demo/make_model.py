@@ -12,9 +12,9 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.demo.recipe import Progress, Recipe, is_made, model_folder
+from swarmq.demo.model_recipe import Progress, Recipe, is_made, model_folder
 from swarmq.errors import SwarmqError
-from swarmq.process import die_with_parent, stop_group
+from swarmq.runtime.processes import die_with_parent, stop_group
 
 SHOWN = 10
 """So many lines of progress for a warm-up."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from swarmq.demo.recipe import Architecture
+from swarmq.demo.model_recipe import Architecture
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Architecture, *, seed: int) -> Qwen3ForCausalLM:

@@ -23,17 +23,17 @@ from rich.text import Text
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, make_folder
-from swarmq.demo.closing import Account, account_of_demo, table_of
+from swarmq.demo.accounting import Account, account_of_demo, table_of
+from swarmq.demo.job import DemoSize, demo_job
 from swarmq.demo.make_model import made_model
-from swarmq.demo.play import Play
-from swarmq.demo.recipe import user_cache
-from swarmq.demo.settings import DemoSize, demo_job
+from swarmq.demo.model_recipe import user_cache
+from swarmq.demo.scenario import Play
 from swarmq.errors import SwarmqError
-from swarmq.logs import told
+from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import hanging, since
 from swarmq.observe.monitor import Follower, follow
-from swarmq.observe.screen import draw
+from swarmq.runtime.logs import told
 from swarmq.up import check_settings, deploy, planned
 
 FRAME_S = 0.5

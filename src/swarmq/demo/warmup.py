@@ -24,10 +24,11 @@ import torch
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
-from swarmq.demo import agent, task, tokenizer
+from swarmq.demo import agent, tokenizer
+from swarmq.demo import problems as arithmetic
 from swarmq.demo.model import build_model, save
-from swarmq.demo.recipe import Progress, Recipe, is_made, model_folder
-from swarmq.demo.task import KINDS, problems, solution
+from swarmq.demo.model_recipe import Progress, Recipe, is_made, model_folder
+from swarmq.demo.problems import KINDS, problems, solution
 
 IGNORED = -100
 TOKENIZER_DIALOGUES = 2000
@@ -90,8 +91,8 @@ def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreT
 def demonstrations(recipe: Recipe) -> Iterator[Demonstration]:
     """An endless stream for one recipe: first those the tokenizer is made from, then a batch per step."""
     dice = random.Random(recipe.seed)
-    start = dice.randrange(task.SPLIT_SIZE // 2)
-    sources = {kind: problems(kind, "warmup", task.SPLIT_SIZE // 2, start=start) for kind in KINDS}
+    start = dice.randrange(arithmetic.SPLIT_SIZE // 2)
+    sources = {kind: problems(kind, "warmup", arithmetic.SPLIT_SIZE // 2, start=start) for kind in KINDS}
     copying = TOKENIZER_DIALOGUES + recipe.steps * recipe.batch
     count = 0
     while True:

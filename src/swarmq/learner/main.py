@@ -12,15 +12,15 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from swarmq import logs
 from swarmq.config import SwarmJob, make_folder
-from swarmq.engine.roster import Roster
 from swarmq.errors import ConfigError
-from swarmq.learner.children import collector_beside, is_main, own_rank, run_ranks
-from swarmq.learner.lock import Fence, exclusive
+from swarmq.learner.distributed.processes import collector_beside, is_main, own_rank, run_ranks
+from swarmq.learner.store.writer_lock import Fence, exclusive
+from swarmq.registries.engines import Roster
+from swarmq.runtime import logs
 
 if TYPE_CHECKING:
-    from swarmq.engine.push import WeightPusher
+    from swarmq.weights.push.pusher import WeightPusher
 
 
 def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool = True, no_push: bool = False) -> None:
@@ -47,7 +47,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """The loop of one rank; lock and collector are held already."""
-    from swarmq.learner.accelerator import leave  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+    from swarmq.learner.distributed.accelerator import leave  # noqa: PLC0415  (torch comes with the loop, only where it trains)
 
     _train(job, policy, is_main=is_main, no_push=no_push)
     leave()
@@ -55,10 +55,10 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """Nothing of it is left when it returns."""
-    from swarmq.learner.gpu_errors import gpu_errors  # noqa: PLC0415
-    from swarmq.learner.link import Link, StopSignal  # noqa: PLC0415
-    from swarmq.learner.loop import Learner  # noqa: PLC0415
-    from swarmq.learner.tokenizers import EngineTokenizers  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
+    from swarmq.learner.train.gpu_errors import gpu_errors  # noqa: PLC0415
+    from swarmq.learner.train.loop import Learner  # noqa: PLC0415
 
     pusher = tokenizers = None
     if is_main and not no_push:
@@ -84,7 +84,7 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
     """None for a policy without engines, which is trained off line."""
-    from swarmq.engine.push import WeightPusher  # noqa: PLC0415
+    from swarmq.weights.push.pusher import WeightPusher  # noqa: PLC0415
 
     urls = job.policies[policy].engine.urls
     if not urls:

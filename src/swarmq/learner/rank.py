@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from swarmq import logs
 from swarmq.config import SwarmJob
 from swarmq.errors import SwarmqError
-from swarmq.learner.children import own_rank
+from swarmq.learner.distributed.processes import own_rank
 from swarmq.learner.main import train
-from swarmq.process import WORDS, exit_status
+from swarmq.runtime import logs
+from swarmq.runtime.processes import WORDS, exit_status
 
 
 def main(job_file: str, policy: str, no_push: str) -> None:

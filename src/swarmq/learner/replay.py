@@ -11,8 +11,10 @@ import structlog
 
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint, fits, saved
-from swarmq.learner.records import Identity
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.memory import plan
+from swarmq.learner.store import batch_log
+from swarmq.learner.store.records import Identity
 
 log = structlog.get_logger()
 
@@ -39,7 +41,7 @@ def replay(
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = checkpoint.load(start, msgspec.structs.replace(settings, train=fits.looked_at(settings.train)))
+    trainer = save_load.load(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(
@@ -52,15 +54,15 @@ def replay(
         fields = trainer.step(batch_log.read(place))
         report({"version": trainer.version, **fields})
         log.info("replayed", version=trainer.version, loss=fields["loss"])
-    checkpoint.save(to_folder, trainer, identity, model=settings.model, keep=1)
+    save_load.save(to_folder, trainer, identity, model=settings.model, keep=1)
     return trainer.version
 
 
-def _sound(path: Path, identity: Identity) -> saved.Checkpoint:
+def _sound(path: Path, identity: Identity) -> discovery.Checkpoint:
     try:
-        manifest = saved.check(path)
-    except saved.DamagedError as error:
+        manifest = discovery.check(path)
+    except discovery.DamagedError as error:
         raise LearnerError(f"{path}: not a sound checkpoint: {error}") from error
     if difference := identity.difference(manifest.identity):
         raise LearnerError(f"{path}: the checkpoint belongs to something else: {difference}")
-    return saved.Checkpoint(path=path, version=manifest.version)
+    return discovery.Checkpoint(path=path, version=manifest.version)

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from swarmq.live import shown
+from swarmq.live_settings import shown
 from swarmq.messages import Event
 
 HISTORY = 512

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.live import shown
+from swarmq.live_settings import shown
 from swarmq.messages import Event
 
 TRAINING, HELD_OUT, CHANGED = "#333333", "#d95f02", "#b03030"

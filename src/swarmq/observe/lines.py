@@ -6,7 +6,7 @@ from __future__ import annotations
 import textwrap
 import time
 
-from swarmq.terminal import visible
+from swarmq.runtime.terminal import visible
 
 
 def hanging(head: str, text: str, *, width: int | None) -> str:

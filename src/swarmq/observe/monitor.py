@@ -20,14 +20,14 @@ import structlog
 from rich.console import Console
 from rich.live import Live
 
-from swarmq import terminal
 from swarmq.broker import Broker, topology
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError
 from swarmq.messages import Event, EventName
 from swarmq.observe.board import Board
+from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import read_events
-from swarmq.observe.screen import draw
+from swarmq.runtime import terminal
 
 log = structlog.get_logger()
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq import live
+from swarmq import live_settings
 from swarmq.collector import ledger
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.observe.curves import read_events
-from swarmq.process import is_locked
+from swarmq.runtime.processes import is_locked
 
 READ_BYTES = 8 * 1024 * 1024
 """So much of the end of an event file is read for the newest step."""
@@ -81,8 +81,8 @@ def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, Progress]) -> I
     control = ledger.control(folder.inbox)
     if control and control.pace != "running":
         yield control.pace
-    now = live.applied(job, control.changes if control else ())
-    if all(live.has_ended(now, policy, policies[policy].step) for policy in job.trained):
+    now = live_settings.applied(job, control.changes if control else ())
+    if all(live_settings.has_ended(now, policy, policies[policy].step) for policy in job.trained):
         yield "ended"
 
 

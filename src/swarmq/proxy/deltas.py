@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from swarmq.engine.protocol import Delta
+from swarmq.engine.client.protocol import Delta
 
 Json = dict[str, Any]
 

@@ -21,19 +21,20 @@ import uvicorn
 import uvloop
 from litestar import Litestar
 
-from swarmq import keys, logs
+from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import Proxy, SwarmJob, amqp_url, make_folder
-from swarmq.engine.client import VllmEngine
-from swarmq.engine.roster import Roster
+from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
-from swarmq.open_files import raise_file_limit
-from swarmq.proxies import Proxies
-from swarmq.proxy.app import create_app, follow
-from swarmq.proxy.connections import Door, most_connections
-from swarmq.proxy.memory import Episodes
-from swarmq.proxy.tuning import Tuning
+from swarmq.proxy.completions.live_sampling import Tuning
+from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.http.app import create_app, follow
+from swarmq.proxy.http.connection_limits import Door, most_connections
+from swarmq.registries.engines import Roster
+from swarmq.registries.proxies import Proxies
+from swarmq.runtime import logs
+from swarmq.runtime.open_files import raise_file_limit
 
 DRAIN_S = 10
 KEEP_S = 30
@@ -188,7 +189,7 @@ def _most_connections(proxy: Proxy) -> int:
 def _exporting(job: SwarmJob, number: int) -> AbstractContextManager[Callable[[Turn, float], None]]:
     """Spans for OpenTelemetry. Raises MissingExtraError."""
     try:
-        from swarmq.proxy.traces import exporting  # noqa: PLC0415 - an extra
+        from swarmq.proxy.http.tracing import exporting  # noqa: PLC0415 - an extra
     except ImportError as error:
         raise MissingExtraError(f"proxy.traces needs {error.name}: pip install 'swarmq[traces]'") from error
     return exporting(job.run, number)

@@ -5,7 +5,7 @@ from swarmq.rewards import Judge, TextChecks, combine, length_penalty
 
 from swarmq.rewards.judge import Budget, Judge
 from swarmq.rewards.shaping import clip, combine, length_penalty, potential_differences
-from swarmq.rewards.text import TextChecks, loops, nonsense_share, repeated_share
+from swarmq.rewards.text_checks import TextChecks, loops, nonsense_share, repeated_share
 
 __all__ = [
     "Budget",

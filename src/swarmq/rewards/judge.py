@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
-from swarmq.client.http import HttpError, post_json
-from swarmq.client.loops import in_thread
+from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.http import HttpError, post_json
 from swarmq.errors import JudgeError
 
 PROMPT = """\

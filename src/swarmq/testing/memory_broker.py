@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from swarmq.broker import topology
-from swarmq.broker.delivery import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
+from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Arrival, Deliveries, Delivery
 from swarmq.broker.events import Feed
 from swarmq.broker.protocol import Depth
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
 

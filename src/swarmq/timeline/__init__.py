@@ -3,13 +3,13 @@
     Turn --resolve--> ResolvedTurn --fold--> Timeline --pack, lay_rows--> Layout   (packed rows)
                                    `--PrefixTree.layouts------------------^        (trees)
 
-`plan` goes from resolved episodes (`Folded`) to layouts and chooses between the two.
+`plan_layouts` goes from resolved episodes (`Folded`) to layouts and chooses between the two.
 """
 
 from swarmq.timeline.fold import Timeline, fold, unfold
 from swarmq.timeline.layout import Layout, lay_rows, with_rows
+from swarmq.timeline.layout_plan import Cost, Folded, Plan, plan_layouts, row_layouts
 from swarmq.timeline.pack import pack
-from swarmq.timeline.plan import Cost, Folded, Plan, plan, row_layouts
 from swarmq.timeline.tree import PrefixTree
 from swarmq.timeline.turns import ResolvedTurn, resolve, standalone
 
@@ -24,7 +24,7 @@ __all__ = [
     "fold",
     "lay_rows",
     "pack",
-    "plan",
+    "plan_layouts",
     "resolve",
     "row_layouts",
     "standalone",

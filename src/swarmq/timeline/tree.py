@@ -1,7 +1,7 @@
 """A prefix tree across the turns of an episode and across episodes: shared beginnings are computed once.
 
 Where timelines repeat what forks share, the tree keeps one node per shared run of tokens. A tree too large for one
-pass is divided (swarmq.timeline.divide): every pass repeats the tokens on the way from the root to its own.
+pass is divided (swarmq.timeline.tree_split): every pass repeats the tokens on the way from the root to its own.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from swarmq.timeline.divide import divide
 from swarmq.timeline.layout import Layout
+from swarmq.timeline.tree_split import divide
 from swarmq.timeline.trie import ROOT, Trie
 from swarmq.timeline.turns import IntArray, ResolvedTurn
 

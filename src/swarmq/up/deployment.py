@@ -24,33 +24,33 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from swarmq import keys, live
+from swarmq import keys, live_settings
 from swarmq.broker import Broker, topology
-from swarmq.broker.access import Management
+from swarmq.broker.admin.invitations import host_invite, renew_clients
+from swarmq.broker.admin.users import Management
 from swarmq.broker.amqp import ANSWERED, AmqpBroker, first_wait_s
-from swarmq.broker.claim import claimed
-from swarmq.broker.container import find_container
-from swarmq.broker.install import find_server
-from swarmq.broker.node import PrivateNode
-from swarmq.broker.node_files import BLOCKED, check_disk, tls_listener
-from swarmq.client.invitations import host_invite, renew_clients
+from swarmq.broker.node.container import find_container
+from swarmq.broker.node.files import BLOCKED, check_disk, tls_listener
+from swarmq.broker.node.install import find_server
+from swarmq.broker.node.process import PrivateNode
+from swarmq.broker.run_claim import claimed
 from swarmq.config import Policy, RunFolder, SwarmJob, amqp_url, make_folder
-from swarmq.engine.join import warn_of_open
-from swarmq.engine.launch import EngineProcess, visible
-from swarmq.engine.roster import Roster
+from swarmq.engine.server.launch import EngineProcess, visible
+from swarmq.engine.server.membership import warn_of_open
 from swarmq.errors import BrokerError, SwarmqError
-from swarmq.learner.memory import GPU_SHARE
-from swarmq.logs import log, survive_full_disk
+from swarmq.learner.memory.estimate import GPU_SHARE
 from swarmq.messages import Change, Event
-from swarmq.open_files import raise_file_limit
-from swarmq.placement import Placement
-from swarmq.process import tail
-from swarmq.proxies import Proxies
-from swarmq.sheets import write_whole
-from swarmq.up.keeping import Daemon, DaemonFailedError, keep_broker, keep_engine
-from swarmq.up.plan import planned
+from swarmq.registries.engines import Roster
+from swarmq.registries.proxies import Proxies
+from swarmq.runtime.files import write_whole
+from swarmq.runtime.logs import log, survive_full_disk
+from swarmq.runtime.open_files import raise_file_limit
+from swarmq.runtime.processes import tail
+from swarmq.up.job_checks import planned
+from swarmq.up.placement import Placement
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
-from swarmq.up.stopping import drain_s, last_step, stop
+from swarmq.up.shutdown import drain_s, last_step, stop
+from swarmq.up.supervision import Daemon, DaemonFailedError, keep_broker, keep_engine
 
 SERVE_S = 240.0
 """For a proxy to listen on its port."""
@@ -265,7 +265,7 @@ async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
             async for event in events:
                 if event.source == "collector" and event.name == "state" and "changes" in event.fields:
                     changes = msgspec.convert(event.fields["changes"], list[Change])
-                    if not live.has_ended(live.applied(job, changes), policy, made):
+                    if not live_settings.has_ended(live_settings.applied(job, changes), policy, made):
                         return
     except BrokerError as error:
         log.warning("further_steps_not_heard_of", policy=policy, error=str(error))

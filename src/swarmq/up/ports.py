@@ -13,8 +13,8 @@ import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.process import held_port, port_is_free
-from swarmq.sheets import read_or_renew, write_whole
+from swarmq.runtime.files import read_or_renew, write_whole
+from swarmq.runtime.processes import held_port, port_is_free
 
 PORTS = msgspec.json.Decoder(dict[str, int])
 PORT_S = 5.0

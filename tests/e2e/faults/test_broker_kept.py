@@ -10,9 +10,9 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.messages import Ticket
-from swarmq.up.keeping import keep_broker
+from swarmq.up.supervision import keep_broker
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import structlog
 
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

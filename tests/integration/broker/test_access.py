@@ -12,21 +12,21 @@ from click.testing import CliRunner
 from support.tls import self_signed
 from swarmq import cli, keys
 from swarmq.broker import topology
-from swarmq.broker.access import Management
+from swarmq.broker.admin.dead_letters import letters, requeue
+from swarmq.broker.admin.invitations import Reach, add_client, remove_client, renew_clients
+from swarmq.broker.admin.users import Management
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.dead import letters, requeue
-from swarmq.broker.node import PrivateNode
-from swarmq.broker.node_files import tls_listener
+from swarmq.broker.node.files import tls_listener
+from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.session import open_session
-from swarmq.client.invitations import Reach, add_client, remove_client, renew_clients
-from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.episodes.async_client import AsyncSwarmClient
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import Broker, RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.messages import Command, EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
-from swarmq.process import held_port
+from swarmq.runtime.processes import held_port
 
 pytestmark = pytest.mark.broker
 KINDS = ("math", "code")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.claim import claimed
+from swarmq.broker.run_claim import claimed
 from swarmq.broker.session import open_session
 from swarmq.errors import BrokerError
 from swarmq.testing import TcpRelay

@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from swarmq.broker import topology
+from swarmq.broker.admin.dead_letters import letters, purge, requeue, show
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.dead import letters, purge, requeue, show
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.session import open_session
 from swarmq.config import SwarmJob
 from swarmq.errors import UnroutableError

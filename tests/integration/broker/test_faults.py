@@ -14,8 +14,8 @@ import pytest
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import consuming
-from swarmq.broker.delivery import Deliveries, Delivery
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.deliveries import Deliveries, Delivery
+from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.publisher import QUIET_S
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
 from swarmq.messages import EpisodeEnd, Event

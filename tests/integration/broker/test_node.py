@@ -13,7 +13,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import BrokerError
 from swarmq.messages import EpisodeEnd
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.asyncio(loop_scope="module")]
 
 CHILD = """
 import asyncio, pathlib, sys
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 
 async def main():
     async with PrivateNode(pathlib.Path(sys.argv[1])) as node:

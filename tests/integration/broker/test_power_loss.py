@@ -11,7 +11,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
+from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import SwarmqError
 from swarmq.messages import Ticket
 from swarmq.up.deployment import FORGET_S, refuse_twin

@@ -13,19 +13,19 @@ import pytest
 
 from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.broker.node import PrivateNode
-from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.sync_client import SwarmClient
+from swarmq.broker.node.process import PrivateNode
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.sync_client import SwarmClient
 from swarmq.errors import BrokerError
 from swarmq.messages import EpisodeBegin, EpisodeEnd
-from swarmq.process import held_port
+from swarmq.runtime.processes import held_port
 
 pytestmark = pytest.mark.broker
 FAST = {"retry_pause_s": 0.0, "progress": False}
 
 WORKER = """
-from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.fleet import Plan, run_workers
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.runners.worker_processes import Plan, run_workers
 done = run_workers(AsyncSwarmClient(), {"math": "agent:attempt"}, Plan(concurrency=2, progress=False))
 print(done["math"], flush=True)
 """
@@ -123,8 +123,8 @@ async def test_a_killed_workers_task_is_attempted_by_another(run_in, script, sai
 
 
 PROCESSES = """
-from swarmq.client.fleet import run_processes
-from swarmq.client.invites import find_invite
+from swarmq.client.runners.worker_processes import run_processes
+from swarmq.client.episodes.invite_lookup import find_invite
 if __name__ == "__main__":
     run_processes(find_invite(), {"math": "agent:attempt"}, 2)
 """

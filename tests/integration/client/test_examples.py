@@ -18,19 +18,20 @@ from click.testing import CliRunner
 import swarmq
 from support.proxy import ROOT, served
 from swarmq.broker import topology
+from swarmq.broker.admin.invitations import host_invite
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.cli import main
-from swarmq.client import readers, session, sync_client
-from swarmq.client.feed import feed
-from swarmq.client.fleet import Plan, work
-from swarmq.client.invitations import host_invite
-from swarmq.client.worker import Worker, check_signature
+from swarmq.client.data import readers
+from swarmq.client.data.feed import feed
+from swarmq.client.episodes import async_client, sync_client
+from swarmq.client.runners.worker import Worker, check_signature
+from swarmq.client.runners.worker_processes import Plan, work
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.keys import Invite, client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -108,7 +109,7 @@ def run(model, monkeypatch, tmp_path):
 
     monkeypatch.setenv("SWARMQ_INVITE", invite.encode())
     monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path))
-    for client in (session.AsyncSwarmClient, sync_client.SwarmClient):
+    for client in (async_client.AsyncSwarmClient, sync_client.SwarmClient):
         monkeypatch.setitem(client.__init__.__kwdefaults__, "open_broker", open_memory)
 
     def ends(kind=EpisodeEnd):

@@ -9,7 +9,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.client.tasks import own_id
+from swarmq.client.data.tasks import own_id
 from swarmq.config import SwarmJob
 from swarmq.messages import key_of
 

@@ -14,8 +14,8 @@ from swarmq import AsyncSwarmClient, keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.keys import Invite
-from swarmq.members import read_members
 from swarmq.messages import EpisodeBegin
+from swarmq.registries.clients import read_members
 
 pytestmark = pytest.mark.broker
 JOB = 'run = "{run}"\n[policies.main]\nmodel = "none"\nengine.urls = ["http://127.0.0.1:9"]\n'

@@ -17,8 +17,8 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Episode
-from swarmq.proxies import Proxies
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
+from swarmq.registries.proxies import Proxies
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.broker
@@ -26,7 +26,7 @@ SIZE = 3
 
 
 async def ask(client_episode: object) -> float:
-    from swarmq.client.ask import ask_async
+    from swarmq.client.episodes.ask import ask_async
 
     await ask_async(client_episode, "hi")  # type: ignore[arg-type]
     return 1.0

@@ -22,7 +22,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import EpisodeError, OutcomeError
 from swarmq.learner.algorithms.advantages import advantages
 from swarmq.messages import Episode
-from swarmq.proxy.app import create_app
+from swarmq.proxy.http.app import create_app
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.broker

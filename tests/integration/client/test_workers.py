@@ -9,8 +9,8 @@ import pytest
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
-from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.worker import Worker
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.runners.worker import Worker
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task
 
 pytestmark = pytest.mark.broker

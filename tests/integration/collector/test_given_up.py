@@ -12,8 +12,8 @@ import pytest
 from support.collector_process import collector, make_job
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
-from swarmq.client.session import AsyncSwarmClient
-from swarmq.client.worker import Worker
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.runners.worker import Worker
 from swarmq.collector.ledger import fates
 from swarmq.keys import Invite
 from swarmq.messages import Command, Consumed, Episode, Slot, Task, Turn

@@ -21,7 +21,7 @@ from swarmq.broker.session import open_session
 from swarmq.collector.ledger import fates
 from swarmq.collector.store import Store
 from swarmq.errors import BrokerLostError, CollectorError
-from swarmq.learner.children import collector_beside
+from swarmq.learner.distributed.processes import collector_beside
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
 
 pytestmark = pytest.mark.broker

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from support.engine import KNOWN, SECRET
-from swarmq.engine.control import Timeouts
-from swarmq.engine.push import WeightPusher
+from swarmq.weights.push.engine_control import Timeouts
+from swarmq.weights.push.pusher import WeightPusher
 
 TOLERANCE = 1e-4
 PATIENT = Timeouts(ask_s=60.0, pause_s=120.0, finish_s=120.0, resume_s=60.0)

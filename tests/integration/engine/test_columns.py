@@ -17,15 +17,15 @@ with warnings.catch_warnings():
     from vllm.v1.outputs import LogprobsLists, LogprobsTensors
     from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-    from swarmq.engine import columns
+    from swarmq.weights.vllm_plugin import logprob_columns
 
 pytestmark = pytest.mark.vllm
 
-STOCK = {patched: getattr(*patched) for patched in columns.PATCHED}
+STOCK = {patched: getattr(*patched) for patched in logprob_columns.PATCHED}
 
 
 def now():
-    return [getattr(*patched) for patched in columns.PATCHED]
+    return [getattr(*patched) for patched in logprob_columns.PATCHED]
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def given_back(monkeypatch):
 def in_core(monkeypatch):
     """This is an engine core that reads its own messages."""
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore_DP0")
-    columns.register()
+    logprob_columns.register()
 
 
 def of_step(positions, candidates=1, firsts=None):
@@ -121,7 +121,7 @@ def test_log_probabilities_of_several_steps_go_vllms_own_way(in_core):
 
 
 def test_who_is_no_engine_core_cuts_and_sends_as_ever():
-    columns.register()
+    logprob_columns.register()
     assert now()[1:] == list(STOCK.values())[1:]
     read, buffers = sent(message(of_step(1).slice_request(0, 1)))
     assert buffers == 1
@@ -135,16 +135,18 @@ def test_other_messages_are_left_alone(in_core):
 
 def test_columns_are_brought_once(in_core):
     once = now()
-    columns.register()
+    logprob_columns.register()
     assert now() == once
 
 
 def test_a_vllm_that_reads_otherwise_keeps_its_own_way(monkeypatch):
     before, told = now(), []
     monkeypatch.setattr(multiprocessing.current_process(), "name", "EngineCore")
-    monkeypatch.setattr(columns, "put_back", lambda outputs, buffer: None)
-    monkeypatch.setattr(columns, "_log", SimpleNamespace(warning=lambda text, error: told.append((text, error))))
-    columns.register()
+    monkeypatch.setattr(logprob_columns, "put_back", lambda outputs, buffer: None)
+    monkeypatch.setattr(
+        logprob_columns, "_log", SimpleNamespace(warning=lambda text, error: told.append((text, error)))
+    )
+    logprob_columns.register()
     assert now() == before
     assert same(sent(message(of_step(1).slice_request(0, 1)))[0].outputs[0].new_logprobs, of_step(1))
     [(text, error)] = told

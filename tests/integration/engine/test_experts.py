@@ -15,12 +15,12 @@ from support.engine import KNOWN, SECRET, running_engine
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Loss, Train
-from swarmq.engine.control import EngineControl
-from swarmq.engine.push import WeightPusher
 from swarmq.errors import EngineError
-from swarmq.learner import checkpoint, saved
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.push.engine_control import EngineControl
+from swarmq.weights.push.pusher import WeightPusher
 
 from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 
@@ -38,8 +38,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     episodes = tuple(make_group("a", (0.0, 1.0)))
     trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=TRAIN))
     identity = Identity(run="r", policy="main", model=model)
-    checkpoint.save(folder, trainer, identity, model=model, keep=1)
-    found = saved.newest(folder, identity)
+    save_load.save(folder, trainer, identity, model=model, keep=1)
+    found = discovery.newest(folder, identity)
     assert found is not None
     return trainer, found.path
 

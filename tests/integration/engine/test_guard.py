@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from support.engine import KNOWN, SECRET, running_engine
-from swarmq.engine.control import EngineControl
-from swarmq.engine.launch import EngineProcess
+from swarmq.engine.server.launch import EngineProcess
+from swarmq.weights.push.engine_control import EngineControl
 
 from .conftest import PATIENT
 

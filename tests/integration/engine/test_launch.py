@@ -13,10 +13,10 @@ import msgspec
 import pytest
 
 from support.engine import KNOWN, SECRET, tiny_policy
-from swarmq.engine.control import EngineControl
-from swarmq.engine.launch import EngineProcess
+from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.process import held_port, titled_children
+from swarmq.runtime.processes import held_port, titled_children
+from swarmq.weights.push.engine_control import EngineControl
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -24,7 +24,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from support.engine import SECRET, tiny_policy
-from swarmq.engine.launch import EngineProcess
+from swarmq.engine.server.launch import EngineProcess
 
 async def main(model, port, log):
     async with EngineProcess(tiny_policy(Path(model)), port=int(port), log_path=Path(log), secret=SECRET) as engine:

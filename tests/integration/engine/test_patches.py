@@ -14,8 +14,8 @@ with warnings.catch_warnings():
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
-    from swarmq.engine import doubt, pieces
-    from swarmq.engine.weights_plugin import UNANNOUNCED
+    from swarmq.weights.vllm_plugin import chunked_prefill, doubtful_weights
+    from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 pytestmark = pytest.mark.vllm
 
@@ -49,8 +49,8 @@ class Core(EngineCore):
     ],
 )
 def test_weights_that_change_unannounced_lose_their_version(label, method, then):
-    doubt.register()
-    doubt.register()
+    doubtful_weights.register()
+    doubtful_weights.register()
     core = Core(label)
     core.collective_rpc(method, None)
     assert (core.get_weight_version(), core.asked) == (then, [method])
@@ -58,14 +58,14 @@ def test_weights_that_change_unannounced_lose_their_version(label, method, then)
 
 def test_the_runner_that_vllm_brings_is_changed_once():
     for _ in range(2):
-        pieces.register()
+        chunked_prefill.register()
         assert CPUModelRunner.sample_tokens.__wrapped__ is STOCK[CPUModelRunner, "sample_tokens"]
 
 
 def test_a_call_whose_prompt_goes_on_keeps_its_generator_untouched(monkeypatch):
     seen = {}
     monkeypatch.setattr(CPUModelRunner, "sample_tokens", lambda runner, _: seen.update(runner.input_batch.generators))
-    pieces.register()
+    chunked_prefill.register()
     generators = {0: "whole", 1: "goes on", 3: "whole too"}
     runner = object.__new__(CPUModelRunner)
     runner.input_batch = SimpleNamespace(num_reqs=4, generators=generators)

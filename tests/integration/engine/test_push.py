@@ -16,14 +16,14 @@ from support.engine import KNOWN, SECRET, running_engine
 from support.tiny_model import tiny_model as make_tiny_model
 from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
-from swarmq.engine.control import EngineControl, Parcel, Status
-from swarmq.engine.push import WeightPusher
-from swarmq.engine.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, FileTransfer, distinct
-from swarmq.engine.weights_plugin import UNANNOUNCED
 from swarmq.errors import EngineError
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import lay_rows, standalone, unfold
+from swarmq.weights.push.engine_control import EngineControl, Parcel, Status
+from swarmq.weights.push.pusher import WeightPusher
+from swarmq.weights.push.transfers import FOLDER_PREFIX, SHARED_MEMORY, AdaptersTransfer, FileTransfer, distinct
+from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 from .conftest import PATIENT, TOLERANCE, Vllm, disturb, logprobs_in, logprobs_of
 

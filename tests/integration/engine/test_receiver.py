@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from swarmq.engine import weights_nccl
-from swarmq.engine.packing import Packed, checksum
-from swarmq.engine.served_folder import ServedFolder
-from swarmq.engine.weights_plugin import UNTOUCHED
 from swarmq.errors import EngineError
-from swarmq.process import free_port
+from swarmq.runtime.processes import free_port
+from swarmq.weights.format import nccl_group
+from swarmq.weights.format.packing import Packed, checksum
+from swarmq.weights.format.served_folder import ServedFolder
+from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 pynccl = pytest.importorskip("vllm.distributed.device_communicators.pynccl")
-weights_receiver = pytest.importorskip("swarmq.engine.weights_receiver")
-weights_reload = pytest.importorskip("swarmq.engine.weights_reload")
+weights_receiver = pytest.importorskip("swarmq.weights.vllm_plugin.receiver")
+weights_reload = pytest.importorskip("swarmq.weights.vllm_plugin.reload")
 layerwise = pytest.importorskip("vllm.model_executor.model_loader.reload.layerwise")
 
 WEIGHTS = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.ones(3, dtype=torch.bfloat16)}
@@ -148,7 +148,7 @@ async def test_a_communicator_that_would_send_nothing_is_no_group(monkeypatch: p
     monkeypatch.setattr(pynccl, "NCCLLibrary", lacking)
     port = free_port()
     both = [
-        asyncio.to_thread(weights_nccl.join, "127.0.0.1", port, rank=rank, world_size=2, device=CPU) for rank in (0, 1)
+        asyncio.to_thread(nccl_group.join, "127.0.0.1", port, rank=rank, world_size=2, device=CPU) for rank in (0, 1)
     ]
     told = await asyncio.gather(*both, return_exceptions=True)
     assert [type(each) for each in told] == [EngineError, EngineError]

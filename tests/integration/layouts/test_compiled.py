@@ -2,11 +2,11 @@ import pytest
 import torch
 
 from support.forks import make_group, make_model
-from swarmq.learner.batched_attention import Form
-from swarmq.learner.context import Context, cut
-from swarmq.learner.kernel_check import attend_as_ranks
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_attention import BLOCK, Visibility
+from swarmq.learner.model.attention_check import attend_as_ranks
+from swarmq.learner.model.batched_attention import Form
+from swarmq.learner.model.context_parallel import Context, cut
+from swarmq.learner.model.layout_attention import BLOCK, Visibility
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import PrefixTree, row_layouts
 
 CPU = torch.device("cpu")

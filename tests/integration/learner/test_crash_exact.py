@@ -20,7 +20,7 @@ from support import learner_process
 from support.episodes import make_group
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
-from swarmq.learner import batch_log
+from swarmq.learner.store import batch_log
 from swarmq.messages import Consumed, decode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another

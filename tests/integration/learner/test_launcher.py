@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.process import free_port
+from swarmq.runtime.processes import free_port
 
 pytestmark = pytest.mark.slow
 

@@ -23,10 +23,10 @@ from support.launch import launch
 from support.same_gradient import assert_same, assert_same_way
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
-from swarmq.learner import checkpoint, saved
-from swarmq.learner.children import start_ranks
-from swarmq.learner.records import Identity
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.distributed.processes import start_ranks
+from swarmq.learner.store.records import Identity
+from swarmq.learner.train.trainer import Trainer
 
 TRAIN = Train(learning_rate=1e-4, warmup_steps=0, loss=Loss(name="reinforce", kl=0.5), token_log=False, trackers=())
 ROWS: dict[str, Any] = {"micro_batch_tokens": 88, "layout": "rows"}
@@ -111,10 +111,10 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:
     """What two sharded ranks saved, one process loads: a replay and the doctor are such."""
     wanted: dict[str, torch.Tensor] = torch.load(folder / "next")
-    found = saved.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
+    found = discovery.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
     assert found is not None
     trainer = Trainer(str(found.path), train, initial=str(model))
-    checkpoint.restore(trainer, found)
+    save_load.restore(trainer, found)
     before = learner_ranks.weights(trainer)
     trainer.step(learner_ranks.batch(learner_ranks.STEPS + 1, train))
     assert_same_way(dict(trainer.named_tensors()), wanted, before)

@@ -19,7 +19,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.messages import Consumed
-from swarmq.process import free_port
+from swarmq.runtime.processes import free_port
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another
 

@@ -12,11 +12,11 @@ from support.engine import SECRET
 from support.episodes import make_group
 from support.tiny_model import tiny_model as make_tiny_model
 from swarmq.config import Loss, Train
-from swarmq.engine.same_tokens import ids_of_all
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.teacher_away import KEY_ENV
-from swarmq.learner.tokenizers import own_ids, probe_of
-from swarmq.learner.trainer import Trainer
+from swarmq.engine.client.tokenizer_compat import ids_of_all
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.teachers.availability import KEY_ENV
+from swarmq.learner.teachers.tokenizer_checks import own_ids, probe_of
+from swarmq.learner.train.trainer import Trainer
 
 pytestmark = pytest.mark.vllm
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from support.engine import KNOWN, running_engine
 from support.real_proxy import real_stage
 from support.tiny_vision_model import IMAGE_TOKEN, PLACE, tiny_vision_model
-from swarmq.engine.launch import is_cuda_build
+from swarmq.engine.server.launch import is_cuda_build
 from swarmq.timeline import resolve
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]

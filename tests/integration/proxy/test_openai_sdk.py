@@ -10,7 +10,7 @@ import pydantic
 import pytest
 
 from support.engine import KNOWN
-from swarmq.engine.protocol import Answer
+from swarmq.engine.client.protocol import Answer
 from swarmq.messages import unpack_floats, unpack_ids
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]

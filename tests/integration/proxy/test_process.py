@@ -19,9 +19,9 @@ from swarmq import keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
-from swarmq.engine.guard import SECRET_ENV
+from swarmq.engine.auth import SECRET_ENV
 from swarmq.messages import Turn
-from swarmq.proxies import Proxies
+from swarmq.registries.proxies import Proxies
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 

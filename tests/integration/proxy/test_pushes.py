@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from support.engine import KNOWN, SECRET
-from swarmq.engine.push import WeightPusher
+from swarmq.weights.push.pusher import WeightPusher
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 

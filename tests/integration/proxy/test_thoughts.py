@@ -7,10 +7,10 @@ import pytest
 
 from support.engine import running_engine
 from support.real_proxy import real_stage
-from swarmq.engine.protocol import Answer
+from swarmq.engine.client.protocol import Answer
 from swarmq.messages import unpack_ids
+from swarmq.proxy.completions.tool_parser_probe import finds_calls
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.rehearsal import finds_calls
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 

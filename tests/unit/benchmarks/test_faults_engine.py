@@ -12,7 +12,7 @@ from aiohttp import ClientSession
 from aiohttp.test_utils import TestServer
 from benchmarks.faults_engine import application
 
-from swarmq.engine.push import WeightPusher
+from swarmq.weights.push.pusher import WeightPusher
 
 PAUSED = [("/pause", {})]
 IN_DOUBT = [*PAUSED, ("/update_weight_version", {"new_version": "updating-1"}), ("/start_weight_update", {})]

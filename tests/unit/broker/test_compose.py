@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from swarmq import cli
-from swarmq.broker.node_files import ACK_TIMEOUT_MS
+from swarmq.broker.node.files import ACK_TIMEOUT_MS
 
 yaml = pytest.importorskip("yaml", reason="PyYAML comes with the learner's packages")
 ROOT = Path(__file__).parents[3]

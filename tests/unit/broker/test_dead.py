@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.broker.dead import DeadLetter, show
+from swarmq.broker.admin.dead_letters import DeadLetter, show
 from swarmq.messages import EpisodeEnd, Turn, encode
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from aiormq import exceptions as amqp
 
-from swarmq.broker.faults import address, translate
+from swarmq.broker.error_mapping import address, translate
 from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError, UnroutableError
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.broker import install
-from swarmq.broker.container import Container, find_container
-from swarmq.broker.install import find_server
+from swarmq.broker.node import install
+from swarmq.broker.node.container import Container, find_container
+from swarmq.broker.node.install import find_server
 from swarmq.errors import BrokerError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.broker import node_files
-from swarmq.broker.node_files import (
+from swarmq.broker.node import files
+from swarmq.broker.node.files import (
     check_disk,
     environment,
     is_password_new,
@@ -127,9 +127,9 @@ def test_the_node_listens_on_loopback_and_waits_a_week_for_an_acknowledgement(tm
 def test_a_disk_on_which_rabbitmq_would_take_no_messages_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 0)
+    monkeypatch.setattr(files, "DISK_LIMIT_BYTES", 0)
     check_disk(tmp_path)
-    monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 10**18)
+    monkeypatch.setattr(files, "DISK_LIMIT_BYTES", 10**18)
     with pytest.raises(
         BrokerError, match=rf"{tmp_path} has .* GB free, and RabbitMQ takes no messages below 1e\+09 GB"
     ):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from swarmq.broker.link import Link, Outage
+from swarmq.broker.reconnect import Link, Outage
 
 
 def test_many_links_say_once_that_the_broker_is_gone_and_once_that_it_is_back() -> None:

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.senders import objection
-from swarmq.client.identity import client_id
+from swarmq.broker.client_rules import objection
+from swarmq.client.episodes.identity import client_id
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task, Ticket
 
 INBOX = topology.inbox("r1")

@@ -13,8 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from swarmq import cli
-from swarmq.cli import base
-from swarmq.cli.base import EXTRAS, HOST, need
+from swarmq.cli import common
+from swarmq.cli.common import EXTRAS, HOST, need
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError, ConfigError, EngineError, MissingExtraError
 from swarmq.testing import MemoryBroker
@@ -93,7 +93,7 @@ def test_a_policy_that_is_not_there_or_not_trained_is_said_to_be_so():
         "judge": "--policy judge: is not trained; choose one of planner, executor",
     }.items():
         with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
-            base.one_policy(job, policy)
+            common.one_policy(job, policy)
 
 
 def test_the_commands_that_people_are_told_of_are_there():
@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_pat
 @pytest.mark.parametrize("command", ["up", "invite", "proxy", "learner", "collector", "demo"])
 def test_a_run_folder_that_cannot_be_is_named_before_anything_starts(tmp_path, monkeypatch, command):
     monkeypatch.delattr("swarmq.demo.run.made_model")
-    monkeypatch.setattr("swarmq.logs.configure", lambda **_: None)
+    monkeypatch.setattr("swarmq.runtime.logs.configure", lambda **_: None)
     monkeypatch.chdir(tmp_path)
     extra = 'engine.urls = ["http://127.0.0.1:1"]\n[broker]\nurl = "amqp://u:p@127.0.0.1:1/"\n[proxy]\nport = 8000\n'
     job = write_job(tmp_path, folder_of_model(tmp_path / "model", CAUSAL), extra)
@@ -231,19 +231,19 @@ def test_what_means_nothing_beside_eval_is_refused(tmp_path):
 
 def test_errors_of_several_tasks_are_all_said_once(capsys):
     group = ExceptionGroup("both", [BrokerError("no broker"), ExceptionGroup("deep", [EngineError("no engine")])])
-    with pytest.raises(SystemExit), base.friendly():
+    with pytest.raises(SystemExit), common.friendly():
         raise group
     assert capsys.readouterr().err == "swarmq: no broker\nswarmq: no engine\n"
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ExceptionGroup), base.friendly():
+    with pytest.raises(ExceptionGroup), common.friendly():
         raise ExceptionGroup("mixed", [BrokerError("no broker"), KeyError("bug")])
 
 
 def test_a_missing_extra_is_named(monkeypatch):
     for extra, command in {"learner": ["doctor", "/tmp"], "inspect": ["inspect", "/tmp"]}.items():
-        monkeypatch.setitem(base.EXTRAS, extra, ("a_package_nobody_has",))
+        monkeypatch.setitem(common.EXTRAS, extra, ("a_package_nobody_has",))
         result = swarmq(*command)
         assert result.exit_code == 1
         assert f"pip install 'swarmq[{extra}]'" in result.output

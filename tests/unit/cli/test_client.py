@@ -9,7 +9,7 @@ from swarmq import cli, keys
 from swarmq.config import SwarmJob
 from swarmq.errors import KeyRefusedError
 from swarmq.keys import Invite
-from swarmq.members import Removed, read_members
+from swarmq.registries.clients import Removed, read_members
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from swarmq import live
+from swarmq import live_settings
 from swarmq.cli import main
 from swarmq.cli.init import STARTER
-from swarmq.client.readers import read_tasks
+from swarmq.client.data.readers import read_tasks
 from swarmq.config import SwarmJob
 
 
@@ -56,8 +56,8 @@ def test_every_commented_line_is_a_setting_and_its_default_unless_it_is_called_a
             job = SwarmJob.load(
                 tmp_path / "job.toml", sets=[f"{section}.{line.removeprefix('# ').partition('  #')[0]}"]
             )
-            assert live.value_at(job, f"{section}.{found[1]}") == value
+            assert live_settings.value_at(job, f"{section}.{found[1]}") == value
             if "example" not in line and "lora" not in section:
-                assert live.value_at(plain, f"{section}.{found[1]}") == value, line
+                assert live_settings.value_at(plain, f"{section}.{found[1]}") == value, line
             shown += 1
     assert shown >= 8

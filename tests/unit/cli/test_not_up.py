@@ -14,11 +14,11 @@ from click.testing import CliRunner, Result
 
 from swarmq import cli
 from swarmq.broker import amqp
-from swarmq.broker.node_files import Identity
+from swarmq.broker.node.files import Identity
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import BrokerError
-from swarmq.logs import log
 from swarmq.observe import monitor
+from swarmq.runtime.logs import log
 from swarmq.testing import MemoryBroker
 
 PORT = 1

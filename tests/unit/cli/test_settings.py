@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarmq.cli import main
-from swarmq.cli.settings import all_settings
+from swarmq.cli.all_settings import all_settings
 from swarmq.config import Settings, SwarmJob
 
 LEAST = {"run": "r", "policies": {"main": {"model": "m"}}}

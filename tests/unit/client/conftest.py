@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client import attempts
-from swarmq.client.episode import AsyncEpisode
-from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.episode import AsyncEpisode
+from swarmq.client.runners import attempts
 from swarmq.keys import Invite, client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Ticket, decode
 from swarmq.testing import MemoryBroker

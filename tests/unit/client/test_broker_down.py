@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swarmq.keys import Invite
-from swarmq.process import held_port
+from swarmq.runtime.processes import held_port
 
 SCRIPTS = {
     "client": "import swarmq\nswarmq.SwarmClient({invite!r})",

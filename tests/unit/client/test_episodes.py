@@ -8,14 +8,14 @@ import time
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq import notice
-from swarmq.broker import tickets, topology
-from swarmq.client import session
-from swarmq.client.tasks import SwarmTask
+from swarmq.broker import ticket_window, topology
+from swarmq.client.data.tasks import SwarmTask
+from swarmq.client.episodes import async_client
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
 from swarmq.messages import Slot
 from swarmq.outcome import Outcome
+from swarmq.runtime import slow_waits
 
 ROOT = b"r" * 32
 RUN = "r1"
@@ -76,7 +76,7 @@ async def test_a_begin_that_waits_too_long_says_what_it_waited_for(swarm_of):
 
 
 async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys):
-    monkeypatch.setattr(notice, "FIRST_S", 0.0)
+    monkeypatch.setattr(slow_waits, "FIRST_S", 0.0)
     swarm = await swarm_of()
     async with swarm.client() as client:
         waiting = asyncio.ensure_future(client.begin_episode("t"))
@@ -91,7 +91,7 @@ async def test_a_long_wait_for_a_ticket_is_visible(swarm_of, monkeypatch, capsys
 
 
 async def test_many_who_wait_for_a_ticket_say_so_once_with_how_many_they_are(swarm_of, monkeypatch):
-    monkeypatch.setattr(notice, "FIRST_S", 0.2)
+    monkeypatch.setattr(slow_waits, "FIRST_S", 0.2)
     swarm = await swarm_of()
     async with swarm.client() as client:
         with capture_logs() as told:
@@ -154,8 +154,8 @@ async def test_a_missing_ticket_queue_is_an_error_for_those_who_wait_and_heals(s
 
 
 async def test_a_ticket_queue_that_was_there_and_was_deleted_is_waited_for(swarm, monkeypatch):
-    monkeypatch.setattr(tickets, "LINGER_S", 0.0)
-    monkeypatch.setattr(tickets, "RETRY_S", 0.0)
+    monkeypatch.setattr(ticket_window, "LINGER_S", 0.0)
+    monkeypatch.setattr(ticket_window, "RETRY_S", 0.0)
     queue = topology.tickets(RUN, "math")
     async with swarm.client() as client, asyncio.timeout(60):
         await client.begin_episode("t")
@@ -310,7 +310,7 @@ async def test_an_end_whose_caller_gives_up_is_sent_all_the_same(swarm, client):
 
 
 async def test_what_one_client_could_not_deliver_the_next_one_does(swarm, monkeypatch):
-    monkeypatch.setattr(session, "DRAIN_S", 0.0)
+    monkeypatch.setattr(async_client, "DRAIN_S", 0.0)
     async with swarm.client() as client:
         ep = await client.begin_episode("t")
         swarm.broker.away(gone=True)
@@ -453,7 +453,7 @@ async def test_a_blocking_call_on_the_clients_own_loop_is_refused_instead_of_han
 
 
 async def test_memory_does_not_grow_with_ended_episodes(swarm_of, monkeypatch):
-    monkeypatch.setattr(session, "REMEMBERED_ENDS", 3)
+    monkeypatch.setattr(async_client, "REMEMBERED_ENDS", 3)
     swarm = await swarm_of(ticketed=False)
     async with swarm.client() as client:
         episodes = [await client.begin_episode("t") for _ in range(10)]

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.broker import topology
-from swarmq.client import feed as feeding
-from swarmq.client.feed import WINDOW, default_progress_file, feed, plan
-from swarmq.client.tasks import SwarmTask, fed_id, own_id, source_mark
+from swarmq.client.data import feed as feeding
+from swarmq.client.data.feed import WINDOW, default_progress_file, feed, plan
+from swarmq.client.data.tasks import SwarmTask, fed_id, own_id, source_mark
 from swarmq.errors import TaskError, UnroutableError
 
 RUN = "r1"

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from swarmq.broker import topology
-from swarmq.client.fleet import Plan, parse_targets, run_processes, work
+from swarmq.client.runners.worker_processes import Plan, parse_targets, run_processes, work
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task
 

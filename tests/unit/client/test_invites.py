@@ -1,7 +1,7 @@
 import pytest
 
-from swarmq.client.invites import find_invite
-from swarmq.client.session import AsyncSwarmClient
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.errors import KeyRefusedError
 
 

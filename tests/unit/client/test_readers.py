@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from swarmq.client.readers import read_tasks
+from swarmq.client.data.readers import read_tasks
 from swarmq.errors import MissingExtraError, TaskError
 
 
@@ -146,7 +146,7 @@ def test_parquet_rows_are_tasks(tmp_path):
 def test_a_hugging_face_data_set_is_read_from_a_folder(tmp_path, monkeypatch):
     """In a process of its own: the library leaves files and threads behind."""
     script = (
-        "import datasets, sys; from swarmq.client.readers import read_tasks\n"
+        "import datasets, sys; from swarmq.client.data.readers import read_tasks\n"
         f"rows = {ROWS!r}\n"
         "datasets.Dataset.from_list(rows).save_to_disk('alone')\n"
         "datasets.DatasetDict({'train': datasets.Dataset.from_list(rows[:1])}).save_to_disk('splits')\n"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.client import received
-from swarmq.client.received import Received, _Body
+from swarmq.client.episodes import received_answers
+from swarmq.client.episodes.received_answers import Received, _Body
 
 HOST = "http://h:1/v1"
 
@@ -81,9 +81,9 @@ def answer_of(body):
 @pytest.fixture
 def watched():
     seen = Received(HOST)
-    received.watch("key", seen)
+    received_answers.watch("key", seen)
     yield seen
-    received.unwatch("key")
+    received_answers.unwatch("key")
 
 
 @pytest.mark.parametrize("body", ["whole", "broken", "unread"])

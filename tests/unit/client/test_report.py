@@ -1,7 +1,7 @@
 import pytest
 
-from swarmq.client.attempts import Attempted
-from swarmq.client.report import Tally, eval_report, figure, headline, wilson
+from swarmq.client.runners.attempts import Attempted
+from swarmq.client.runners.report import Tally, eval_report, figure, headline, wilson
 
 
 def done(reward, *, task="t", success=None, kind="math", error=None):

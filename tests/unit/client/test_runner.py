@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from swarmq.client import attempts, progress
-from swarmq.client.attempts import ATTEMPT_TIMEOUT_S
-from swarmq.client.runner import plan
-from swarmq.client.session import KEY_LIFETIME_S
-from swarmq.client.tasks import Numbering, SwarmTask
+from swarmq.client.data.tasks import Numbering, SwarmTask
+from swarmq.client.episodes.async_client import KEY_LIFETIME_S
+from swarmq.client.runners import attempts, progress
+from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
+from swarmq.client.runners.runner import plan
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import EpisodeEnd
 from swarmq.outcome import Outcome

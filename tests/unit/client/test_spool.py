@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.client.spool import Orphan, Spool, spool_root
+from swarmq.client.episodes.spool import Orphan, Spool, spool_root
 from swarmq.errors import ClientError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.client.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
 from swarmq.errors import TaskError
 
 

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client import attempts, session
-from swarmq.client.worker import Worker, load_target
+from swarmq.client.episodes import async_client
+from swarmq.client.runners import attempts
+from swarmq.client.runners.worker import Worker, load_target
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task, Ticket, decode
 
@@ -75,7 +76,7 @@ async def test_a_task_is_attempted_with_its_payload_and_then_gone(swarm):
 
 
 async def test_a_task_is_held_until_its_end_is_confirmed(swarm, monkeypatch):
-    monkeypatch.setattr(session, "DRAIN_S", 0.0)
+    monkeypatch.setattr(async_client, "DRAIN_S", 0.0)
     monkeypatch.setattr(attempts, "TIDY_S", 0.0)
     answered = asyncio.Event()
 

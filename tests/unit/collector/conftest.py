@@ -7,9 +7,9 @@ from collections import defaultdict
 
 import pytest
 
-from swarmq.collector import effects as do
-from swarmq.collector.core import AWAKE_S, Core
-from swarmq.collector.records import Rules
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import AWAKE_S, Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import episode_of
 from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, encode
 from unit.collector.twin_store import TwinStore

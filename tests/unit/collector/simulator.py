@@ -23,9 +23,9 @@ from typing import Any
 import msgspec
 
 from swarmq.broker import topology
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
-from swarmq.collector.records import Rules, Usage
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules, Usage
 from swarmq.collector.report import figures
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store

@@ -6,11 +6,11 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.delivery import KEY_HEADER, Arrival, Deliveries
-from swarmq.collector import effects as do
+from swarmq.broker.deliveries import KEY_HEADER, Arrival, Deliveries
+from swarmq.collector.decide import effects as do
 from swarmq.config import Train
 from swarmq.errors import MessageError
-from swarmq.learner.intake import Intake, Limits
+from swarmq.learner.feed.batcher import Intake, Limits
 from swarmq.messages import RefusedTurn, VersionSpan, decode, encode
 from swarmq.testing import MemoryBroker
 

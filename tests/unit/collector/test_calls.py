@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.collector.calls import assemble, fits, flaw, judge
-from swarmq.collector.records import Call
+from swarmq.collector.decide.assemble import assemble, fits, flaw, judge
+from swarmq.collector.decide.state import Call
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Turn, unpack_ids
 
 

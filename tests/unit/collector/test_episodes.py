@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarmq.collector.effects import DeadLetter
+from swarmq.collector.decide.effects import DeadLetter
 from swarmq.messages import Ticket, encode
 
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.collector import effects as do
-from swarmq.collector.evals import pass_at, wilson
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.evals import pass_at, wilson
 from swarmq.collector.service import task_of
 from swarmq.config import Eval
 from swarmq.messages import EpisodeBegin, Slot, Task

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from swarmq.collector.records import HOLD_S
+from swarmq.collector.decide.state import HOLD_S
 from swarmq.messages import EpisodeEnd, Served, Turn
 from unit.collector.conftest import Bench, begin, end, rules, turn
 

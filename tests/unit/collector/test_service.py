@@ -9,10 +9,11 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.broker.delivery import REASON_HEADER
-from swarmq.collector import core, service
-from swarmq.collector.effects import Forward
-from swarmq.collector.records import Call
+from swarmq.broker.deliveries import REASON_HEADER
+from swarmq.collector import service
+from swarmq.collector.decide import core
+from swarmq.collector.decide.effects import Forward
+from swarmq.collector.decide.state import Call
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob

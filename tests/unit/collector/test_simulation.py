@@ -7,9 +7,9 @@ from collections.abc import Collection, Iterator
 import msgspec
 import pytest
 
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
-from swarmq.collector.records import EndedEpisode, Rules
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
 from swarmq.messages import EpisodeEnd, RefusedTurn, Served, Turn, decode, encode

@@ -7,11 +7,11 @@ import random
 import msgspec
 import pytest
 
-from swarmq.collector.core import Core
-from swarmq.collector.records import Rules
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import episode_of
 from swarmq.config import SwarmJob, Train
-from swarmq.learner.intake import Intake, Limits
+from swarmq.learner.feed.batcher import Intake, Limits
 from swarmq.messages import Control, VersionSpan
 from unit.collector.twin_store import TwinStore
 

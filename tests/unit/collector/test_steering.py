@@ -5,12 +5,12 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
-from swarmq.collector.records import Rules
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.report import figures
 from swarmq.config import SwarmJob
-from swarmq.live import lifted
+from swarmq.live_settings import lifted
 from swarmq.messages import Command, Control
 from unit.collector.twin_store import TwinStore
 

@@ -9,10 +9,10 @@ import sqlite3
 import msgspec
 import pytest
 
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.ledger import fates
-from swarmq.collector.records import Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode

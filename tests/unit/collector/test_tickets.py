@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.collector.effects import IssueTicket
-from swarmq.collector.records import KindCredit, Rules
-from swarmq.collector.tickets import Credit
+from swarmq.collector.decide.effects import IssueTicket
+from swarmq.collector.decide.state import KindCredit, Rules
+from swarmq.collector.decide.tickets import Credit
 
 
 def credit(mix, *, groups_per_batch=8, group_size=1, max_staleness=0, **memory) -> Credit:

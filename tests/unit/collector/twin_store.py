@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from swarmq.collector import effects as do
-from swarmq.collector.records import EndedEpisode, Snapshot
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.state import EndedEpisode, Snapshot
 from swarmq.collector.store import Store
 from unit.collector.memory_store import MemoryStore
 

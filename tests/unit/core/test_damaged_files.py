@@ -11,20 +11,20 @@ import pytest
 import structlog
 
 from swarmq import keys
-from swarmq.broker.node_files import load_identity, write_files
-from swarmq.cli.base import stored
-from swarmq.client.feed import Fed, _confirmed, _write
-from swarmq.client.invitations import host_invite
-from swarmq.client.invites import find_invite
+from swarmq.broker.admin.invitations import host_invite
+from swarmq.broker.node.files import load_identity, write_files
+from swarmq.cli.common import stored
+from swarmq.client.data.feed import Fed, _confirmed, _write
+from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.config import SwarmJob
-from swarmq.engine.roster import Roster
 from swarmq.errors import SwarmqError
-from swarmq.learner.orders import Orders
-from swarmq.learner.reports import _number
-from swarmq.members import Members, read_members
+from swarmq.learner.feed.control_state import Orders
+from swarmq.learner.store.report_offsets import _number
 from swarmq.messages import Control
-from swarmq.proxies import Proxies
-from swarmq.sheets import write_whole
+from swarmq.registries.clients import Members, read_members
+from swarmq.registries.engines import Roster
+from swarmq.registries.proxies import Proxies
+from swarmq.runtime.files import write_whole
 from swarmq.up.ports import ports_of
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.config import SwarmJob
+from swarmq.config_errors import ELSEWHERE, settings, slips
 from swarmq.errors import ConfigError
-from swarmq.hints import ELSEWHERE, settings, slips
 
 TREE = {"run": "r", "policies": {"main": {"model": "m"}}, "kinds": {"math": {}}}
 EVERY = settings(SwarmJob)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarmq import live
+from swarmq import live_settings
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import Change
@@ -49,13 +49,13 @@ def job(**fields) -> SwarmJob:
 )
 def test_what_cannot_be_set_is_refused_with_the_reason_and_nothing_changes(settings, words):
     with pytest.raises(ConfigError) as refused:
-        live.proposed(job(), {"groups.max_staleness": 1, **settings} if settings else {}, {"main": 7})
+        live_settings.proposed(job(), {"groups.max_staleness": 1, **settings} if settings else {}, {"main": 7})
     assert words in str(refused.value)
 
 
 def test_every_live_path_is_a_setting_that_exists():
     tree = msgspec.to_builtins(job())
-    for pattern in live.LIVE:
+    for pattern in live_settings.LIVE:
         node = tree
         path = (
             pattern.replace("policies.*", "policies.main")
@@ -73,18 +73,18 @@ def test_changes_add_up_and_the_newest_counts():
         Change(number=2, path=RATE, before=1e-5, value=1e-4, base=1e-6),
         Change(number=2, path="groups.group_size", before=8, value=4, base=8),
     ]
-    after = live.applied(job(), changes)
+    after = live_settings.applied(job(), changes)
     assert (after.policies["main"].train.learning_rate, after.groups.group_size) == (1e-4, 4)
 
 
 def test_once_the_job_file_is_edited_at_that_place_it_counts_again():
     changes = [Change(number=1, path="groups.group_size", before=8, value=4, base=8)]
-    assert live.applied(job(groups={"max_staleness": 1}), changes).groups.group_size == 4
-    assert live.applied(job(groups={"group_size": 6}), changes).groups.group_size == 6
+    assert live_settings.applied(job(groups={"max_staleness": 1}), changes).groups.group_size == 4
+    assert live_settings.applied(job(groups={"group_size": 6}), changes).groups.group_size == 6
 
 
 def test_a_change_of_the_mix_holds_from_its_step_on():
     before, after = {"math": 0.5, "code": 0.5}, {"math": 0.9, "code": 0.1}
     change = Change(number=1, path="mix", before=before, value=after, base=before, from_step={"main": 12})
-    first, second = live.stretches(job(), [change], lambda one: one.from_step["main"])
+    first, second = live_settings.stretches(job(), [change], lambda one: one.from_step["main"])
     assert (first.from_step, first.mix, second.from_step, second.mix) == (0, before, 12, after)

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import structlog
 
-from swarmq.logs import log, told
+from swarmq.runtime.logs import log, told
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
 LOGGING = """
 import sys
-from swarmq import logs
+from swarmq.runtime import logs
 logs.configure(role="learner", run="r")
 import structlog
 for _ in range(200):
@@ -26,7 +26,7 @@ DAEMON = f"""{LOGGING}
 print("out"), print("err", file=sys.stderr)
 """
 CLIENT = """
-from swarmq.logs import log
+from swarmq.runtime.logs import log
 log.warning("outage", what="no broker")
 """
 
@@ -59,7 +59,9 @@ def test_lines_are_whole_and_in_order_where_there_is_room(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "program", [LOGGING, f"import swarmq.logs\nswarmq.logs.write_whole_lines(){CLIENT}"], ids=["daemon", "worker"]
+    "program",
+    [LOGGING, f"import swarmq.runtime.logs\nswarmq.runtime.logs.write_whole_lines(){CLIENT}"],
+    ids=["daemon", "worker"],
 )
 def test_a_line_is_written_at_one_go_though_nothing_is_buffered(program: str) -> None:
     """Or lines of other processes that write to the same place could get into its middle."""

@@ -6,7 +6,7 @@ import pytest
 
 from swarmq import keys
 from swarmq.errors import ConfigError, KeyRefusedError
-from swarmq.members import Member, Members, Removed, read_members
+from swarmq.registries.clients import Member, Members, Removed, read_members
 
 ROOT = b"r" * 32
 
@@ -43,7 +43,7 @@ def test_a_damaged_file_names_itself(path):
 def test_the_keys_of_a_removed_client_are_refused_and_nobody_elses(path, monkeypatch):
     removed = Removed(path)
     clock = [time.monotonic()]
-    monkeypatch.setattr("swarmq.members.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("swarmq.registries.clients.time.monotonic", lambda: clock[0])
     put(path, "alice")
     put(path, "bob")
 

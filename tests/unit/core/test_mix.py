@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from swarmq.config import MixPoint, MixSchedule, SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.mix import Stretch, deal, shares
+from swarmq.task_mix import Stretch, deal, shares
 
 MATH, CODE = {"math": 1.0}, {"code": 1.0}
 HALF = {"math": 0.5, "code": 0.5}

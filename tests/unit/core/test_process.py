@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.process import free_port, held_port, port_is_free
+from swarmq.runtime.processes import free_port, held_port, port_is_free
 
 LOCAL_PORT_RANGE = 51
 """IP_LOCAL_PORT_RANGE: from which ports the system may choose for a socket."""

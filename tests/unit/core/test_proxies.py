@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq.proxies import Proxies
+from swarmq.registries.proxies import Proxies
 
 A, B, C = (f"http://127.0.0.1:{port}/v1" for port in (1, 2, 3))
 

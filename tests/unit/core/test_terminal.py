@@ -12,14 +12,14 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
-from swarmq import terminal
-from swarmq.cli.base import friendly
+from swarmq.cli.common import friendly
 from swarmq.errors import SwarmqError
-from swarmq.logs import log, told
 from swarmq.messages import Event
 from swarmq.observe.board import Board
+from swarmq.observe.board_terminal import draw
 from swarmq.observe.lines import hanging
-from swarmq.observe.screen import draw
+from swarmq.runtime import terminal
+from swarmq.runtime.logs import log, told
 
 CLEAR, RIGHT_TO_LEFT = "\x1b[2J", "\u202e"
 EVIL = f"task{CLEAR}\x07\r\x9b2J{RIGHT_TO_LEFT}[/red]"
@@ -74,17 +74,19 @@ def test_lines_of_up_and_doctor_and_errors_of_commands_show_them() -> None:
 
 LOGGING = {
     "client": "",
-    "daemon": "from swarmq import logs; logs.configure(role='collector', run='r')",
-    "worker": "from swarmq import logs; logs.write_whole_lines()",
+    "daemon": "from swarmq.runtime import logs; logs.configure(role='collector', run='r')",
+    "worker": "from swarmq.runtime import logs; logs.write_whole_lines()",
 }
 
 
 @pytest.mark.parametrize("setup", LOGGING.values(), ids=LOGGING)
 def test_a_log_line_on_a_terminal_shows_them(setup: str) -> None:
     ours, theirs = pty.openpty()
-    program = f"{setup}\nfrom swarmq.logs import log\nlog.warning('task_given_up', task={EVIL!r})"
+    program = f"{setup}\nfrom swarmq.runtime.logs import log\nlog.warning('task_given_up', task={EVIL!r})"
     if setup.endswith("'r')"):
-        program = program.replace("from swarmq.logs import log", "import structlog; log = structlog.get_logger()")
+        program = program.replace(
+            "from swarmq.runtime.logs import log", "import structlog; log = structlog.get_logger()"
+        )
     subprocess.run([sys.executable, "-c", program], stdout=theirs, stderr=theirs, check=True)
     said = os.read(ours, 65536).decode().replace("\r\n", "\n")
     os.close(ours), os.close(theirs)

@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletion
 
 from swarmq.demo.agent import MAX_TURNS, attempt, concise_score, run_tool, simplify
-from swarmq.demo.task import problems, score, solution
+from swarmq.demo.problems import problems, score, solution
 from swarmq.demo.warmup import reductions
 
 PROBLEM = next(p for p in problems("sum", "train", 50) if solution(p)[0].count(" ") == 4)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.demo.closing import settle
+from swarmq.demo.accounting import settle
 
 
 def test_an_episode_in_none_of_the_records_is_lost():

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from swarmq.demo.task import HELD_OUT_PER_KIND, KINDS, problems, score, solution
+from swarmq.demo.problems import HELD_OUT_PER_KIND, KINDS, problems, score, solution
 
 SPLITS = ("held-out", "train", "warmup")
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening
-from swarmq.demo.recipe import Recipe
+from swarmq.demo.model_recipe import Recipe
 from swarmq.demo.tokenizer import TURN_END, build_tokenizer
 from swarmq.demo.warmup import demonstrate, demonstrations
 

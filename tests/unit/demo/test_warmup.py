@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarmq.demo.recipe import Architecture, Progress, Recipe, model_folder, recipe_digest
+from swarmq.demo.job import DemoSize, demo_job
+from swarmq.demo.model_recipe import Architecture, Progress, Recipe, model_folder, recipe_digest
+from swarmq.demo.problems import KINDS, problems
 from swarmq.demo.run import DemoOptions
-from swarmq.demo.settings import DemoSize, demo_job
-from swarmq.demo.task import KINDS, problems
 from swarmq.demo.warmup import demonstrations, reductions, warm_up, warmed_model
 
 pytestmark = pytest.mark.slow

@@ -9,12 +9,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from swarmq.engine.client import EngineFaultError, EngineRouteError, VllmEngine
-from swarmq.engine.protocol import Rendered
+from swarmq.engine.client.protocol import Rendered
+from swarmq.engine.client.vllm import EngineFaultError, EngineRouteError, VllmEngine
 from swarmq.errors import EngineError, EngineRefusedError
 from swarmq.messages import VersionSpan
-from swarmq.proxy.deadline import Deadline
-from swarmq.proxy.refusals import DeadlineError
+from swarmq.proxy.completions.deadline import Deadline
+from swarmq.proxy.http_errors import DeadlineError
 
 PROMPT = Rendered(token_ids=[1, 2], sampling={"n": 1})
 

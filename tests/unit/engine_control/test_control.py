@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.engine.control import EngineControl, Parcel, Phase, Status, Timeouts
 from swarmq.errors import EngineError, EngineRefusedError
+from swarmq.weights.push.engine_control import EngineControl, Parcel, Phase, Status, Timeouts
 
 NEW = Parcel(update_info={"path": "new weights"})
 NEWER = Parcel(update_info={"path": "newer"})

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from swarmq.engine.guard import FACTS, Guard
+from swarmq.engine.auth import FACTS, Guard
 
 
 class Served:

@@ -3,10 +3,10 @@
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.engine.control import EngineControl
-from swarmq.engine.join import add, look, remove, warn_of_open
-from swarmq.engine.roster import Roster
+from swarmq.engine.server.membership import add, look, remove, warn_of_open
 from swarmq.errors import ConfigError, EngineError
+from swarmq.registries.engines import Roster
+from swarmq.weights.push.engine_control import EngineControl
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ async def test_an_engine_that_asks_for_the_run_s_secret_is_no_cause_to_warn_and_
     vllm.secret = Roster(job).secret()
     assert await add(Roster(job), "main", vllm.url) == ""
     assert (await look(Roster(job)))[0].state == "serves"
-    assert "--middleware swarmq.engine.guard.Guard" in await add(Roster(job), "main", another.url)
+    assert "--middleware swarmq.engine.auth.Guard" in await add(Roster(job), "main", another.url)
     assert len(await warn_of_open([vllm.url, another.url, "http://127.0.0.1:9"], vllm.secret)) == 1
 
 

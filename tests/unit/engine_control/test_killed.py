@@ -7,9 +7,9 @@ import contextlib
 
 import pytest
 
-from swarmq.engine.control import Parcel
-from swarmq.engine.push import WeightPusher
 from swarmq.errors import EngineError
+from swarmq.weights.push.engine_control import Parcel
+from swarmq.weights.push.pusher import WeightPusher
 
 STEP, PUSH, REPAIR = 16, 6, 12
 """Calls of a learner's start and first step, of a push alone, and of a start that finds weights in doubt, but those that only

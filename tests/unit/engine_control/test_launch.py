@@ -12,12 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from swarmq.config import Engine, Policy
-from swarmq.engine import launch
-from swarmq.engine.launch import EngineProcess, arguments, environment
-from swarmq.engine.model import Model
-from swarmq.engine.versions import check_version
+from swarmq.engine.client.versions import check_version
+from swarmq.engine.server import launch
+from swarmq.engine.server.launch import EngineProcess, arguments, environment
+from swarmq.engine.server.model_check import Model
 from swarmq.errors import ConfigError, EngineError
-from swarmq.process import free_port
+from swarmq.runtime.processes import free_port
 
 SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
@@ -38,7 +38,7 @@ def test_the_server_reports_what_it_sampled_and_listens_to_this_host_alone():
         ("--logprobs-mode", "processed_logprobs"),
         ("--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}'),
         ("--generation-config", "vllm"),
-        ("--middleware", "swarmq.engine.guard.Guard"),
+        ("--middleware", "swarmq.engine.auth.Guard"),
         ("--tool-call-parser", "hermes"),
     ):
         assert words[words.index(option) + 1] == value

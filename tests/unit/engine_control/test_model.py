@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from swarmq.engine.model import check_model
+from swarmq.engine.server.model_check import check_model
 from swarmq.errors import EngineError
 
 CONFIG = {"architectures": ["Qwen3ForCausalLM"], "hidden_size": 256}

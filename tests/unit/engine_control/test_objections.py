@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.engine.faults import objection
+from swarmq.engine.client.error_mapping import objection
 
 LISTED = (
     "2 validation errors:\n  {'type': 'missing', 'loc': 'body.tools.0.function', 'msg': 'Field required', 'input': {'type': 'function'}}\n"

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.engine.packing import ALIGNMENT, Adapter, FromFolder, Packed, made
+from swarmq.weights.format.packing import ALIGNMENT, Adapter, FromFolder, Packed, made
 
 shapes = st.lists(st.lists(st.integers(1, 7), max_size=3).map(tuple), min_size=1, max_size=6)
 

@@ -14,10 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from swarmq.engine.control import EngineControl, Facts, Parcel, Timeouts
-from swarmq.engine.packing import Adapter, Deferred, FromFolder
-from swarmq.engine.push import DOUBTS, WeightPusher
-from swarmq.engine.transfers import (
+from swarmq.errors import EngineError, LearnerError
+from swarmq.weights.format.packing import Adapter, Deferred, FromFolder
+from swarmq.weights.push.engine_control import EngineControl, Facts, Parcel, Timeouts
+from swarmq.weights.push.pusher import DOUBTS, WeightPusher
+from swarmq.weights.push.transfers import (
     FOLDER_PREFIX,
     FileTransfer,
     IpcTransfer,
@@ -26,8 +27,7 @@ from swarmq.engine.transfers import (
     distinct,
     route_to,
 )
-from swarmq.engine.weights_plugin import UNANNOUNCED
-from swarmq.errors import EngineError, LearnerError
+from swarmq.weights.vllm_plugin.plugin import UNANNOUNCED
 
 GONE = "http://127.0.0.1:9"
 
@@ -202,7 +202,7 @@ class Scripted:
 
 @pytest.fixture
 def ways(monkeypatch):
-    monkeypatch.setattr("swarmq.engine.push.gpu_uuid", lambda: HERE)
+    monkeypatch.setattr("swarmq.weights.push.pusher.gpu_uuid", lambda: HERE)
     return {
         "ipc": Scripted(handle=[1]),
         "nccl": Scripted(tensors=[]),
@@ -343,7 +343,7 @@ def test_weights_of_the_folder_are_named_once_when_they_are_tied():
 async def test_who_has_another_nccl_than_its_engine_does_not_wait_for_it(
     vllm, weights, tmp_path, ways, monkeypatch, capsys, own, engines
 ):
-    monkeypatch.setattr("swarmq.engine.weights_nccl.version", lambda: own)
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.version", lambda: own)
     vllm.workers = [worker(THERE) | {"nccl": engines}]
     ways["nccl"] = NcclTransfer(Staging())
     report = await asyncio.to_thread(WeightPusher([vllm.url], tmp_path, transfers=ways).push, weights, 5)
@@ -369,8 +369,8 @@ def test_ranks_that_share_a_policy_out_get_the_memory_of_a_push_back_for_their_n
 
 async def test_a_rendezvous_that_the_engine_misses_is_waited_for_by_nobody(vllm, weights, tmp_path, ways, monkeypatch):
     missed = threading.Event()
-    monkeypatch.setattr("swarmq.engine.weights_nccl.version", lambda: "2.29.2")
-    monkeypatch.setattr("swarmq.engine.weights_nccl.join", lambda *_, **__: missed.wait())
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.version", lambda: "2.29.2")
+    monkeypatch.setattr("swarmq.weights.format.nccl_group.join", lambda *_, **__: missed.wait())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     vllm.workers = [worker(THERE) | {"nccl": "2.29.2"}]
     vllm.fail["/init_weight_transfer_engine"] = "a worker was killed"
@@ -446,7 +446,7 @@ async def test_engines_wake_when_the_learner_says_so(vllm, weights, tmp_path):
 
 
 async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sleep(vllm, tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
     vllm.label, vllm.paused = "updating-5-restart", True
     learner = asyncio.create_task(asyncio.to_thread(WeightPusher([vllm.url], tmp_path).sleep))
     async with asyncio.timeout(60):
@@ -458,7 +458,7 @@ async def test_an_engine_that_is_being_started_again_is_waited_for_and_put_to_sl
 
 
 async def test_an_engine_that_does_not_come_back_is_not_waited_for_again(tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
     pusher = WeightPusher([GONE], tmp_path, patience_s=0.02)
     await asyncio.to_thread(pusher.sleep)
     monkeypatch.setattr(pusher, "_patience_s", 600)
@@ -473,7 +473,7 @@ async def test_a_file_that_cannot_be_written_is_an_error_of_the_push_and_is_not_
         path.write_bytes(b"half of it")
         raise error
 
-    monkeypatch.setattr("swarmq.engine.transfers.save_file", torn)
+    monkeypatch.setattr("swarmq.weights.push.transfers.save_file", torn)
     transfer = FileTransfer(["http://far.example:8000"], tmp_path)
     with pytest.raises(EngineError, match=rf"{tmp_path}/.*5\.safetensors: no space; free some room"):
         transfer.publish(dict(weights), 5, None)
@@ -580,7 +580,7 @@ async def test_a_learner_that_cannot_tell_its_engines_goes_on_and_says_so(tmp_pa
 async def test_an_engine_that_answers_nobody_is_waited_for_once_in_a_while_and_brought_up_to_date_when_it_is_back(
     vllm, another, weights, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr("swarmq.engine.push.REST_S", 600.0)
+    monkeypatch.setattr("swarmq.weights.push.pusher.REST_S", 600.0)
     another.silent = True
     pusher = WeightPusher([vllm.url, another.url], tmp_path, timeouts=Timeouts(ask_s=2.0))  # one must answer within it
     for version in (5, 6):
@@ -591,7 +591,7 @@ async def test_an_engine_that_answers_nobody_is_waited_for_once_in_a_while_and_b
     assert len(another.calls) == 1
     another.silent = False
     monkeypatch.setattr(
-        "swarmq.engine.push.time",
+        "swarmq.weights.push.pusher.time",
         SimpleNamespace(monotonic=lambda: time.monotonic() + 601, perf_counter=time.perf_counter),
     )
     await asyncio.to_thread(pusher.ensure, weights, 6)
@@ -610,7 +610,9 @@ async def test_an_engine_that_fails_at_once_holds_up_nobody_and_is_asked_every_t
 
 async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, weights, tmp_path, monkeypatch):
     now = 0.0
-    monkeypatch.setattr("swarmq.engine.push.time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: 0.0))
+    monkeypatch.setattr(
+        "swarmq.weights.push.pusher.time", SimpleNamespace(monotonic=lambda: now, perf_counter=lambda: 0.0)
+    )
     another.silent = True
     urls = [vllm.url]
     pusher = WeightPusher(urls, tmp_path, timeouts=Timeouts(ask_s=1.0))
@@ -627,7 +629,7 @@ async def test_the_rest_between_two_questions_grows_to_a_bound(vllm, another, we
 
 
 async def test_when_no_engine_answers_they_are_asked_again_and_again(vllm, weights, tmp_path, monkeypatch):
-    monkeypatch.setattr("swarmq.engine.push.RETRY_S", 0.01)
+    monkeypatch.setattr("swarmq.weights.push.pusher.RETRY_S", 0.01)
     vllm.silent = True
     pusher = WeightPusher([vllm.url], tmp_path, timeouts=Timeouts(ask_s=0.2))
     for offer in (pusher.push, pusher.ensure):

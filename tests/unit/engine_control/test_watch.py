@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.engine.control import EngineControl
-from swarmq.engine.watch import SILENCE_S, PauseWatch
+from swarmq.engine.server.pause_watchdog import SILENCE_S, PauseWatch
+from swarmq.weights.push.engine_control import EngineControl
 
 
 @pytest.fixture

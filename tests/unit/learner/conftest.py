@@ -12,7 +12,7 @@ from support.episodes import make_qwen
 @pytest.fixture(autouse=True)
 def logs_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entry points that run here leave them to the other tests."""
-    monkeypatch.setattr("swarmq.logs.configure", lambda **_: None)
+    monkeypatch.setattr("swarmq.runtime.logs.configure", lambda **_: None)
 
 
 @pytest.fixture(scope="session")

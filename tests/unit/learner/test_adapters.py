@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 
 from support.tiny_model import tiny_experts, tiny_model, tiny_tied
 from swarmq.config import Lora, Train
-from swarmq.engine import adapters, served_folder
-from swarmq.engine.packing import made
-from swarmq.engine.served_folder import ServedFolder
-from swarmq.engine.transfers import AdaptersTransfer, FileTransfer, distinct
-from swarmq.engine.weights_plugin import UNTOUCHED
-from swarmq.learner.lora import MARK
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.model.lora import MARK
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.format import adapters, served_folder
+from swarmq.weights.format.packing import made
+from swarmq.weights.format.served_folder import ServedFolder
+from swarmq.weights.push.transfers import AdaptersTransfer, FileTransfer, distinct
+from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
 
 CPU = torch.device("cpu")
 TRAIN = Train(lora=Lora(rank=4, alpha=6.0), token_log=False)

@@ -13,12 +13,12 @@ import torch
 from support.episodes import make_group
 from swarmq.config import Engine, Loss, Policy, SwarmJob, Train
 from swarmq.errors import SetUpError
-from swarmq.learner.agreement import EXACT, FEWEST, ROUNDED, limit_of
-from swarmq.learner.link import StopSignal
-from swarmq.learner.loop import Command, Learner
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index, encode_record
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.feed.ipc import StopSignal
+from swarmq.learner.store.records import BatchRecord, Index, encode_record
+from swarmq.learner.train.engine_agreement import EXACT, FEWEST, ROUNDED, limit_of
+from swarmq.learner.train.loop import Command, Learner
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Sampling, Turn, VersionSpan, pack_floats
 
 TRAIN = Train(warmup_steps=0, learning_rate=1e-3, token_log=False, trackers=())

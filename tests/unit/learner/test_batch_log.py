@@ -18,9 +18,9 @@ from support.disk import Disk
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log
-from swarmq.learner.batch_log import BatchLog, Head, scan
-from swarmq.learner.records import SCHEMA, BatchRecord, Identity, Index
+from swarmq.learner.store import batch_log
+from swarmq.learner.store.batch_log import BatchLog, Head, scan
+from swarmq.learner.store.records import SCHEMA, BatchRecord, Identity, Index
 
 OURS = Identity(run="r", policy="main", model="m")
 

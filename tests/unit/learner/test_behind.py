@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from swarmq.engine.push import PushReport
 from swarmq.errors import EngineError
-from swarmq.learner.engines import Engines
-from swarmq.learner.lock import Fence
-from swarmq.learner.records import Warn
+from swarmq.learner.store.records import Warn
+from swarmq.learner.store.writer_lock import Fence
+from swarmq.learner.train.engine_updates import Engines
+from swarmq.weights.push.pusher import PushReport
 
 ONE, OTHER = "http://one:8000", "http://other:8000"
 

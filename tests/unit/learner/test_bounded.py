@@ -9,17 +9,18 @@ import pytest
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner import batch_log, intake
-from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.intake import Intake, Limits
-from swarmq.learner.records import BatchRecord, Identity, Index
+from swarmq.learner.feed import batcher
+from swarmq.learner.feed.batcher import Intake, Limits
+from swarmq.learner.store import batch_log
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import BatchRecord, Identity, Index
 
 
 def test_24_000_logged_episodes_take_no_more_memory_than_12_000(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_log, "SEGMENT_RECORDS", 8)
-    monkeypatch.setattr(intake, "MIN_KNOWN", 500)
+    monkeypatch.setattr(batcher, "MIN_KNOWN", 500)
     monkeypatch.setattr("os.fsync", lambda _: None)
     log = BatchLog(tmp_path, Identity(run="r", policy="main", model="m"))
     box = Intake(Limits(groups_per_batch=1, group_size=2, mix={"a": 1.0}, max_staleness=1))

@@ -16,10 +16,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.fits import shape_of
-from swarmq.learner.model import load_lm
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import LayoutModel
+from swarmq.learner.memory.plan import shape_of
+from swarmq.learner.model.layout_model import LayoutModel
+from swarmq.learner.model.loading import load_lm
+from swarmq.learner.train.trainer import Trainer
 
 Edit = Callable[[Path], None]
 ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}

@@ -30,17 +30,18 @@ from support.tiny_model import tiny_experts
 from swarmq import cli
 from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint, loop, saved
-from swarmq.learner import trainer as trainer_module
-from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.host import Room
-from swarmq.learner.link import StopSignal
-from swarmq.learner.loop import Learner
-from swarmq.learner.model import load_lm
-from swarmq.learner.model_files import HostCopies, Outline, num_bytes, outlines
-from swarmq.learner.records import BatchRecord, Identity, Index, Kept, Warn
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.checkpoint.model_files import HostCopies, Outline, num_bytes, outlines
+from swarmq.learner.feed.ipc import StopSignal
+from swarmq.learner.memory.host import Room
+from swarmq.learner.model.loading import load_lm
 from swarmq.learner.replay import replay
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import BatchRecord, Identity, Index, Kept, Warn
+from swarmq.learner.train import loop
+from swarmq.learner.train import trainer as trainer_module
+from swarmq.learner.train.loop import Learner
+from swarmq.learner.train.trainer import Trainer
 
 pytestmark = pytest.mark.slow
 
@@ -64,7 +65,7 @@ def batch(version: int, train: Train = TRAIN) -> BatchRecord:
 
 
 def save(folder: Path, trainer: Trainer, keep: int = 3, model: str = "") -> int:
-    return checkpoint.save(folder, trainer, OURS, model=model or str(folder), keep=keep)
+    return save_load.save(folder, trainer, OURS, model=model or str(folder), keep=keep)
 
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
@@ -88,7 +89,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = checkpoint.load(saved.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
+    again = save_load.load(discovery.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))
@@ -113,16 +114,16 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
     trainer, copies = Trainer(model, train), HostCopies()
     for version in (1, 3):
         trainer.step(batch(version, train))
-        checkpoint.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
+        save_load.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
         moments = num_bytes(outlines((), trainer.optimizer.state_dict()))
         needed = moments + 4 * trainer.num_parameters - copies.nbytes
         free = Room(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
-        monkeypatch.setattr(checkpoint.host, "rooms", lambda free=free: [free])
-        draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
+        monkeypatch.setattr(save_load.host, "rooms", lambda free=free: [free])
+        draft = save_load.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
         assert (draft.path / "state" / "optimizer.bin").exists() is not room
         assert not list(draft.path.rglob("*.safetensors")), "training waits for it"
         trainer.step(batch(version + 1, train))
-        checkpoint.finish(draft, keep=3)
+        save_load.finish(draft, keep=3)
         made, wanted = (tmp_path / which / draft.target.name for which in ("made", "wanted"))
         names = {str(file.relative_to(wanted)) for file in wanted.rglob("*") if file.is_file()}
         assert names == {str(file.relative_to(made)) for file in made.rglob("*") if file.is_file()}
@@ -170,8 +171,8 @@ def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_mad
 def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, copies = Trainer(str(tiny_qwen), TRAIN), HostCopies()
     trainer.step(batch(1))
-    monkeypatch.setattr(checkpoint.host, "rooms", lambda: [Room(whose="the host", total=1, free=1, bound=1)])
-    checkpoint.reserve(trainer, copies)()
+    monkeypatch.setattr(save_load.host, "rooms", lambda: [Room(whose="the host", total=1, free=1, bound=1)])
+    save_load.reserve(trainer, copies)()
     assert copies.nbytes == 0
 
 
@@ -184,9 +185,9 @@ def test_what_ranks_have_gathered_of_a_policy_that_they_share_out_takes_no_room_
     gathered = num_bytes(outlines((), trainer.optimizer.state_dict()))
     needed = gathered + 4 * trainer.num_parameters
     left = Room(whose="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
-    monkeypatch.setattr(checkpoint, "is_sharded", lambda _: True)
-    monkeypatch.setattr(checkpoint.host, "rooms", lambda: [left])
-    draft = checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    monkeypatch.setattr(save_load, "is_sharded", lambda _: True)
+    monkeypatch.setattr(save_load.host, "rooms", lambda: [left])
+    draft = save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
     assert (draft.path / "state" / "optimizer.bin").exists() is not room
 
 
@@ -212,18 +213,18 @@ def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
     trainer.step(batch(1))
     moments = len(outlines((), trainer.optimizer.state_dict()))
     copies = Grudging(moments - 1 if weights is None else moments + weights)
-    checkpoint.save(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
-    checkpoint.reserve(trainer, copies)()
+    save_load.save(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
+    save_load.reserve(trainer, copies)()
     assert copies.nbytes == 0, "training needs it more"
     with capture_logs() as said:
-        draft = checkpoint.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+        draft = save_load.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
     (waited,) = [line["consequence"] for line in said if line["event"] == "checkpoint_waited_for"]
     assert waited.startswith("the optimizer is" if weights is None else "all of it is")
     assert (draft.path / "state" / "optimizer.bin").exists(), (
         "a copy of it would have the memory that weights of a GPU need"
     )
     trainer.step(batch(2))
-    checkpoint.finish(draft, keep=1)
+    save_load.finish(draft, keep=1)
     for file in ("model.safetensors", "state/optimizer.bin"):
         made, wanted = (tmp_path / which / "step-00000001" / file for which in ("made", "wanted"))
         assert made.read_bytes() == wanted.read_bytes(), file
@@ -250,7 +251,7 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
     """Its successor may be drawing the same checkpoint by now."""
     trainer, looks = Trainer(str(tiny_qwen), TRAIN), []
     trainer.step(batch(1))
-    draft = checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    draft = save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
 
     def replaced() -> None:
         looks.append([file.name for file in draft.path.rglob("*.bin")])
@@ -258,10 +259,10 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
             raise LearnerError("another learner has taken over")
 
     with pytest.raises(LearnerError, match="taken over"):
-        checkpoint.finish(draft, keep=1, check=replaced)
+        save_load.finish(draft, keep=1, check=replaced)
     assert looks == [[], ["optimizer.bin"]]
     assert not list(tmp_path.rglob("*.safetensors"))
-    assert saved.newest(tmp_path, OURS) is None
+    assert discovery.newest(tmp_path, OURS) is None
 
 
 class Told:
@@ -338,7 +339,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     learner, link, said = make_learner(tmp_path, tiny_qwen), Told(), list[str]()
-    select, draw = loop.select.select, checkpoint.draw
+    select, draw = loop.select.select, save_load.draw
     monkeypatch.setattr(loop.select, "select", lambda *given: said.append("pause") or select(*given[:3], 0))
     monkeypatch.setattr(loop.checkpoint, "draw", lambda *given, **named: said.append("try") or draw(*given, **named))
     with room_for_files(room):
@@ -381,16 +382,16 @@ def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its lock is given back after that, and the next learner writes there, too."""
-    seal, may_seal = checkpoint._seal, threading.Event()
+    seal, may_seal = save_load._seal, threading.Event()
     slow_disk = threading.Timer(0.5, may_seal.set)
-    monkeypatch.setattr(checkpoint, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
+    monkeypatch.setattr(save_load, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
     learner, link = make_learner(tmp_path, tiny_qwen), Told()
     learner.trainer.version = 1
     learner._save(link)  # type: ignore[arg-type]
     slow_disk.start()
     with pytest.raises(LearnerError, match="cannot go on"):
         learner.run(link)  # type: ignore[arg-type]
-    found = saved.newest(learner.folder, learner.identity)
+    found = discovery.newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -398,8 +399,8 @@ def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
 def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seal, may_seal = checkpoint._seal, threading.Event()
-    monkeypatch.setattr(checkpoint, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
+    seal, may_seal = save_load._seal, threading.Event()
+    monkeypatch.setattr(save_load, "_seal", lambda draft: may_seal.wait(60) and seal(draft))
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=TRAIN)})
     learner, link = Learner(job, "main", pusher=None, stop=StopSignal()), Told()
     learner.trainer.step(batch(1))
@@ -411,7 +412,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     assert link.messages == [Kept(oldest=1)]
-    found = saved.newest(learner.folder, learner.identity)
+    found = discovery.newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -419,11 +420,11 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
 def test_an_optimizer_saved_in_parts_is_refused_with_what_to_do(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     save(tmp_path, trainer)
-    found = saved.newest(tmp_path, OURS)
+    found = discovery.newest(tmp_path, OURS)
     assert found is not None
     (found.path / "state" / "optimizer.bin").unlink()
     with pytest.raises(LearnerError, match="saved in parts.* begin another run from the weights"):
-        checkpoint.restore(trainer, found)
+        save_load.restore(trainer, found)
 
 
 def test_two_runs_of_the_same_batches_give_the_same_figures(tiny_qwen: Path) -> None:
@@ -487,11 +488,11 @@ def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp
             (folder / "manifest.json").unlink()
         case "half a manifest":
             (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:100])
-    found = saved.newest(tmp_path, OURS)
+    found = discovery.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 1
     save(tmp_path, trainer)
-    found = saved.newest(tmp_path, OURS)
+    found = discovery.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -512,17 +513,17 @@ def test_a_damaged_checkpoint_goes_when_another_stands_in_its_place(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at any moment, the learner finds one."""
-    trainer, remove, found = Trainer(str(tiny_qwen), TRAIN), checkpoint.shutil.rmtree, []
+    trainer, remove, found = Trainer(str(tiny_qwen), TRAIN), save_load.shutil.rmtree, []
     save(tmp_path, trainer)
     (tmp_path / "step-00000000" / "model.safetensors").write_bytes(b"rubbish")
 
     def look_and_remove(path: Path, **how: bool) -> None:
-        found.append(saved.newest(tmp_path, OURS))
+        found.append(discovery.newest(tmp_path, OURS))
         remove(path, **how)
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", look_and_remove)
+    monkeypatch.setattr(save_load.shutil, "rmtree", look_and_remove)
     save(tmp_path, trainer)
-    assert found == [saved.Checkpoint(path=tmp_path / "step-00000000", version=0)]
+    assert found == [discovery.Checkpoint(path=tmp_path / "step-00000000", version=0)]
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
@@ -534,7 +535,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tiny_qwen
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000001-of-mine")
     trainer.version = 2
     assert save(tmp_path, trainer, keep=1) == 2
-    found = saved.newest(tmp_path, OURS)
+    found = discovery.newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -545,28 +546,28 @@ def test_a_learner_and_its_successor_do_no_harm_to_each_others_drafts(tiny_qwen:
     old, new = Trainer(str(tiny_qwen), TRAIN), Trainer(str(tiny_qwen), TRAIN)
     for trainer in (old, new):
         trainer.step(batch(1))
-    drawn: list[checkpoint.Draft] = []
+    drawn: list[save_load.Draft] = []
     looks = itertools.count(1)
 
-    def draw(trainer: Trainer) -> checkpoint.Draft:
-        return checkpoint.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    def draw(trainer: Trainer) -> save_load.Draft:
+        return save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
 
     def stand_still() -> None:
         if next(looks) == at:
             drawn.append(draw(new))
 
     with pytest.raises(LearnerError, match=r"removed while the checkpoint was written .*nothing is lost"):
-        checkpoint.finish(draw(old), keep=1, check=stand_still)
-    checkpoint.finish(drawn[0], keep=1)
+        save_load.finish(draw(old), keep=1, check=stand_still)
+    save_load.finish(drawn[0], keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert saved.newest(tmp_path, OURS)
+    assert discovery.newest(tmp_path, OURS)
 
 
 def test_what_cannot_be_removed_is_said_once_and_ends_nothing(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody else's results in an old checkpoint, or in a draft."""
-    remove = checkpoint.shutil.rmtree
+    remove = save_load.shutil.rmtree
 
     def remove_ours(path: Path, *, ignore_errors: bool = False) -> None:
         for theirs in path.rglob("theirs"):
@@ -575,7 +576,7 @@ def test_what_cannot_be_removed_is_said_once_and_ends_nothing(
             raise PermissionError(errno.EACCES, "Permission denied", str(theirs))
         remove(path, ignore_errors=ignore_errors)
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove_ours)
+    monkeypatch.setattr(save_load.shutil, "rmtree", remove_ours)
     trainer = Trainer(str(tiny_qwen), TRAIN)
     (tmp_path / ".draft-step-00000009" / "theirs").mkdir(parents=True)
     save(tmp_path, trainer, keep=1)
@@ -594,7 +595,7 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
     draft = tmp_path / ".draft-step-00000001"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
-    assert saved.newest(tmp_path, OURS) is None
+    assert discovery.newest(tmp_path, OURS) is None
     trainer.version = 1
     save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -604,8 +605,8 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
 def test_one_of_something_else_is_refused_and_left_alone(tiny_qwen: Path, tmp_path: Path, field: str) -> None:
     save(tmp_path, Trainer(str(tiny_qwen), TRAIN))
     with pytest.raises(LearnerError, match=f"{field} is .* there and 'other' here"):
-        saved.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
-    assert saved.newest(tmp_path, OURS)
+        discovery.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
+    assert discovery.newest(tmp_path, OURS)
 
 
 def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -613,7 +614,7 @@ def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> No
     manifest = tmp_path / "step-00000000" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": 99}))
     with pytest.raises(LearnerError, match="newer swarmq"):
-        saved.newest(tmp_path, OURS)
+        discovery.newest(tmp_path, OURS)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs a place that cannot be written")
@@ -637,9 +638,9 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
     ):
         save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
-    assert saved.newest(tmp_path, OURS) == saved.Checkpoint(path=tmp_path / "step-00000000", version=0)
+    assert discovery.newest(tmp_path, OURS) == discovery.Checkpoint(path=tmp_path / "step-00000000", version=0)
     save(tmp_path, trainer)
-    assert (found := saved.newest(tmp_path, OURS))
+    assert (found := discovery.newest(tmp_path, OURS))
     assert found.version == 1
 
 
@@ -652,7 +653,7 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         log.append(batch(version))
         trainer.step(batch(version))
         if version == 2:
-            checkpoint.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(tiny_qwen), keep=1)
+            save_load.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(tiny_qwen), keep=1)
     steps: list[int] = []
     for name, start in (("a", None), ("b", job.run_folder.checkpoints("main") / "step-00000002")):
         version = replay(

@@ -10,7 +10,7 @@ import pytest
 
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import children
+from swarmq.learner.distributed import processes
 
 
 @pytest.mark.parametrize(
@@ -26,15 +26,15 @@ def test_a_rank_that_was_killed_is_named_and_not_those_that_it_took_along(
     def started(_argv: Sequence[str], environment: Mapping[str, str], *_: object) -> subprocess.Popen[bytes]:
         return subprocess.Popen(["sh", "-c", scripts[int(environment["RANK"])]])
 
-    monkeypatch.setattr(children, "_start", started)
-    monkeypatch.setattr(children, "HEAR_S", 60.0 if "kill -9" in scripts[1] else 0.1)
+    monkeypatch.setattr(processes, "_start", started)
+    monkeypatch.setattr(processes, "HEAR_S", 60.0 if "kill -9" in scripts[1] else 0.1)
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}})
     with pytest.raises(LearnerError, match=says):
-        children.run_ranks(job, "main", num_ranks=2, no_push=True)
+        processes.run_ranks(job, "main", num_ranks=2, no_push=True)
 
 
 def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model="m")})
     (tmp_path / "r" / "main" / "job.toml").mkdir(parents=True)
     with pytest.raises(LearnerError, match=r"r/main/job\.toml: Is a directory: check"):
-        children.job_file(job, "main")
+        processes.job_file(job, "main")

@@ -17,13 +17,14 @@ from support.episodes import make_episode, make_group
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, io_process, records, wire
-from swarmq.learner.files import mapped
-from swarmq.learner.intake import Limits
-from swarmq.learner.io_process import Desk
-from swarmq.learner.lock import exclusive
-from swarmq.learner.records import BatchRecord, Hello, decode_record
-from swarmq.learner.reports import Reports
+from swarmq.learner.feed import frames, process
+from swarmq.learner.feed.batcher import Limits
+from swarmq.learner.feed.process import Desk
+from swarmq.learner.store import batch_log, records
+from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.records import BatchRecord, Hello, decode_record
+from swarmq.learner.store.report_offsets import Reports
+from swarmq.learner.store.writer_lock import exclusive
 from swarmq.messages import Change, Consumed, Control, Ticket, decode
 from swarmq.testing import MemoryBroker
 
@@ -50,13 +51,13 @@ class Trainer:
         self.reader, self.writer, self.desk, self.running = reader, writer, desk, running
 
     async def tell(self, message: records.ToIO) -> None:
-        body = wire._encoder.encode(message)
-        self.writer.write(wire.LENGTH.pack(len(body)) + body)
+        body = frames._encoder.encode(message)
+        self.writer.write(frames.LENGTH.pack(len(body)) + body)
         await self.writer.drain()
 
     async def hear(self) -> records.ToTrainer:
-        (size,) = wire.LENGTH.unpack(await self.reader.readexactly(8))
-        return wire._to_trainer.decode(await self.reader.readexactly(size))
+        (size,) = frames.LENGTH.unpack(await self.reader.readexactly(8))
+        return frames._to_trainer.decode(await self.reader.readexactly(size))
 
     async def batch(self) -> tuple[BatchRecord, bool]:
         await self.tell(records.Next())
@@ -74,7 +75,7 @@ async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train:
     hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
     try:
         the_desk = Desk(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
-        running = asyncio.ensure_future(the_desk.run(lambda: wire.read(their_reader)))
+        running = asyncio.ensure_future(the_desk.run(lambda: frames.read(their_reader)))
         try:
             yield Trainer(reader, writer, the_desk, running)
         finally:
@@ -257,7 +258,7 @@ async def test_a_desk_whose_place_was_taken_while_it_slept_logs_and_acknowledges
 
     with pytest.raises(ExceptionGroup) as ended:
         await work()
-    (error,) = {str(leaf) for leaf in io_process._leaves(ended.value)}
+    (error,) = {str(leaf) for leaf in process._leaves(ended.value)}
     assert "was taken over by process" in error
     assert logged(tmp_path) == []
     assert unacked(broker) == 2
@@ -273,8 +274,8 @@ async def test_an_io_process_that_waits_for_its_broker_ends_with_its_trainer(tmp
         await asyncio.Event().wait()
         yield MemoryBroker()
 
-    running = asyncio.create_task(io_process._run(theirs, away, Desk))
-    wire.send(ours, Hello(job=job(tmp_path), policy="main", version=0, vocab_size=128, again=True))
+    running = asyncio.create_task(process._run(theirs, away, Desk))
+    frames.send(ours, Hello(job=job(tmp_path), policy="main", version=0, vocab_size=128, again=True))
     await waiting.wait()
     ours.close()
     await running
@@ -328,8 +329,8 @@ async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path)
 
 
 async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_process, "STUCK_S", -1.0)
-    monkeypatch.setattr(io_process, "STATE_EVERY_S", 0.0)
+    monkeypatch.setattr(process, "STUCK_S", -1.0)
+    monkeypatch.setattr(process, "STATE_EVERY_S", 0.0)
     broker = await broker_with([make_episode("a", 0)])
     async with desk(tmp_path, broker) as trainer:
         await trainer.tell(records.Next())
@@ -343,14 +344,14 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, mon
 async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what_is_not_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_process, "STATE_EVERY_S", 0.0)
+    monkeypatch.setattr(process, "STATE_EVERY_S", 0.0)
     half, other = make_group("b")
     broker = await broker_with(make_group("a"), [half])
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=9) as inbox:
         await trainer.batch()
         await trainer.tell(records.Stepped(version=1))
         report = (await anext(inbox)).message
-        monkeypatch.setattr(io_process, "ASK_S", 0.0)
+        monkeypatch.setattr(process, "ASK_S", 0.0)
         await trainer.tell(records.Next())
         assert [(await anext(inbox)).message for _ in range(2)] == [
             report,
@@ -365,7 +366,7 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
 
 
 async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(io_process, "RETRY_S", 0.0)
+    monkeypatch.setattr(process, "RETRY_S", 0.0)
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
         await trainer.batch()
@@ -381,14 +382,14 @@ def test_the_io_process_never_loads_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, swarmq.learner.io_process; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import sys, swarmq.learner.feed.process; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(io_process, "RETRY_S", 0.0)
+    monkeypatch.setattr(process, "RETRY_S", 0.0)
     append, confirm = batch_log.BatchLog.append, Reports.confirm
     full = True
 

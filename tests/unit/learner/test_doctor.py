@@ -18,19 +18,20 @@ from click.testing import CliRunner
 from support.episodes import make_group
 from swarmq.cli import main
 from swarmq.config import Engine, Policy, SwarmJob, Train
-from swarmq.learner import checkpoint, tree, tree_head
-from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.checkpoint import save_load
 from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
 from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
-from swarmq.learner.doctor.findings import Finding, verdict
 from swarmq.learner.doctor.mismatch import Compared, compare, explain
-from swarmq.learner.doctor.signs import SIGNS, signs
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_head import score
+from swarmq.learner.health.findings import Finding, verdict
+from swarmq.learner.health.signs import SIGNS, signs
+from swarmq.learner.model import layout_model, logprob_head
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.logprob_head import score
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Event, Sampling, VersionSpan, pack_floats
 from swarmq.timeline import resolve
 
@@ -140,7 +141,7 @@ def run_with(engine: str, model: Path, folder: Path, *, temperature: float = 1.0
         log.append(record)
         trainer.step(record)
         if version == 1:
-            checkpoint.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(model), keep=2)
+            save_load.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(model), keep=2)
     log.close()
     return job
 
@@ -235,7 +236,7 @@ def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypat
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     assert head_agrees(trainer, record).level == "ok"
     at_one = lambda hidden, head, targets, _, **how: score(hidden, head, targets, torch.ones(len(targets)), **how)  # noqa: E731
-    monkeypatch.setattr(tree, "score", at_one)
+    monkeypatch.setattr(layout_model, "score", at_one)
     assert head_agrees(trainer, record).level == "error"
 
 
@@ -247,7 +248,7 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
     trainer = Trainer(str(tiny_qwen), TRAIN)
     group = make_group("a", turns=turns, length=5)
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
-    product, chunks = tree_head._product, list[int]()
+    product, chunks = logprob_head._product, list[int]()
 
     def slips(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
         logits = product(hidden, *args)
@@ -256,10 +257,10 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
         chunks.append(len(hidden))
         return logits
 
-    monkeypatch.setattr(tree_head, "_product", slips)
+    monkeypatch.setattr(logprob_head, "_product", slips)
     assert head_agrees(trainer, record).level == "error"
     assert len(chunks) >= 3
-    monkeypatch.setattr(tree_head, "_product", product)
+    monkeypatch.setattr(logprob_head, "_product", product)
     assert f", {chunks[0]} at a time" in head_agrees(trainer, record).text
     assert trainer.accelerator.unwrap_model(trainer.model).head_chunk is None, "which is for the check alone"
 

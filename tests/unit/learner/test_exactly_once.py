@@ -26,17 +26,17 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from swarmq.collector import effects as do
-from swarmq.collector.core import Core
-from swarmq.collector.records import Rules
+from swarmq.collector.decide import effects as do
+from swarmq.collector.decide.core import Core
+from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store
 from swarmq.config import Train
-from swarmq.learner import checkpoint, saved
-from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.intake import WINDOWS_KNOWN, Intake, Limits
-from swarmq.learner.records import BatchRecord, Identity
-from swarmq.learner.reports import Reports
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.feed.batcher import WINDOWS_KNOWN, Intake, Limits
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import BatchRecord, Identity
+from swarmq.learner.store.report_offsets import Reports
 from swarmq.messages import Consumed, Episode, Message, VersionSpan, decode, encode
 from unit.collector import conftest as say
 
@@ -229,7 +229,7 @@ class Pipeline(RuleBasedStateMachine):
     def start_learner(self) -> None:
         """The newest sound checkpoint, the log after it, then the queue."""
         self.trainer: Any = Digester()
-        if found := saved.newest(self.folder / "checkpoints", OURS):
+        if found := discovery.newest(self.folder / "checkpoints", OURS):
             self.trainer.version = found.version
             self.trainer.weights = (found.path / "model.safetensors").read_bytes()
         self.log = BatchLog(self.folder / "log", OURS, segment_bytes=2000)
@@ -270,10 +270,10 @@ class Pipeline(RuleBasedStateMachine):
     def learner_saves(self, dies: str | None, keep: int) -> None:
         folder = self.folder / "checkpoints"
         if dies:
-            (folder / f"{checkpoint.DRAFT}step-9").mkdir(parents=True, exist_ok=True)
+            (folder / f"{save_load.DRAFT}step-9").mkdir(parents=True, exist_ok=True)
             self.learner_dies()
         else:
-            oldest = checkpoint.save(folder, self.trainer, OURS, model="", keep=keep)
+            oldest = save_load.save(folder, self.trainer, OURS, model="", keep=keep)
             self.log.prune(oldest if keep == 1 else 0, reported=self.reports.through, spare=SPARE)
 
     @rule()

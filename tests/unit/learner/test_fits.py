@@ -13,14 +13,15 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from swarmq.config import Lora, Loss, Train
-from swarmq.engine.model import count_fans
+from swarmq.engine.server.model_check import count_fans
 from swarmq.errors import LearnerError
-from swarmq.learner import accelerator, fits
-from swarmq.learner.accelerator import make_accelerator
-from swarmq.learner.fits import Gpu, check, check_groups, check_shape, holds_whole, looked_at, shape_of, shard
-from swarmq.learner.lora import add_lora
-from swarmq.learner.memory import GIB, Shape, learner_bytes
-from swarmq.learner.sharding import PRECISION, check_collectives, plugin
+from swarmq.learner.distributed import accelerator
+from swarmq.learner.distributed.accelerator import make_accelerator
+from swarmq.learner.distributed.sharding import PRECISION, check_collectives, plugin
+from swarmq.learner.memory import plan
+from swarmq.learner.memory.estimate import GIB, Shape, learner_bytes
+from swarmq.learner.memory.plan import Gpu, check, check_groups, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.model.lora import add_lora
 
 TRAIN = Train(mixed_precision="bf16")
 MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36, fans=2_700_000)
@@ -45,7 +46,7 @@ def test_a_gpu_computes_in_bf16_where_nothing_else_is_asked(
     made: dict[str, object] = {}
     monkeypatch.setattr(accelerator, "Accelerator", lambda **settings: made.update(settings))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(fits, "shape_of", lambda _: MIDDLE)
+    monkeypatch.setattr(plan, "shape_of", lambda _: MIDDLE)
     make_accelerator(train, "m")
     assert made["mixed_precision"] == computed
     assert plugin(train).mixed_precision_policy == PRECISION[computed]

@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, HrmTextConfig
 
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Train
-from swarmq.engine.packing import Deferred, made
-from swarmq.engine.transfers import distinct
-from swarmq.learner import folders
-from swarmq.learner.folders import as_in_folder
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.model import hf_names
+from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.format.packing import Deferred, made
+from swarmq.weights.push.transfers import distinct
 
 TRAIN = Train(token_log=False)
 ADAPTERS = msgspec.structs.replace(TRAIN, lora=Lora(rank=4, alpha=8.0))
@@ -87,8 +87,8 @@ def test_experts_are_taken_apart_tensor_by_tensor_and_no_part_is_kept(monkeypatc
             copies.extend(weakref.ref(part) for part in parts.values())
         return parts
 
-    reverted = folders._reverted
-    monkeypatch.setattr(folders, "_reverted", counted)
+    reverted = hf_names._reverted
+    monkeypatch.setattr(hf_names, "_reverted", counted)
     for _ in range(2):  # once for each way that the weights go
         tensors = distinct(trainer.weights_to_push())
         assert copies == []

@@ -12,12 +12,13 @@ from torch.distributed import DistNetworkError
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint, saved, trainer
-from swarmq.learner.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
-from swarmq.learner.children import _how
-from swarmq.learner.gpu_errors import gpu_errors
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
+from swarmq.learner.distributed.processes import _how
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.train import trainer
+from swarmq.learner.train.gpu_errors import gpu_errors
+from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import resolve
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False)
@@ -43,7 +44,7 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
 ) -> None:
     identity, learner = Identity(run="r", policy="main", model=str(tiny_qwen)), Trainer(str(tiny_qwen), TRAIN)
     learner.step(batch(1))
-    checkpoint.save(tmp_path, learner, identity, model=str(tiny_qwen), keep=1)
+    save_load.save(tmp_path, learner, identity, model=str(tiny_qwen), keep=1)
 
     def fail(*_: object) -> None:
         raise error
@@ -53,10 +54,10 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
         with pytest.raises(LearnerError, match=said):
             learner.step(batch(2))
     assert learner.version == 1
-    found = saved.newest(tmp_path, identity)
+    found = discovery.newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), TRAIN, initial=str(tiny_qwen))
-    checkpoint.restore(again, found)
+    save_load.restore(again, found)
     again.step(batch(2))
     assert again.version == 2
 

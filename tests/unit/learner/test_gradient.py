@@ -18,15 +18,15 @@ from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import tree_head
 from swarmq.learner.algorithms.advantages import advantages
 from swarmq.learner.algorithms.losses import LOSSES
-from swarmq.learner.doctor.signs import Lookout
-from swarmq.learner.metrics import Sums
-from swarmq.learner.model import load_lm
-from swarmq.learner.passes import Pass, Weigher, Work, idle, work_of
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import evaluating
+from swarmq.learner.batching.micro_batches import Pass, Weigher, Work, idle, work_of
+from swarmq.learner.health.signs import Lookout
+from swarmq.learner.model import logprob_head
+from swarmq.learner.model.layout_model import evaluating
+from swarmq.learner.model.loading import load_lm
+from swarmq.learner.train.metrics import Sums
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
@@ -162,7 +162,7 @@ def test_no_way_of_computing_changes_the_gradient(
             ours = gradient(trainer, train)
             trainer.lm.gradient_checkpointing_disable()
         case ["chunks"]:
-            monkeypatch.setattr(tree_head, "CPU_CHUNK", 128 * 7)
+            monkeypatch.setattr(logprob_head, "CPU_CHUNK", 128 * 7)
             ours = gradient(trainer, train)
     assert_same_gradient(ours, wanted)
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from swarmq.errors import LearnerError
-from swarmq.learner import handing_out
-from swarmq.learner.handing_out import Outline, hand_out, outlined
+from swarmq.learner.distributed import shard_from_rank0
+from swarmq.learner.distributed.shard_from_rank0 import Outline, hand_out, outlined
 
 
 def test_tied_weights_are_one_tensor_of_several_names() -> None:
@@ -24,7 +24,7 @@ def test_tied_weights_are_one_tensor_of_several_names() -> None:
 
 def test_a_model_that_is_not_what_its_config_says_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     loaded = outlined(nn.Sequential(nn.Linear(2, 2, bias=True)))
-    monkeypatch.setattr(handing_out, "of_rank_0", lambda _: loaded)
+    monkeypatch.setattr(shard_from_rank0, "of_rank_0", lambda _: loaded)
     nobody: Any = None
     with pytest.raises(LearnerError, match=r"config.json describes: 0.bias .*train.sharding = 'none'"):
         hand_out(nn.Sequential(nn.Linear(2, 2, bias=False)), nobody)

@@ -13,10 +13,11 @@ from structlog.testing import capture_logs
 
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import host, trainer
-from swarmq.learner.fits import check_host, ranks_here, shape_of
-from swarmq.learner.host import Room, rooms
-from swarmq.learner.memory import GIB, Shape, host_bytes
+from swarmq.learner.memory import host
+from swarmq.learner.memory.estimate import GIB, Shape, host_bytes
+from swarmq.learner.memory.host import Room, rooms
+from swarmq.learner.memory.plan import check_host, ranks_here, shape_of
+from swarmq.learner.train import trainer
 
 SHARED = Train(sharding="full", mixed_precision="bf16")
 SHAPE = Shape(parameters=1000, hidden=8, layers=2, fans=100)

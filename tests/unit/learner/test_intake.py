@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.intake import MIN_KNOWN, WINDOWS_KNOWN, Intake, Limits
-from swarmq.learner.records import BatchRecord, Index
+from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Intake, Limits
+from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.messages import Episode, Sampling
-from swarmq.mix import deal
+from swarmq.task_mix import deal
 
 TRAIN = Train()
 

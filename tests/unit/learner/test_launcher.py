@@ -9,8 +9,8 @@ import torch
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.accelerator import make_accelerator
-from swarmq.learner.launcher import refuse_modes
+from swarmq.learner.distributed.accelerator import make_accelerator
+from swarmq.learner.distributed.launcher_modes import refuse_modes
 
 PLAIN = {
     "ACCELERATE_MIXED_PRECISION": "no",

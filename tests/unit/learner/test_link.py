@@ -12,13 +12,14 @@ import pytest
 
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner import link as link_module
-from swarmq.learner.link import MAX_DEATHS, Link, StopSignal
-from swarmq.learner.records import Batch, Hello, Kept, Stepped
+from swarmq.learner.feed import ipc as link_module
+from swarmq.learner.feed.ipc import MAX_DEATHS, Link, StopSignal
+from swarmq.learner.store.records import Batch, Hello, Kept, Stepped
 
 SCRIPT = """
 import socket, sys
-from swarmq.learner import records, wire
+from swarmq.learner.feed import frames as wire
+from swarmq.learner.store import records
 sock = socket.socket(fileno=int(sys.argv[-1]))
 def hear():
     (size,) = wire.LENGTH.unpack(wire._exactly(sock, 8))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.errors import LearnerError
-from swarmq.learner.lock import Fence, exclusive
+from swarmq.learner.store.writer_lock import Fence, exclusive
 
 
 def test_a_second_holder_is_refused_and_told_who_has_it(tmp_path: Path) -> None:

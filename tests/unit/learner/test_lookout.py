@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmq.learner.doctor.signs import WINDOW, Lookout, signs
+from swarmq.learner.health.signs import WINDOW, Lookout, signs
 
 SOUND = {"entropy": 1.0, "kl_k3": 0.001, "truncated": 0.0, "grad_norm": 1.0, "episodes": 8, "dropped": {}}
 CUT = SOUND | {"truncated": 0.9}

@@ -16,17 +16,17 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
-from swarmq.engine.packing import Adapter, Packed, made
-from swarmq.engine.transfers import distinct
 from swarmq.errors import LearnerError
-from swarmq.learner import checkpoint
-from swarmq.learner.frozen import Frozen
-from swarmq.learner.lora import MARK
-from swarmq.learner.passes import Pass, work_of
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.saved import newest
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.checkpoint import save_load
+from swarmq.learner.checkpoint.discovery import newest
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.lora import MARK
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.teachers.reference_models import Frozen
+from swarmq.learner.train.trainer import Trainer
+from swarmq.weights.format.packing import Adapter, Packed, made
+from swarmq.weights.push.transfers import distinct
 
 EPISODES = tuple(make_group("a", (0.0, 1.0)))
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch:
 def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     trainer, identity = Trainer(str(model), TRAIN), Identity(run="r", policy="main", model=str(model))
     trainer.step(record(1))
-    checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
+    save_load.save(tmp_path, trainer, identity, model=str(model), keep=1)
     trainer.step(record(2))
     found = newest(tmp_path, identity)
     assert found is not None
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path
     assert not has_adapters(AutoModelForCausalLM.from_pretrained(found.path))
     assert [file.name for file in found.path.glob("*.safetensors")] == ["model.safetensors"], "vLLM reads all of them"
     again = Trainer(str(found.path), TRAIN, initial=str(model))
-    checkpoint.restore(again, found)
+    save_load.restore(again, found)
     again.step(record(2))
     ours, wanted = dict(again.named_tensors()), dict(trainer.named_tensors())
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
@@ -211,11 +211,11 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
     for version in (1, 2):
         trainer.step(record(version, train))
         assert same(trainer)
-    checkpoint.save(tmp_path, trainer, identity, model=str(model), keep=1)
+    save_load.save(tmp_path, trainer, identity, model=str(model), keep=1)
     found = newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), train, initial=str(model))
-    checkpoint.restore(again, found)
+    save_load.restore(again, found)
     assert same(again)
 
 
@@ -264,5 +264,5 @@ def saved(model: Path, train: Train, folder: Path) -> Path:
     """The checkpoint of a run that made a step."""
     trainer = Trainer(str(model), train)
     trainer.step(record(1))
-    checkpoint.save(folder, trainer, Identity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
+    save_load.save(folder, trainer, Identity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
     return folder / "step-00000001"

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.effects import Effect
 from swarmq.learner.algorithms.filters import keep
+from swarmq.learner.algorithms.loss_effects import Effect
 from swarmq.learner.algorithms.losses import LOSSES, PULL_REACH, Tokens, policy_loss
 
 EVERY = torch.ones(1, dtype=torch.bool)

@@ -8,10 +8,10 @@ import torch
 from msgspec.structs import replace
 
 from support.episodes import make_turns
-from swarmq.learner.algorithms.effects import Effect
+from swarmq.learner.algorithms.loss_effects import Effect
 from swarmq.learner.algorithms.losses import TokenLoss, Tokens
-from swarmq.learner.metrics import Sums
-from swarmq.learner.summary import rollout_s
+from swarmq.learner.feed.batch_summary import rollout_s
+from swarmq.learner.train.metrics import Sums
 from swarmq.messages import Episode, Slot, Timings
 
 

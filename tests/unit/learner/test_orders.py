@@ -11,7 +11,7 @@ from tests.unit.learner.test_desk import READY, broker_with, desk, logged, stopp
 
 from support.episodes import make_group
 from swarmq.broker import Deliveries, topology
-from swarmq.learner import records
+from swarmq.learner.store import records
 from swarmq.messages import Change, Control
 from swarmq.testing import MemoryBroker
 

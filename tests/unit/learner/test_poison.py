@@ -13,8 +13,8 @@ import torch
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.records import BatchRecord, Index, decode_record, encode_record
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.store.records import BatchRecord, Index, decode_record, encode_record
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, pack_floats
 
 TRAIN = Train(warmup_steps=0, learning_rate=1e-2, token_log=False)

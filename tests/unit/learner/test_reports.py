@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from swarmq.errors import LearnerError
-from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.records import Identity
-from swarmq.learner.reports import Reports
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import Identity
+from swarmq.learner.store.report_offsets import Reports
 
 
 def test_a_disk_that_refuses_the_number_is_an_error_for_people(tmp_path: Path) -> None:

@@ -17,13 +17,13 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import loop
 from swarmq.learner.doctor.examine import layouts_agree
-from swarmq.learner.link import StopSignal
-from swarmq.learner.loop import Learner
-from swarmq.learner.records import Batch, BatchRecord, Index, ToIO, Warn, encode_record
-from swarmq.learner.teacher_away import trouble_of
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.feed.ipc import StopSignal
+from swarmq.learner.store.records import Batch, BatchRecord, Index, ToIO, Warn, encode_record
+from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.train import loop
+from swarmq.learner.train.loop import Learner
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode, Sampling
 
 TRAIN = Train(

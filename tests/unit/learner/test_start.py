@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from swarmq.config import Engine, Policy, SwarmJob, Train
-from swarmq.engine.push import PushReport
 from swarmq.errors import LearnerError
-from swarmq.learner import loop, main, trainer
-from swarmq.learner.engines import Engines
-from swarmq.learner.link import StopSignal
-from swarmq.learner.lock import exclusive
+from swarmq.learner import main
+from swarmq.learner.feed.ipc import StopSignal
+from swarmq.learner.store.writer_lock import exclusive
+from swarmq.learner.train import loop, trainer
+from swarmq.learner.train.engine_updates import Engines
+from swarmq.weights.push.pusher import PushReport
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
 

@@ -9,8 +9,8 @@ import pytest
 from tests.unit.learner.test_desk import broker_with, desk, job, stopped
 
 from support.episodes import make_group
-from swarmq.learner import records
-from swarmq.learner.step_events import StepEvents
+from swarmq.learner.feed.step_events import StepEvents
+from swarmq.learner.store import records
 from swarmq.messages import Event
 from swarmq.observe.curves import read_events
 from swarmq.testing import MemoryBroker

@@ -14,11 +14,11 @@ from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.algorithms.advantages import advantages
-from swarmq.learner.passes import Pass, work_of
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.steps import merged, parts_of
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.batching.batch_split import merged, parts_of
+from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.trainer import Trainer
 
 GROUPS = [make_group(name, (0.0, 1.0), turns=2) for name in "abc"]
 BATCH = tuple(episode for group in GROUPS for episode in group)

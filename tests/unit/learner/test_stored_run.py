@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from support.stored import unpack_run
 from swarmq.collector.ledger import fates
 from swarmq.collector.store import Store
-from swarmq.learner import batch_log, saved
-from swarmq.learner.records import Identity
+from swarmq.learner.checkpoint import discovery
 from swarmq.learner.replay import replay
+from swarmq.learner.store import batch_log
+from swarmq.learner.store.records import Identity
 
 WRITTEN_ON = "AMD EPYC"
 """Processor of the stored run. Another one rounds differently."""
@@ -38,7 +39,7 @@ def test_every_batch_is_read(stored):
 def test_checkpoints_are_sound(stored):
     _, folder = stored
     found = sorted(folder.checkpoints("main").glob("step-*"))
-    assert [saved.check(path).version for path in found] == [10, 17]
+    assert [discovery.check(path).version for path in found] == [10, 17]
 
 
 def test_a_replay_from_a_stored_checkpoint_gives_the_stored_weights(stored, tmp_path):

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from support.episodes import make_episode
+from swarmq.learner.batching.unsupported_sampling import APART, HARMLESS, altered
 from swarmq.learner.doctor.checks import _sampling
-from swarmq.learner.support import APART, HARMLESS, altered
 from swarmq.messages import Sampling, Turn
 
 CHANGES: dict[str, Any] = {

@@ -12,11 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Train
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.sharding import compute_dtype
-from swarmq.learner.throughput import matrix_rate
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.distributed.sharding import compute_dtype
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.train.throughput import matrix_rate
+from swarmq.learner.train.trainer import Trainer
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False, layout="rows", micro_batch_tokens=256)
 EPISODES = tuple(make_group("a", turns=1, length=60) + make_group("b", turns=1, length=60))

@@ -8,13 +8,13 @@ from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
-from swarmq.learner import token_log
-from swarmq.learner.algorithms.effects import Effect
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.seen import Seen
-from swarmq.learner.token_log import EpisodeTokens, TurnTokens
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.token_trace_builder import Seen
+from swarmq.learner.store import token_trace
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import unpack_floats
 from swarmq.timeline import resolve
 
@@ -123,10 +123,10 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
         trainer._seen = Seen()
         work = work_of(episodes, TRAIN, trainer.traits, rank=rank, world=2)
         trainer.accumulate(work, TRAIN)
-        token_log.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
+        token_trace.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
         assert trainer._seen.by_episode(episodes)
     for alone in stepped.tokens:
-        together = token_log.find(tmp_path, 1, alone.episode_id)
+        together = token_trace.find(tmp_path, 1, alone.episode_id)
         mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))
         assert len(mine) == len(together.turns)
         assert mine.keys() == theirs.keys()
@@ -140,25 +140,25 @@ def tokens(name):
 
 
 def test_an_episode_is_found_whichever_rank_wrote_it(tmp_path):
-    token_log.write(tmp_path / "t", 7, 0, [tokens("a")])
-    token_log.write(tmp_path / "t", 7, 1, [tokens("b")])
-    assert token_log.find(tmp_path / "t", 7, "b") == tokens("b")
-    assert token_log.find(tmp_path / "t", 7, "c") is None
-    assert token_log.find(tmp_path / "t", 8, "a") is None
-    assert token_log.find(tmp_path / "never", 7, "a") is None
+    token_trace.write(tmp_path / "t", 7, 0, [tokens("a")])
+    token_trace.write(tmp_path / "t", 7, 1, [tokens("b")])
+    assert token_trace.find(tmp_path / "t", 7, "b") == tokens("b")
+    assert token_trace.find(tmp_path / "t", 7, "c") is None
+    assert token_trace.find(tmp_path / "t", 8, "a") is None
+    assert token_trace.find(tmp_path / "never", 7, "a") is None
 
 
 def test_old_records_go_with_the_batches_of_their_steps(tmp_path):
     for version in (1, 2, 3):
-        token_log.write(tmp_path, version, 0, [tokens("a")])
-    token_log.prune(tmp_path, 2)
-    assert [token_log.find(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
+        token_trace.write(tmp_path, version, 0, [tokens("a")])
+    token_trace.prune(tmp_path, 2)
+    assert [token_trace.find(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
 
 
 def test_what_cannot_be_written_or_read_costs_only_the_record(tmp_path):
     (tmp_path / "file").touch()
-    token_log.write(tmp_path / "file", 1, 0, [tokens("a")])
-    token_log.write(tmp_path, 1, 0, [tokens("a")])
+    token_trace.write(tmp_path / "file", 1, 0, [tokens("a")])
+    token_trace.write(tmp_path, 1, 0, [tokens("a")])
     (path,) = tmp_path.glob("*.zst")
     path.write_bytes(path.read_bytes()[:-3])
-    assert token_log.find(tmp_path, 1, "a") is None
+    assert token_trace.find(tmp_path, 1, "a") is None

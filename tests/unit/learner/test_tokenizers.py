@@ -22,17 +22,24 @@ from transformers import AutoTokenizer
 from support.episodes import make_group
 from support.tiny_model import MARKERS, SPECIAL_TOKENS, tiny_model
 from swarmq.config import Loss, Policy, SwarmJob, Train
-from swarmq.engine import same_tokens
-from swarmq.engine.push import PushReport
-from swarmq.engine.roster import Roster
+from swarmq.engine.client import tokenizer_compat
 from swarmq.errors import LearnerError
 from swarmq.learner import main
-from swarmq.learner.link import Idle, StopSignal
-from swarmq.learner.loop import Learner
-from swarmq.learner.records import Batch, BatchRecord, Index, encode_record
-from swarmq.learner.served_teacher import ServedTeacher
-from swarmq.learner.tokenizers import MOST_MARKUP, PROBE, EngineTokenizers, check_judge, own_ids, probe_of
-from swarmq.learner.trainer import Trainer
+from swarmq.learner.feed.ipc import Idle, StopSignal
+from swarmq.learner.store.records import Batch, BatchRecord, Index, encode_record
+from swarmq.learner.teachers.served_teacher import ServedTeacher
+from swarmq.learner.teachers.tokenizer_checks import (
+    MOST_MARKUP,
+    PROBE,
+    EngineTokenizers,
+    check_judge,
+    own_ids,
+    probe_of,
+)
+from swarmq.learner.train.loop import Learner
+from swarmq.learner.train.trainer import Trainer
+from swarmq.registries.engines import Roster
+from swarmq.weights.push.pusher import PushReport
 
 MARKUP = {"special": "<|im_start|>", "added": "<think>"}
 TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
@@ -174,7 +181,7 @@ async def test_a_server_that_answers_something_else_is_not_judged() -> None:
 def test_an_engine_that_takes_a_connection_and_says_nothing_is_waited_for_a_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(same_tokens, "ASK_S", 0.1)
+    monkeypatch.setattr(tokenizer_compat, "ASK_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent, capture_logs() as said:
         check(tiny_model(), url := f"http://127.0.0.1:{silent.getsockname()[1]}")
     assert [line["reason"] for line in said] == [f"{url}/tokenize did not answer within 0.1 s"]

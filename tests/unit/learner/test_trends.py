@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from swarmq.learner.doctor.signs import Lookout, signs
-from swarmq.learner.doctor.trends import REWARD, TRENDS, mann_kendall, trends
+from swarmq.learner.health.signs import Lookout, signs
+from swarmq.learner.health.trends import REWARD, TRENDS, mann_kendall, trends
 
 EPISODES = 16
 SHAPES: dict[str, Callable[[float], float]] = {

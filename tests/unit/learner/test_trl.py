@@ -17,8 +17,8 @@ import torch
 from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.loss_weights import token_weight, units
 from swarmq.learner.algorithms.losses import Tokens, policy_loss
-from swarmq.learner.algorithms.normalisation import token_weight, units
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]

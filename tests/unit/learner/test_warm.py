@@ -23,8 +23,8 @@ from support.tiny_model import tiny_model
 from swarmq.cli import main
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError, TaskError
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.warm import Progress, WarmStart, demonstration, longest, read, warm
+from swarmq.learner.train.trainer import Trainer
+from swarmq.learner.warm_start import Progress, WarmStart, demonstration, longest, read, warm
 
 TRAIN = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False, trackers=())
 CHAT = [
@@ -182,7 +182,7 @@ def test_a_line_ends_where_json_lines_end_and_a_file_may_begin_with_a_mark(token
 def test_what_is_wrong_is_said_before_anything_is_trained(
     model: str | None, written: bytes, out: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("swarmq.learner.warm.Trainer")
+    monkeypatch.delattr("swarmq.learner.warm_start.Trainer")
     path = tmp_path / "demonstrations.jsonl"
     path.write_bytes(written)
     plan = WarmStart(model=model or str(tiny_model()), demonstrations=path, out=tmp_path / out, train=TRAIN)

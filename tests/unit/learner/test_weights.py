@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.drift import Drift
 from swarmq.learner.algorithms.advantages import advantages, credited_by, groups_of
-from swarmq.learner.passes import Pass, Traits, Weigher, work_of
-from swarmq.learner.records import BatchRecord, Index
-from swarmq.learner.summary import describe
+from swarmq.learner.batching.micro_batches import Pass, Traits, Weigher, work_of
+from swarmq.learner.feed.batch_summary import describe
+from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.messages import Episode, Turn
 from swarmq.timeline import Cost, PrefixTree, fold, lay_rows, resolve, unfold
+from swarmq.token_drift import Drift
 
 TRAITS = Traits(cost=Cost(token=1.0, pair=1.0))
 Laid = dict[tuple[int, int, int], tuple[float, float]]

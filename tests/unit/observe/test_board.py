@@ -10,7 +10,7 @@ from rich.console import Console
 
 from swarmq.messages import Event
 from swarmq.observe.board import BLOCKS, Board, as_data, condense, sparkline
-from swarmq.observe.screen import STALE_S, draw
+from swarmq.observe.board_terminal import STALE_S, draw
 
 
 def event(name, source="learner.main", at=0.0, **fields):

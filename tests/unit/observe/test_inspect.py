@@ -18,17 +18,17 @@ from support.episodes import make_episode, make_group
 from support.families import BY_NAME, FamilyEngine, tokenizer_of
 from swarmq.cli import main
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.drift import Drift
 from swarmq.errors import EpisodeError
-from swarmq.learner import token_log
-from swarmq.learner.algorithms.effects import Effect
-from swarmq.learner.batch_log import BatchLog
-from swarmq.learner.records import BatchRecord, Identity, Index
-from swarmq.learner.token_log import EpisodeTokens, TurnTokens
+from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.store import token_trace
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
-from swarmq.observe.inspect import BatchRow, EpisodeRow, EpisodeView, find_episode, pieces, view_of
-from swarmq.observe.inspect_draw import MARKS, draw_batches, draw_episode, show
-from swarmq.observe.inspect_html import page
+from swarmq.observe.inspect.html import page
+from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, find_episode, pieces, view_of
+from swarmq.observe.inspect.terminal import MARKS, draw_batches, draw_episode, show
+from swarmq.token_drift import Drift
 
 
 def spoken(ids):
@@ -320,7 +320,7 @@ def run(tmp_path):
         )
     log.append(BatchRecord(index=Index(record=3, version=2, dropped={"old-13": "stale"})))
     log.close()
-    token_log.write(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
+    token_trace.write(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
     (folder.path / "resolved.toml").write_text(job.to_toml())
     return folder.path
 

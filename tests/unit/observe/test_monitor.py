@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from swarmq.config import SwarmJob
-from swarmq.learner.doctor.signs import signs
-from swarmq.learner.step_events import StepEvents
+from swarmq.learner.feed.step_events import StepEvents
+from swarmq.learner.health.signs import signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import follow, glance, paces, recorded

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.tasks import own_id
+from swarmq.client.data.tasks import own_id
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Control, Event
-from swarmq.observe import operate
-from swarmq.observe.operate import ask, bring_eval_tasks, lines
+from swarmq.observe import control_requests
+from swarmq.observe.control_requests import ask, bring_eval_tasks, lines
 from swarmq.testing import MemoryBroker
 
 JOB = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "groups": {"max_staleness": 0}})
@@ -96,7 +96,7 @@ async def test_without_a_collector_the_command_waits_in_its_queue():
 
 
 async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeypatch):
-    monkeypatch.setattr(operate, "AGAIN_S", 0.01)
+    monkeypatch.setattr(control_requests, "AGAIN_S", 0.01)
     broker, told = MemoryBroker(), list[str]()
     await broker.declare("r", policies=[], kinds=[])
     with pytest.raises(SwarmqError, match="has not answered"):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from swarmq.cli import main
-from swarmq.collector.effects import SaveControl
+from swarmq.collector.decide.effects import SaveControl
 from swarmq.collector.store import Store
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from swarmq.proxy.dialects import bodies
-from swarmq.proxy.dialects.bodies import MAX_CONTAINERS, MAX_DEPTH, check_arguments, object_of
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.dialects import body_checks
+from swarmq.proxy.dialects.body_checks import MAX_CONTAINERS, MAX_DEPTH, check_arguments, object_of
+from swarmq.proxy.http_errors import RefusedError
 
 
 @pytest.mark.parametrize("part", ["[]", "{}", '{"role": "user", "content": "x"}', '["\\"[", []]'])
 def test_too_many_parts_are_refused_before_they_are_decoded(part, monkeypatch):
     raw = f'{{"messages": [{", ".join([part] * (MAX_CONTAINERS + 1))}]}}'.encode()
-    monkeypatch.setattr(bodies.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
+    monkeypatch.setattr(body_checks.msgspec.json, "decode", lambda _: pytest.fail("it was decoded"))
     with pytest.raises(RefusedError, match="objects and lists"):
         object_of(raw)
 

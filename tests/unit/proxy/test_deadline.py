@@ -6,8 +6,8 @@ from contextlib import closing
 
 import pytest
 
-from swarmq.proxy.deadline import Deadline
-from swarmq.proxy.refusals import DeadlineError
+from swarmq.proxy.completions.deadline import Deadline
+from swarmq.proxy.http_errors import DeadlineError
 
 
 async def test_a_wait_is_cut_off_when_the_time_is_over():

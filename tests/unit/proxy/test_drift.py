@@ -8,11 +8,11 @@ import msgspec
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.drift import EDITED, LOST, Drift
 from swarmq.messages import Turn
-from swarmq.proxy.graph import Reason
-from swarmq.proxy.meter import REMEDIES, Meter
+from swarmq.proxy.counters import REMEDIES, Meter
+from swarmq.proxy.episodes.conversation_graph import Reason
 from swarmq.testing.scripted_engine import spelled
+from swarmq.token_drift import EDITED, LOST, Drift
 
 
 def turn(parent="c", branch=None, *, repaired=False, policy="main"):

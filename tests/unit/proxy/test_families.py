@@ -18,20 +18,20 @@ from msgspec import json
 from support.families import BY_NAME, FAMILIES, FamilyEngine, in_bytes, spell, tokenizer_of
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.collector import records
-from swarmq.collector.calls import assemble, judge
+from swarmq.collector.decide import state
+from swarmq.collector.decide.assemble import assemble, judge
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, decode, unpack_ids
-from swarmq.proxy.calls import Call
-from swarmq.proxy.completion import Completions
-from swarmq.proxy.gate import Gate
-from swarmq.proxy.graph import digest
-from swarmq.proxy.memory import Episodes
-from swarmq.proxy.meter import Meter
-from swarmq.proxy.pool import Pool
-from swarmq.proxy.recorder import Recorder
-from swarmq.proxy.tuning import Tuning
+from swarmq.proxy.completions.engine_pool import Pool
+from swarmq.proxy.completions.limiter import Gate
+from swarmq.proxy.completions.live_sampling import Tuning
+from swarmq.proxy.completions.pipeline import Completions
+from swarmq.proxy.completions.recorder import Recorder
+from swarmq.proxy.counters import Meter
+from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.episodes.conversation_graph import digest
+from swarmq.proxy.requests import Call
 from swarmq.testing import MemoryBroker
 from swarmq.timeline import fold, resolve
 
@@ -107,7 +107,7 @@ class Stage:
 
     def kept(self):
         """Ids of the calls that the collector takes for answered: all answers were sent."""
-        calls = {turn.call_id: records.Call.of(turn, 0) for turn in self.turns}
+        calls = {turn.call_id: state.Call.of(turn, 0) for turn in self.turns}
         return judge(calls, sent=calls.keys()).kept
 
     def _check(self, chat, request_id, prompt):

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from swarmq.proxy.dialects import grammars
-from swarmq.proxy.dialects.grammars import MAX_GRAMMAR, MAX_HELD_TOOLS, MAX_PATTERN, check_schemas
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.dialects import grammar_checks
+from swarmq.proxy.dialects.grammar_checks import MAX_GRAMMAR, MAX_HELD_TOOLS, MAX_PATTERN, check_schemas
+from swarmq.proxy.http_errors import RefusedError
 
 LIST = {"type": "object", "properties": {"next": {"$ref": "#"}}}
 TREE = {
@@ -63,7 +63,7 @@ def test_a_schema_whose_expansion_never_ends_is_refused(schema):
 )
 def test_what_would_take_an_engine_with_it_is_refused(schema, why, monkeypatch):
     if schema is WIDE:
-        monkeypatch.setattr(grammars, "MAX_PARTS", len(WIDE["anyOf"]))
+        monkeypatch.setattr(grammar_checks, "MAX_PARTS", len(WIDE["anyOf"]))
     for chat in everywhere(schema):
         with pytest.raises(RefusedError, match=why):
             check_schemas(chat)

@@ -10,9 +10,9 @@ import uvloop
 
 from swarmq.config import Proxy, SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.proxies import Proxies
 from swarmq.proxy import main
 from swarmq.proxy.main import _listen, serve
+from swarmq.registries.proxies import Proxies
 
 
 def test_small_packets_are_sent_at_once():

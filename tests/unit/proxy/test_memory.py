@@ -10,10 +10,10 @@ import pytest
 
 from support.proxy import token
 from swarmq.messages import Event, new_id
-from swarmq.proxy.agent_routes import GoneError, unless_gone
-from swarmq.proxy.graph import Node, Stitched, answer_of, digest, history_of, next_key
-from swarmq.proxy.memory import MAX_GONE, OVERHEAD_BYTES, Episodes
-from swarmq.proxy.refusals import RefusedError
+from swarmq.proxy.episodes.cache import MAX_GONE, OVERHEAD_BYTES, Episodes
+from swarmq.proxy.episodes.conversation_graph import Node, Stitched, answer_of, digest, history_of, next_key
+from swarmq.proxy.http.agent_routes import GoneError, unless_gone
+from swarmq.proxy.http_errors import RefusedError
 
 HI = {"role": "user", "content": "hi"}
 MORE = {"role": "user", "content": "more"}

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Sequence
 import pytest
 
 from support.virtual_time import run
-from swarmq.engine.protocol import Delta, Rendered
+from swarmq.engine.client.protocol import Delta, Rendered
 from swarmq.errors import EngineError
+from swarmq.proxy.completions.stream_coalescing import LONGEST_S, Pace, paced
 from swarmq.proxy.deltas import extend
-from swarmq.proxy.pace import LONGEST_S, Pace, paced
 from swarmq.testing.scripted_engine import ScriptedEngine, spelled
 
 TOKEN_S = 0.01

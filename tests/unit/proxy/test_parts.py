@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from swarmq.proxy.completions.engine_pool import Pool
 from swarmq.proxy.deltas import StopTrim, extend
-from swarmq.proxy.pool import Pool
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 

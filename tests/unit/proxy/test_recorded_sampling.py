@@ -2,8 +2,8 @@
 
 import pytest
 
-from swarmq.proxy.refusals import RefusedError
-from swarmq.proxy.sampling import record_of
+from swarmq.proxy.http_errors import RefusedError
+from swarmq.proxy.sampling_params import record_of
 
 
 def test_what_was_asked_in_several_forms_is_recorded_in_one():

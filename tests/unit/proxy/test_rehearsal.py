@@ -3,8 +3,8 @@
 import pytest
 
 from swarmq.errors import EngineError, EngineRefusedError
-from swarmq.proxy.pool import Lane
-from swarmq.proxy.rehearsal import finds_calls
+from swarmq.proxy.completions.engine_pool import Lane
+from swarmq.proxy.completions.tool_parser_probe import finds_calls
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 

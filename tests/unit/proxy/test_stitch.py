@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.messages import Sampling, Timings, pack_ids, unpack_ids
-from swarmq.proxy.graph import ID_BYTES, Graph, canonical, common_tokens, history_of
-from swarmq.proxy.recorder import Asked, Sampled, node_of, turn_of
-from swarmq.proxy.stitch import stitch
+from swarmq.proxy.completions.recorder import Asked, Sampled, node_of, turn_of
+from swarmq.proxy.episodes.conversation_graph import ID_BYTES, Graph, canonical, common_tokens, history_of
+from swarmq.proxy.episodes.prompt_stitching import stitch
 from swarmq.testing.scripted_engine import END, ScriptedEngine, chat_template, decode, encode, spelled
 
 SYSTEM = {"role": "system", "content": "be brief"}

@@ -7,7 +7,7 @@ import msgspec
 from swarmq.config import SwarmJob
 from swarmq.keys import Claims
 from swarmq.messages import Change, Event
-from swarmq.proxy.tuning import Tuning
+from swarmq.proxy.completions.live_sampling import Tuning
 
 JOB = SwarmJob.build(
     {

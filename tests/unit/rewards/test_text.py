@@ -4,7 +4,7 @@
 import pytest
 
 from swarmq.rewards import TextChecks, loops, nonsense_share, repeated_share
-from swarmq.rewards.text import units
+from swarmq.rewards.text_checks import units
 
 PROSE = {
     "english": "The quick brown fox jumps over the lazy dog, and then it goes on to sleep beneath an old oak tree.",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.timeline.divide import divide
 from swarmq.timeline.pack import pack
+from swarmq.timeline.tree_split import divide
 
 
 def random_tree(draw, leaves, longest):

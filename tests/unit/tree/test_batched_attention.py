@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from swarmq.learner import batched_attention
-from swarmq.learner.batched_attention import TOLERATED_WASTE, batches_of
-from swarmq.learner.tree_attention import Visibility
+from swarmq.learner.model import batched_attention
+from swarmq.learner.model.batched_attention import TOLERATED_WASTE, batches_of
+from swarmq.learner.model.layout_attention import Visibility
 from swarmq.timeline import PrefixTree, row_layouts
 from swarmq.timeline.layout import visible
 

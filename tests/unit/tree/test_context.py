@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forks import make_group
-from swarmq.learner.context import ALONE, Context, _by_rank, _in_order, cut
-from swarmq.learner.kernel_check import Recorded, attend_as_ranks
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_attention import BLOCK, LENGTHS, Visibility
+from swarmq.learner.model.attention_check import Recorded, attend_as_ranks
+from swarmq.learner.model.context_parallel import ALONE, Context, _by_rank, _in_order, cut
+from swarmq.learner.model.layout_attention import BLOCK, LENGTHS, Visibility
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import PrefixTree, lay_rows, row_layouts, standalone, unfold
 from swarmq.timeline.layout import visible
 

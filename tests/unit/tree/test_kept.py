@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from swarmq.learner import kept as keeping
-from swarmq.learner.context import ALONE
-from swarmq.learner.kept import Checkpointing, Kept
-from swarmq.learner.memory import LAYER_BYTES
+from swarmq.learner.memory.estimate import LAYER_BYTES
+from swarmq.learner.model import activation_checkpointing as keeping
+from swarmq.learner.model.activation_checkpointing import Checkpointing, Kept
+from swarmq.learner.model.context_parallel import ALONE
 
 LAYERS = 3
 

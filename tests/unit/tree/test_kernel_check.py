@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._dynamo.utils import get_optimize_ddp_mode
 
-from swarmq.learner import tree, tree_attention
-from swarmq.learner.batched_attention import attend_in_batches
-from swarmq.learner.kernel_check import Recorded, refusal
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.model import layout_attention, layout_model
+from swarmq.learner.model.attention_check import Recorded, refusal
+from swarmq.learner.model.batched_attention import attend_in_batches
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import PrefixTree
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -62,7 +62,7 @@ def checked(make_model, make_group, monkeypatch):
         placed = Placed.of(layout, CPU)
         with torch.no_grad():
             model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
-        monkeypatch.setattr(tree_attention, "_attend_compiled", kernel)
+        monkeypatch.setattr(layout_attention, "_attend_compiled", kernel)
         return refusal(recorded.calls, layout, CPU, dtype, backward=backward, **asked)
 
     return check
@@ -86,8 +86,8 @@ def flex_by_definition(query, key, value, *, score_mod, block_mask, scale, enabl
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma2", "gpt-oss"])
 def test_what_is_made_of_the_compilers_attention_is_that_of_every_kind_of_layer(checked, monkeypatch, name, ranks):
     """Windows, capped scores and sinks, and lengths that are padded; whole passes and those that ranks share."""
-    monkeypatch.setattr(tree_attention, "_compiled_flex_attention", lambda: flex_by_definition)
-    assert checked(tree_attention._attend_compiled, name, ranks=ranks) is None
+    monkeypatch.setattr(layout_attention, "_compiled_flex_attention", lambda: flex_by_definition)
+    assert checked(layout_attention._attend_compiled, name, ranks=ranks) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -170,7 +170,7 @@ def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(
         tried.append((len(calls), device, dtype, backward, pass_tokens, ranks))
         return "its attention cannot be compiled for this GPU: too wide"
 
-    monkeypatch.setattr(tree, "refusal", check)
+    monkeypatch.setattr(layout_model, "refusal", check)
     lm = make_model("mistral").requires_grad_(trained)
     model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16, pass_tokens=5000, ranks=2)
     assert tried == [(1, CUDA, torch.bfloat16, trained, 5000, 2)]
@@ -182,7 +182,7 @@ def test_layers_are_compiled_whole_for_the_gpu_that_computes_them_wherever_their
     make_model, monkeypatch
 ):
     compiled = []
-    monkeypatch.setattr(tree, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(layout_model, "refusal", lambda *_, **__: None)
     monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
     model = LayoutModel(make_model("mistral"), device=CUDA)
     with torch._dynamo.config.patch(optimize_ddp=True, suppress_errors=False):  # which are the process's
@@ -192,7 +192,7 @@ def test_layers_are_compiled_whole_for_the_gpu_that_computes_them_wherever_their
 
 
 def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monkeypatch):
-    monkeypatch.setattr(tree, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(layout_model, "refusal", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda box, **_: box)
@@ -205,5 +205,5 @@ def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monke
 
 
 def test_without_a_gpu_there_is_no_kernel_to_try(make_model, monkeypatch):
-    monkeypatch.setattr(tree, "refusal", refused)
+    monkeypatch.setattr(layout_model, "refusal", refused)
     assert LayoutModel(make_model("mistral")).rows_only is None

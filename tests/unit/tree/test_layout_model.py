@@ -5,9 +5,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.forks import CONFIGS, MIXED, SHARED, VOCAB
 from swarmq.errors import LearnerError
-from swarmq.learner.model import load_lm
-from swarmq.learner.tree import LayoutModel, Placed
-from swarmq.learner.tree_attention import NAME
+from swarmq.learner.model.layout_attention import NAME
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
 
 CPU = torch.device("cpu")
@@ -237,7 +237,7 @@ def test_the_cost_model_knows_which_layers_have_a_window(make_model, name, full,
 
 
 def test_what_is_computed_by_blocks_on_a_gpu_is_what_the_definition_says(make_group):
-    from swarmq.learner.tree_attention import BLOCK, Visibility
+    from swarmq.learner.model.layout_attention import BLOCK, Visibility
     from swarmq.timeline.layout import visible
 
     group = make_group(seed=5, episodes=6, turns=40)

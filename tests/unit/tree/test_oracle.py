@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import PrefixTree, row_layouts
 
 pytestmark = pytest.mark.slow

@@ -13,9 +13,9 @@ from transformers import models as families
 
 from support.forks import MIXED, SHARED
 from swarmq.config import Engine, Policy, Train
-from swarmq.learner.checkpoint import load
-from swarmq.learner.context import Context, cut
-from swarmq.learner.tree import LayoutModel, Placed
+from swarmq.learner.checkpoint.save_load import load
+from swarmq.learner.model.context_parallel import Context, cut
+from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.timeline import lay_rows, row_layouts, standalone, unfold
 
 CPU = torch.device("cpu")

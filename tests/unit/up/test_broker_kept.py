@@ -8,9 +8,9 @@ from typing import cast
 
 import pytest
 
-from swarmq.broker.node import PrivateNode
-from swarmq.up import keeping
-from swarmq.up.keeping import keep_broker
+from swarmq.broker.node.process import PrivateNode
+from swarmq.up import supervision
+from swarmq.up.supervision import keep_broker
 
 
 class Node:
@@ -40,9 +40,9 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LOOK_EVERY_S", 0.001)
-    monkeypatch.setattr(keeping, "FULL_BYTES", 0)
-    monkeypatch.setattr(keeping, "ROOM_BYTES", 0)
+    monkeypatch.setattr(supervision, "LOOK_EVERY_S", 0.001)
+    monkeypatch.setattr(supervision, "FULL_BYTES", 0)
+    monkeypatch.setattr(supervision, "ROOM_BYTES", 0)
 
 
 async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) -> None:
@@ -50,8 +50,8 @@ async def test_one_that_takes_no_connections_is_started_again(tmp_path: Path) ->
     keeper = asyncio.create_task(keep_broker(cast("PrivateNode", node), told.append))
     async with asyncio.timeout(30):
         await node.started.wait()
-        assert node.asked == keeping.LOOKS
-        while node.asked < 3 * keeping.LOOKS:  # noqa: ASYNC110 - it is looked at
+        assert node.asked == supervision.LOOKS
+        while node.asked < 3 * supervision.LOOKS:  # noqa: ASYNC110 - it is looked at
             await asyncio.sleep(0.001)
     keeper.cancel()
     assert node.happened == ["stop", "start"]
@@ -64,8 +64,8 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, told = Node(tmp_path), list[str]()
-    monkeypatch.setattr(keeping, "FULL_BYTES", 10**18)
-    monkeypatch.setattr(keeping, "ROOM_BYTES", 10**18)
+    monkeypatch.setattr(supervision, "FULL_BYTES", 10**18)
+    monkeypatch.setattr(supervision, "ROOM_BYTES", 10**18)
     waits = asyncio.Event()
 
     def warn(text: str) -> None:
@@ -78,8 +78,8 @@ async def test_one_whose_disk_is_full_is_stopped_until_there_is_room(
         await waits.wait()
         await asyncio.sleep(0.01)
         assert node.happened == ["stop"]
-        monkeypatch.setattr(keeping, "FULL_BYTES", 0)
-        monkeypatch.setattr(keeping, "ROOM_BYTES", 0)
+        monkeypatch.setattr(supervision, "FULL_BYTES", 0)
+        monkeypatch.setattr(supervision, "ROOM_BYTES", 0)
         await node.started.wait()
     keeper.cancel()
     assert told[0] == "the broker has no room left on its disk; starting it again"

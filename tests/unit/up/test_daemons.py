@@ -11,18 +11,18 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmq.client.invitations import host_invite
+from swarmq.broker.admin.invitations import host_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.up import Deployment, Endpoints, keeping, ports
-from swarmq.up.keeping import Daemon, DaemonFailedError
+from swarmq.up import Deployment, Endpoints, ports, supervision
+from swarmq.up.supervision import Daemon, DaemonFailedError
 
 REFUSES = "import sys; sys.stderr.write('some line\\nswarmq: train.lora: no such thing\\nanother\\n'); sys.exit(%d)"
 
 
 async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is told of a part that ends with this status, until it is given up."""
-    monkeypatch.setattr(keeping, "BACKOFF_S", (wait,) * keeping.MAX_DEATHS)
+    monkeypatch.setattr(supervision, "BACKOFF_S", (wait,) * supervision.MAX_DEATHS)
     (log := tmp_path / "part.log").write_text("swarmq: said by another start\n")
     daemon, told = Daemon("learner.main", [sys.executable, "-c", REFUSES % status], log), list[str]()
     await daemon.start()
@@ -34,12 +34,12 @@ async def warned(tmp_path: Path, *, status: int, wait: float, monkeypatch: pytes
 async def test_people_are_told_what_a_part_said_when_it_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *told, _ = await warned(tmp_path, status=1, wait=0.0, monkeypatch=monkeypatch)
     assert told == ["learner.main died with status 1 (train.lora: no such thing); starting it again in 0 s"] * (
-        keeping.MAX_DEATHS - 1
+        supervision.MAX_DEATHS - 1
     )
 
 
 async def test_where_process_ids_stand_they_are_those_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "BACKOFF_S", (0.0,) * keeping.MAX_DEATHS)
+    monkeypatch.setattr(supervision, "BACKOFF_S", (0.0,) * supervision.MAX_DEATHS)
     job = SwarmJob.build(
         {"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}, "broker": {"url": "amqp://b/"}}
     )

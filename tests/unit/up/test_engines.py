@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.errors import BrokerError, EngineError
-from swarmq.up import keeping
+from swarmq.up import supervision
 
 
 class Mortal:
@@ -49,9 +49,9 @@ async def kept(mortal: Mortal) -> list[str]:
     """What is told until it stays alive."""
     warnings: list[str] = []
     if isinstance(mortal, MortalBroker):
-        keeper = asyncio.create_task(keeping.keep_broker(mortal, warnings.append))
+        keeper = asyncio.create_task(supervision.keep_broker(mortal, warnings.append))
     else:
-        keeper = asyncio.create_task(keeping.keep_engine("main.0", mortal, warnings.append))
+        keeper = asyncio.create_task(supervision.keep_engine("main.0", mortal, warnings.append))
     await asyncio.wait([keeper, lives := asyncio.create_task(mortal.lives.wait())], return_when="FIRST_COMPLETED")
     if keeper.done():
         lives.cancel()
@@ -62,7 +62,7 @@ async def kept(mortal: Mortal) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "BACKOFF_S", (0.0,) * keeping.MAX_DEATHS)
+    monkeypatch.setattr(supervision, "BACKOFF_S", (0.0,) * supervision.MAX_DEATHS)
 
 
 async def test_an_engine_that_its_learner_gave_up_is_started_again_and_says_so() -> None:
@@ -79,12 +79,12 @@ async def test_an_engine_that_finds_no_memory_is_tried_again_while_its_learner_m
 
 
 async def test_an_engine_that_keeps_dying_ends_the_run() -> None:
-    with pytest.raises(keeping.DaemonFailedError, match="engine main.0 died 5 times"):
+    with pytest.raises(supervision.DaemonFailedError, match="engine main.0 died 5 times"):
         await kept(Mortal(*[True] * 9))
 
 
 async def test_an_engine_that_never_starts_ends_the_run_however_long_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "DEATH_WINDOW_S", 0.0)
+    monkeypatch.setattr(supervision, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(EngineError, match="no free memory"):
         await kept(Mortal(*[False] * 9))
 
@@ -98,9 +98,9 @@ async def test_a_broker_that_does_not_start_at_once_is_tried_again_in_the_same_w
 
 
 async def test_a_broker_that_never_starts_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(keeping.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
+    with pytest.raises(supervision.DaemonFailedError, match="the broker died 5 times; its logs are in /tmp/broker/log"):
         await kept(MortalBroker(*[False] * 9))
-    monkeypatch.setattr(keeping, "DEATH_WINDOW_S", 0.0)
+    monkeypatch.setattr(supervision, "DEATH_WINDOW_S", 0.0)
     with pytest.raises(BrokerError, match="not up after 60 s"):
         await kept(MortalBroker(*[False] * 9))
 

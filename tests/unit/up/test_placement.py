@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
-from swarmq.engine.gpus import Gpu, chosen, visible_gpus
-from swarmq.engine.model import Model, count_parameters
+from swarmq.engine.server.gpus import Gpu, chosen, visible_gpus
+from swarmq.engine.server.model_check import Model, count_parameters
 from swarmq.errors import ConfigError
-from swarmq.learner import fits
-from swarmq.learner.memory import GIB, HEADROOM, state_bytes
-from swarmq.placement import ASLEEP, DIGITS, LEAST_CONTEXT, Needs, Placement, contexts, place, place_all, shape_of
+from swarmq.learner.memory import plan
+from swarmq.learner.memory.estimate import GIB, HEADROOM, state_bytes
 from swarmq.up.deployment import _resolve
+from swarmq.up.placement import ASLEEP, DIGITS, LEAST_CONTEXT, Needs, Placement, contexts, place, place_all, shape_of
 
 H200 = Gpu(total=139 * GIB, free=139 * GIB)
 BUSY = Gpu(total=139 * GIB, free=79 * GIB)
@@ -194,14 +194,14 @@ def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, mod
     """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
     shape = shape_of(model)
     monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
-    monkeypatch.setattr(fits, "shape_of", lambda _: shape)
+    monkeypatch.setattr(plan, "shape_of", lambda _: shape)
     assert own.engine.gpu_memory_utilization
     engine = int(own.engine.gpu_memory_utilization * gpu.total)
     assert engine <= gpu.free, "vLLM starts only where it finds its share"
     beside = engine if placement.kind == "shared" else 0
-    ranks, full = len(placement.learner), fits.shard("m", own.train).full
+    ranks, full = len(placement.learner), plan.shard("m", own.train).full
     free = gpu.free - (ASLEEP if placement.sleep else beside)
-    fits.check_shape(shape, own.train, ranks=ranks, full=full, gpu=fits.Gpu(total=gpu.total, free=free))
+    plan.check_shape(shape, own.train, ranks=ranks, full=full, gpu=plan.Gpu(total=gpu.total, free=free))
     assert state_bytes(shape, own.train, ranks=ranks, full=full) + beside <= gpu.free
 
 

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import save_file
 
 from support.tiny_model import tiny_model
-from swarmq.broker import node_files
+from swarmq.broker.node import files
 from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
-from swarmq.learner.records import SCHEMA, Identity
-from swarmq.learner.saved import ADAPTER, MANIFEST, SETTINGS, File, Manifest
+from swarmq.learner.checkpoint.discovery import ADAPTER, MANIFEST, SETTINGS, File, Manifest
+from swarmq.learner.store.records import SCHEMA, Identity
 from swarmq.up import deploy
 
 ELSEWHERE = Engine(urls=("http://127.0.0.1:9",))
@@ -49,7 +49,7 @@ def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None
 
 def test_a_disk_on_which_its_rabbitmq_would_take_no_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWARMQ_AMQP_URL", raising=False)
-    monkeypatch.setattr(node_files, "DISK_LIMIT_BYTES", 10**18)
+    monkeypatch.setattr(files, "DISK_LIMIT_BYTES", 10**18)
     job = training(tmp_path)
     error = refused(job)
     assert isinstance(error, BrokerError)

@@ -13,17 +13,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from swarmq.collector.effects import SaveControl
+from swarmq.collector.decide.effects import SaveControl
 from swarmq.collector.store import Store
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import BrokerError
 from swarmq.keys import Invite
-from swarmq.learner.batch_log import BatchLog
+from swarmq.learner.store.batch_log import BatchLog
 from swarmq.messages import Change, Control, Event
 from swarmq.testing import MemoryBroker
 from swarmq.up.deployment import Deployment, keep_learners
-from swarmq.up.keeping import Daemon
-from swarmq.up.stopping import drain_s, farewell, stop
+from swarmq.up.shutdown import drain_s, farewell, stop
+from swarmq.up.supervision import Daemon
 from unit.learner.test_batch_log import OURS, batch, drops
 from unit.up.test_placement import QWEN
 

@@ -3,8 +3,8 @@
 import pytest
 
 from swarmq.config import Engine, Loss, Policy, SamplingDefaults, SwarmJob, Train
-from swarmq.engine.model import Model
-from swarmq.up.plan import planned, untrainable_calls, without_effect
+from swarmq.engine.server.model_check import Model
+from swarmq.up.job_checks import planned, untrainable_calls, without_effect
 
 
 @pytest.mark.parametrize(

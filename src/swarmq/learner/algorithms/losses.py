@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmq.config import Loss
-from swarmq.learner.algorithms.effects import Effect
+from swarmq.learner.algorithms.loss_effects import Effect
 
 CISPO_HIGH = 4.0
 PPO_LOW, PPO_HIGH = 0.2, 0.28

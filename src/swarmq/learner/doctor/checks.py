@@ -8,15 +8,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from swarmq.config import Policy, Train
-from swarmq.drift import Drift
-from swarmq.engine.overrides import overriding
+from swarmq.engine.server.arguments import overriding
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
-from swarmq.learner.algorithms.normalisation import token_weight
-from swarmq.learner.doctor.findings import Finding, judged
-from swarmq.learner.passes import Pass, Traits, credited_tokens, work_of
-from swarmq.learner.records import BatchRecord
-from swarmq.learner.support import altered
+from swarmq.learner.algorithms.loss_weights import token_weight
+from swarmq.learner.batching.micro_batches import Pass, Traits, credited_tokens, work_of
+from swarmq.learner.batching.unsupported_sampling import altered
+from swarmq.learner.health.findings import Finding, judged
+from swarmq.learner.store.records import BatchRecord
 from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
+from swarmq.token_drift import Drift
 
 LOST_LIMIT = 0.05
 

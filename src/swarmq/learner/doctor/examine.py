@@ -11,15 +11,17 @@ from torch import Tensor
 
 from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner import batch_log, checkpoint, fits, saved
+from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.doctor.checks import checks
-from swarmq.learner.doctor.findings import Finding, judged
 from swarmq.learner.doctor.mismatch import compare, explain
-from swarmq.learner.gpu_errors import gpu_errors
-from swarmq.learner.passes import work_of
-from swarmq.learner.records import BatchRecord, Identity
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.health.findings import Finding, judged
+from swarmq.learner.memory import plan
+from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.store import batch_log
+from swarmq.learner.store.records import BatchRecord, Identity
+from swarmq.learner.train.gpu_errors import gpu_errors
+from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Episode
 from swarmq.timeline import resolve, row_layouts
 
@@ -50,7 +52,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = checkpoint.load(start, msgspec.structs.replace(settings, train=fits.looked_at(settings.train)))
+    trainer = save_load.load(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
     stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
@@ -72,16 +74,16 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     yield from explain(compared)
 
 
-def _start(folder: Path, identity: Identity, last: int, batches: int) -> saved.Checkpoint | None:
+def _start(folder: Path, identity: Identity, last: int, batches: int) -> discovery.Checkpoint | None:
     """The newest sound checkpoint that `batches` were trained after; None for the initial model."""
     sound = []
     for path in sorted(folder.glob("step-*")):
         try:
-            manifest = saved.check(path)
-        except saved.DamagedError:
+            manifest = discovery.check(path)
+        except discovery.DamagedError:
             continue
         if not identity.difference(manifest.identity) and manifest.version < last:
-            sound.append(saved.Checkpoint(path=path, version=manifest.version))
+            sound.append(discovery.Checkpoint(path=path, version=manifest.version))
     enough = [each for each in sound if each.version <= last - batches]
     return enough[-1] if enough else None
 

@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swarmq.learner.doctor.findings import Finding, Level
-from swarmq.learner.passes import Pass, work_of
-from swarmq.learner.records import BatchRecord
-from swarmq.learner.trainer import Trainer
-from swarmq.learner.tree import Placed
+from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.health.findings import Finding, Level
+from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.store.records import BatchRecord
+from swarmq.learner.train.trainer import Trainer
 
 Floats = NDArray[np.float64]
 

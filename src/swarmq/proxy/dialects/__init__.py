@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from swarmq.proxy.dialects.anthropic_messages import ANTHROPIC, CountTokens, Messages
 from swarmq.proxy.dialects.base import Dialect, Writer, events, headers, read, request_headers
-from swarmq.proxy.dialects.chat import Chat
+from swarmq.proxy.dialects.chat_completions import Chat
 from swarmq.proxy.dialects.completions import TextCompletions
-from swarmq.proxy.dialects.messages import ANTHROPIC, CountTokens, Messages
 from swarmq.proxy.dialects.responses import Responses
 
 MESSAGES = Messages()

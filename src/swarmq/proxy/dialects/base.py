@@ -19,20 +19,20 @@ from typing import Any, Protocol
 import msgspec
 import structlog
 
-from swarmq.engine.protocol import Logprob
+from swarmq.engine.client.protocol import Logprob
 from swarmq.keys import Claims
 from swarmq.messages import OBSERVED, new_id
-from swarmq.proxy.calls import Ask, Call, Ended, Gained, check_served, ignored
-from swarmq.proxy.completion import Begun, Completions
-from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects.bodies import check_arguments, check_results, object_of
-from swarmq.proxy.dialects.fields import refuse, unknown
-from swarmq.proxy.dialects.grammars import check_schemas
-from swarmq.proxy.dialects.media import check_media
-from swarmq.proxy.meter import Meter
-from swarmq.proxy.recorder import call_id
-from swarmq.proxy.refusals import Refusal, RefusedError, refusal_of
-from swarmq.proxy.sampling import check_limits
+from swarmq.proxy.completions.pipeline import Begun, Completions
+from swarmq.proxy.completions.recorder import call_id
+from swarmq.proxy.counters import Meter
+from swarmq.proxy.dialects.body_checks import check_arguments, check_results, object_of
+from swarmq.proxy.dialects.grammar_checks import check_schemas
+from swarmq.proxy.dialects.known_parameters import refuse, unknown
+from swarmq.proxy.dialects.media_checks import check_media
+from swarmq.proxy.episodes.conversations import Conversations
+from swarmq.proxy.http_errors import Refusal, RefusedError, refusal_of
+from swarmq.proxy.requests import Ask, Call, Ended, Gained, check_served, ignored
+from swarmq.proxy.sampling_params import check_limits
 
 Json = dict[str, Any]
 log = structlog.get_logger()

@@ -10,14 +10,14 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from swarmq.engine.protocol import Logprob
-from swarmq.proxy.calls import Ask, Ended, Gained, Kept
-from swarmq.proxy.completion import Begun
-from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects import fields, schemas
+from swarmq.engine.client.protocol import Logprob
+from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import MAX_TOP_LOGPROBS, count, flag, not_served, options
-from swarmq.proxy.dialects.chunks import ChunkWriter, head, usage
-from swarmq.proxy.refusals import Refusal, RefusedError
+from swarmq.proxy.dialects.openai_chunks import ChunkWriter, head, usage
+from swarmq.proxy.episodes.conversations import Conversations
+from swarmq.proxy.http_errors import Refusal, RefusedError
+from swarmq.proxy.requests import Ask, Ended, Gained, Kept
 
 Json = dict[str, Any]
 Prompt = str | list[int]
@@ -29,8 +29,8 @@ DEFAULT_MAX_TOKENS = 16
 class TextCompletions:
     path = "/v1/completions"
     summary = "OpenAI's completions"
-    body = schemas.COMPLETION
-    fields: frozenset[str] | None = fields.COMPLETION
+    body = openapi_schemas.COMPLETION
+    fields: frozenset[str] | None = known_parameters.COMPLETION
 
     def ask(self, body: Json, told: Conversations) -> Ask:
         prompt = _prompt(body)

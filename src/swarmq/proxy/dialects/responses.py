@@ -12,12 +12,10 @@ from typing import Any
 
 import msgspec
 
-from swarmq.engine.protocol import Logprob
+from swarmq.engine.client.protocol import Logprob
 from swarmq.messages import RESPONSE
-from swarmq.proxy.calls import Ask, Ended, Gained, Kept
-from swarmq.proxy.completion import Begun
-from swarmq.proxy.conversations import Conversations
-from swarmq.proxy.dialects import fields, schemas
+from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import (
     MAX_TOP_LOGPROBS,
     answer_id,
@@ -33,8 +31,10 @@ from swarmq.proxy.dialects.base import (
     string,
     top_logprobs,
 )
-from swarmq.proxy.dialects.fields import UNKNOWN
-from swarmq.proxy.refusals import Refusal, RefusedError
+from swarmq.proxy.dialects.known_parameters import UNKNOWN
+from swarmq.proxy.episodes.conversations import Conversations
+from swarmq.proxy.http_errors import Refusal, RefusedError
+from swarmq.proxy.requests import Ask, Ended, Gained, Kept
 
 Json = dict[str, Any]
 
@@ -75,8 +75,8 @@ PARTS = {"message": "content", "reasoning": "reasoning", "function_call": "tool_
 class Responses:
     path = "/v1/responses"
     summary = "OpenAI's responses"
-    body = schemas.RESPONSE
-    fields: frozenset[str] | None = fields.RESPONSE
+    body = openapi_schemas.RESPONSE
+    fields: frozenset[str] | None = known_parameters.RESPONSE
 
     def ask(self, body: Json, told: Conversations) -> Ask:
         not_served(body, "background", why="an answer is waited for or streamed")

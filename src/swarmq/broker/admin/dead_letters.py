@@ -1,0 +1,185 @@
+"""The dead-letter queue for people: list, show, requeue, purge. Behind `swarmq dead`.
+
+Everything reads with `basic.get` and acknowledges only what was dealt with; the rest returns when the session closes, so
+looking loses nothing, and two people looking at once merely see fewer letters each.
+
+Where a letter came from is never taken from headers that its sender could have written:
+
+| it came by           | so it was parked by                       | queue        | sender                          |
+|---|---|---|---|
+| exchange swarmq.dead | RabbitMQ: rejected, or delivered too often | its x-death  | its routing key, or our header  |
+| the default exchange | a process of ours                          | our header   | our header                      |
+| swarmq.clients       | a client, which older versions allowed     | its own word | its routing key                 |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Collection, Container
+from typing import Any
+
+import msgspec
+from aio_pika.abc import AbstractIncomingMessage
+from aio_pika.exceptions import PublishError
+
+from swarmq.broker import topology
+from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, SENDER_HEADER
+from swarmq.broker.publisher import send
+from swarmq.broker.session import Session, open_session
+from swarmq.errors import BrokerError, MessageError
+from swarmq.messages import decode
+
+LIST_LIMIT = 1000
+SHOWN_BYTES = 400
+"""Of a body that cannot be read."""
+
+CONNECTION = "swarmq.dead"
+
+
+class DeadLetter(msgspec.Struct, frozen=True, kw_only=True):
+    """A message that nobody could use."""
+
+    id: str
+    """Unique; what the functions here take."""
+    key: str
+    kind: str
+    queue: str
+    """Where it was meant for; empty when unknown."""
+    reason: str
+    body: bytes
+    headers: dict[str, Any]
+    sender: str = ""
+    """The invited client's user, `<run>.<client>`, as RabbitMQ has verified it; empty: a process of the run itself."""
+
+
+class Requeued(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of a requeue."""
+
+    sent: int
+    left: dict[str, str]
+    """id -> why it stays dead."""
+
+
+async def find(url: str, wanted: str) -> DeadLetter:
+    """The dead letter of this id. Raises BrokerError when there is none."""
+    found = {letter.id: letter for letter in await letters(url)}
+    _check([wanted], found)
+    return found[wanted]
+
+
+async def letters(url: str, *, limit: int = LIST_LIMIT) -> list[DeadLetter]:
+    """The oldest dead letters. Raises UnroutableError on a broker where no run was ever started."""
+    async with open_session(url, name=CONNECTION) as session:
+        return [letter async for letter, _ in _read(session, limit=limit)]
+
+
+def show(letter: DeadLetter) -> str:
+    """The letter as text: its record as JSON, or the beginning of its bytes when it is none."""
+    try:
+        record = msgspec.msgpack.decode(letter.body)
+        content = json.dumps(msgspec.to_builtins(record, str_keys=True, enc_hook=str), indent=2)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError):
+        content = f"{len(letter.body)} bytes that are no record: {letter.body[:SHOWN_BYTES]!r}"
+    head = {name: getattr(letter, name) for name in ("id", "key", "kind", "queue", "sender", "reason")}
+    return "\n".join([*(f"{name}: {value}" for name, value in head.items()), content])
+
+
+async def requeue(url: str, ids: Collection[str] | None = None) -> Requeued:
+    """Send letters back to the queues they were meant for; None means all. Each is confirmed there, then forgotten here.
+
+    Those of an invited client go back as its own, and are checked as at their first arrival. Raises BrokerError for an id that no letter has; nothing was sent then."""
+    sent, left = 0, {}
+    async with open_session(url, name=CONNECTION) as session:
+        chosen = [(letter, message) async for letter, message in _read(session) if ids is None or letter.id in ids]
+        _check(ids or (), [letter.id for letter, _ in chosen])
+        for letter, message in chosen:
+            reason = await _send_back(session, letter)
+            if reason is None:
+                await session.call(message.ack())
+                sent += 1
+            else:
+                left[letter.id] = reason
+    return Requeued(sent=sent, left=left)
+
+
+async def purge(url: str, ids: Collection[str] | None = None) -> int:
+    """Forget letters for good; None means all. Returns how many. Raises BrokerError for an id that no letter has; then none is
+    forgotten."""
+    async with open_session(url, name=CONNECTION) as session:
+        if ids is None:
+            queue = await session.channel.get_queue(topology.DEAD, ensure=False)
+            answer = await session.call(queue.purge())
+            return int(answer.message_count or 0)
+        chosen = [(letter.id, message) async for letter, message in _read(session) if letter.id in ids]
+        _check(ids, [name for name, _ in chosen])
+        for _, message in chosen:
+            await session.call(message.ack())
+        return len(chosen)
+
+
+def _check(ids: Collection[str], found: Container[str]) -> None:
+    if missing := [one for one in ids if one not in found]:
+        raise BrokerError(f"no dead letter has the id {missing[0]!r}: `swarmq dead list` shows them")
+
+
+async def _read(
+    session: Session, *, limit: int | None = None
+) -> AsyncIterator[tuple[DeadLetter, AbstractIncomingMessage]]:
+    queue = await session.channel.get_queue(topology.DEAD, ensure=False)
+    count = 0
+    while limit is None or count < limit:
+        message = await session.call(queue.get(fail=False, timeout=None))
+        if message is None:
+            return
+        count += 1
+        yield _letter(message), message
+
+
+def _letter(message: AbstractIncomingMessage) -> DeadLetter:
+    headers, key = message.headers, message.routing_key or ""
+    queue, sender = str(headers.get(QUEUE_HEADER, "")), str(headers.get(SENDER_HEADER, ""))
+    reason = str(headers.get(REASON_HEADER, "no reason given"))
+    if message.exchange == topology.DEAD:
+        deaths: Any = headers.get("x-death")
+        death = deaths[0] if deaths else {}  # RabbitMQ puts its newest in front
+        queue, reason = str(death.get("queue", "")), _death(str(death.get("reason", "")), message.body)
+        if key != queue:  # it was not published to its queue by name, as operators do
+            sender = topology.sender_of(key)
+    elif message.exchange == topology.CLIENTS:
+        sender = topology.sender_of(key)
+        reason = f"parked by {sender}, who says: {reason}"
+    return DeadLetter(
+        id=message.message_id or "",
+        key=str(headers.get(KEY_HEADER, "")),
+        kind=message.type or "",
+        queue=queue,
+        reason=reason,
+        body=message.body,
+        headers=headers,
+        sender=sender,
+    )
+
+
+def _death(reason: str, body: bytes) -> str:
+    if reason == "delivery_limit":
+        return f"delivered more than {topology.DELIVERY_LIMIT} times without an acknowledgement"
+    if reason != "rejected":
+        return f"dead-lettered by the broker: {reason or 'no reason given'}"
+    try:
+        decode(body)
+    except MessageError as error:
+        return f"refused by a client: {error}"
+    return "refused by a client, whose log and whose episode at this slot say why"
+
+
+async def _send_back(session: Session, letter: DeadLetter) -> str | None:
+    """None when it is confirmed in its queue, else why not."""
+    queue = topology.reach_of_client(letter.sender, letter.queue) if letter.sender else letter.queue
+    if not queue:
+        return f"client {letter.sender} may not send to {letter.queue!r}" if letter.sender else "its queue is unknown"
+    headers = {KEY_HEADER: letter.key} | ({SENDER_HEADER: letter.sender} if letter.sender else {})
+    try:
+        await session.call(send(session.channel, queue, letter.body, kind=letter.kind, headers=headers))
+    except PublishError:
+        return f"queue {queue} does not exist"
+    return None

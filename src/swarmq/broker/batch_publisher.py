@@ -1,0 +1,142 @@
+"""Publishing a batch exactly once, although the publisher may die in the middle of it.
+
+    publish ──BCC──> queue             the broker puts the message into both or, from a dead publisher, into neither
+               └───> <book>            one receipt per message; whoever goes on reads them and sends only the rest
+                     <book>.lock       exclusive: gone when the broker has digested all that a dead publisher had sent
+
+Receipts need not outlive the caller's own note that a batch is done: `clear` forgets them. What remains at least once is a
+broker that dies itself between the two queues.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any
+
+from aio_pika.exceptions import DeliveryError, PublishError
+
+from swarmq.broker import topology
+from swarmq.broker.deliveries import KEY_HEADER
+from swarmq.broker.publisher import Publisher, send
+from swarmq.broker.reconnect import Link
+from swarmq.broker.session import Session
+from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
+from swarmq.messages import Message, encode, key_of
+
+COPY_HEADER = "BCC"
+"""RabbitMQ's sender-selected distribution: further routing keys, taken out of the message before anybody sees it."""
+
+
+@asynccontextmanager
+async def receipts(url: str, book: str, *, name: str) -> AsyncIterator[AmqpReceipts]:
+    """The book of that name, ours alone while the context is open; another holder is waited for."""
+    found = AmqpReceipts(book)
+    link = Link(url, name=f"{name}.receipts", prepare=found.prepare)
+    found.link = link
+    async with link.keep():
+        await link.session()
+        yield found
+
+
+class AmqpReceipts:
+    """Implements `swarmq.broker.protocol.Receipts`."""
+
+    link: Link
+
+    def __init__(self, book: str) -> None:
+        self._book = book
+        self._known: set[str] = set()
+
+    async def prepare(self, session: Session) -> None:
+        """Take the lock and read the book, on every new connection."""
+        channel = session.channel
+        try:
+            await session.call(channel.declare_queue(f"{self._book}.lock", exclusive=True))
+        except BrokerError as error:
+            if "RESOURCE_LOCKED" in str(error):
+                raise BrokerLostError(f"{self._book} is in use by another process, waiting for its end") from error
+            raise
+        await session.call(channel.declare_queue(self._book, durable=True, arguments=topology.dead_arguments()))
+        self._known = await session.call(_read(session, self._book))
+
+    async def publish(self, queue: str, messages: Sequence[Message]) -> None:
+        left = {key_of(message): message for message in messages}
+        while left := {key: message for key, message in left.items() if key not in self._known}:
+            session = await self.link.session()
+            await _exists(session, queue)
+            with suppress(BrokerLostError):  # the next session has read what this one has achieved
+                await self._send(session, queue, left)
+                return
+
+    async def clear(self) -> None:
+        self._known.clear()
+        with suppress(BrokerLostError):  # old receipts name what is never sent again
+            session = await self.link.session()
+            await session.call(_purge(session, self._book))
+
+    async def close(self) -> None:
+        with suppress(BrokerLostError):
+            session = await self.link.session()
+            await session.call(session.channel.queue_delete(self._book))
+
+    async def _send(self, session: Session, queue: str, messages: dict[str, Message]) -> None:
+        full: list[tuple[str, Message]] = []
+
+        async def one(key: str, message: Message) -> None:
+            headers = {KEY_HEADER: key, COPY_HEADER: [self._book]}
+            try:
+                await session.call(_publish(session, queue, message, headers))
+            except PublishError as error:
+                raise UnroutableError(f"no queue {queue}: it was deleted") from error
+            except DeliveryError:
+                full.append((key, message))
+
+        try:
+            async with asyncio.TaskGroup() as sending:
+                for key, message in messages.items():
+                    sending.create_task(one(key, message))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None  # all of them say the same
+        if full:
+            await self._send_to_full(queue, full)
+
+    async def _send_to_full(self, queue: str, rejected: list[tuple[str, Message]]) -> None:
+        """The book may have taken what the queue refused: a receipt that lies loses a task, none at worst doubles it."""
+        await self.clear()
+        publisher = Publisher(self.link)
+        for key, message in rejected:
+            await publisher.publish(
+                queue, encode(message), kind=_kind(message), headers={KEY_HEADER: key}, deadline_s=None
+            )
+
+
+async def _publish(session: Session, queue: str, message: Message, headers: dict[str, Any]) -> None:
+    await send(session.channel, queue, encode(message), kind=_kind(message), headers=headers)
+
+
+async def _exists(session: Session, queue: str) -> None:
+    """A copy in the book would hide that nobody else got the message. Raises UnroutableError."""
+    try:
+        await session.call(session.channel.declare_queue(queue, passive=True))
+    except UnroutableError as error:
+        raise UnroutableError(f"no queue {queue} at {session.where}: check the run's name and the kind") from error
+
+
+async def _read(session: Session, book: str) -> set[str]:
+    channel = await session.connection.channel(publisher_confirms=False)
+    queue = await channel.get_queue(book, ensure=False)
+    keys: set[str] = set()
+    while (message := await queue.get(fail=False)) is not None:
+        keys.add(str(message.headers.get(KEY_HEADER, "")))
+    await channel.close()  # the receipts return to the book
+    return keys
+
+
+async def _purge(session: Session, book: str) -> None:
+    await (await session.channel.get_queue(book, ensure=False)).purge()
+
+
+def _kind(message: Message) -> str:
+    return str(message.__struct_config__.tag)

@@ -1,0 +1,249 @@
+"""What a private node keeps in its folder: who it is, its settings, its logs, and a lock."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+from swarmq.broker import topology
+from swarmq.config import Broker
+from swarmq.errors import BrokerError
+from swarmq.runtime.files import write_whole
+from swarmq.runtime.logs import log
+from swarmq.runtime.processes import held_port, port_is_free
+
+HOST = "127.0.0.1"
+LAST_LINES = 6
+
+DISK_LIMIT_BYTES = 2_000_000_000
+"""With less free on its disk, a private node takes no messages."""
+BLOCKED = (
+    "RabbitMQ takes no messages: it is low on memory or disk, and all wait until it is not (one that `swarmq up` starts needs "
+    f"{DISK_LIMIT_BYTES / 1e9:g} GB free on its disk)"
+)
+
+ACK_TIMEOUT_MS = round(topology.ACK_S * 1000)
+CONFIG = """\
+listeners.tcp.1 = {host}:{amqp_port}
+management.tcp.ip = {host}
+management.tcp.port = {management_port}
+default_user = {user}
+default_pass = {password}
+loopback_users = none
+log.console = false
+# Tasks and batches are held unacknowledged for as long as they take: a week.
+consumer_timeout = {ack_timeout_ms}
+# A gibibyte of backlog is 850 MB of memory with RabbitMQ's default log segments, 300 MB with these.
+raft.wal_max_size_bytes = 67108864
+vm_memory_high_watermark.absolute = 1500MB
+disk_free_limit.absolute = {disk_limit}
+"""
+
+ADVANCED = (
+    f'[{{rabbit, [{{server_properties, [{{<<"{topology.ACK_TIMEOUT_PROPERTY}">>, signedint, {ACK_TIMEOUT_MS}}}]}}]}}].'
+)
+"""Tells clients of consumer_timeout, which no RabbitMQ does by itself."""
+
+TLS = """\
+listeners.ssl.1 = 0.0.0.0:{port}
+ssl_options.certfile = {certificate}
+ssl_options.keyfile = {key}
+ssl_options.cacertfile = {certificate}
+ssl_options.verify = verify_none
+ssl_options.versions.1 = tlsv1.3
+ssl_options.versions.2 = tlsv1.2
+"""
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What stays the same when the node is started again, except the last two ports, which only it needs."""
+
+    node: str
+    """Erlang's name; the data folder is named by it."""
+    user: str
+    password: str
+    amqp_port: int
+    management_port: int
+    dist_port: int
+    epmd_port: int
+
+
+def check_disk(folder: Path) -> None:
+    """Raises BrokerError where a node in this folder would take no messages."""
+    free = shutil.disk_usage(folder).free
+    if free < DISK_LIMIT_BYTES:
+        raise BrokerError(
+            f"the disk of {folder} has {free / 1e9:.2f} GB free, and RabbitMQ takes no messages below "
+            f"{DISK_LIMIT_BYTES / 1e9:g} GB: free some, or set `folder` to another disk"
+        )
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """The lock on a node's folder, held until it is closed. Raises BrokerError naming the holder."""
+    lock = (folder / "lock").open("a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise BrokerError(
+            f"the RabbitMQ data in {folder} is in use by process {holder}: stop that run, or name another folder"
+        ) from None
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+def load_identity(folder: Path, *, port: int) -> Identity:
+    """The node's identity, made at the first start; `port` 0 keeps or picks one. Raises BrokerError: port taken."""
+    path = folder / "node.json"
+    management, dist, epmd, amqp = _distinct_ports(4)
+    fresh = Identity(
+        node=f"swarmq-{secrets.token_hex(4)}@localhost",
+        user="swarmq",
+        password=secrets.token_hex(18),  # which no program takes for an option
+        amqp_port=port or amqp,
+        management_port=management,
+        dist_port=dist,
+        epmd_port=epmd,
+    )
+    try:
+        identity = msgspec.json.decode(path.read_bytes(), type=Identity)
+    except FileNotFoundError:
+        identity = fresh
+    except msgspec.MsgspecError as error:
+        identity = _recover(folder, fresh)
+        log.warning("file_damaged", file=str(path), error=str(error), meaning="made again from the node's other files")
+    identity = msgspec.structs.replace(
+        identity,
+        amqp_port=port or identity.amqp_port,
+        management_port=identity.management_port if port_is_free(identity.management_port) else management,
+        dist_port=dist,
+        epmd_port=epmd,
+    )
+    if not port_is_free(identity.amqp_port):
+        raise BrokerError(
+            f"port {identity.amqp_port} is taken by another program: stop it, or set broker.port to a free one"
+        )
+    write_whole(path, msgspec.json.encode(identity))
+    return identity
+
+
+def _recover(folder: Path, fresh: Identity) -> Identity:
+    """The node's name from its data folder; user, password and ports from the settings of its last start, and where these are damaged,
+    too, from `fresh`: `PrivateNode` then sets that password."""
+    names = [path.name for path in (folder / "mnesia").glob("swarmq-*@localhost")]
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        settings = dict(re.findall(r"^([\w.]+) = (.+)\n", (folder / "rabbitmq.conf").read_text(), re.MULTILINE))
+        amqp, management = settings.get("listeners.tcp.1", ""), settings.get("management.tcp.port", "")
+        if {"default_user", "default_pass"} <= settings.keys():
+            fresh = msgspec.structs.replace(fresh, user=settings["default_user"], password=settings["default_pass"])
+        if amqp.rpartition(":")[2].isdecimal() and management.isdecimal():
+            ports = {"amqp_port": int(amqp.rpartition(":")[2]), "management_port": int(management)}
+            fresh = msgspec.structs.replace(fresh, **ports)
+    return msgspec.structs.replace(fresh, node=names[0]) if names else fresh
+
+
+def is_password_new(folder: Path, identity: Identity) -> bool:
+    """Whether the node has data, and its users may have another password than this: its settings, before they are written anew, do
+    not have it."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        if f"default_pass = {identity.password}\n" in (folder / "rabbitmq.conf").read_text():
+            return False
+    return any((folder / "mnesia").glob("swarmq-*@localhost"))
+
+
+def tls_listener(settings: Broker) -> str:
+    """Lines of rabbitmq.conf that let other machines in by amqps; none where it is not asked for."""
+    if not settings.tls_port:
+        return ""
+    certificate, key = (Path(path or "").absolute() for path in (settings.certificate, settings.key))
+    for path in (certificate, key):
+        if not path.is_file():
+            raise BrokerError(f"broker: the PEM file {path} does not exist")
+    return TLS.format(port=settings.tls_port, certificate=certificate, key=key)
+
+
+def read_identity(folder: Path) -> Identity | None:
+    """Of the node whose folder this is; None where none was ever started."""
+    try:
+        return msgspec.json.decode((folder / "node.json").read_bytes(), type=Identity)
+    except (OSError, msgspec.MsgspecError):
+        return None
+
+
+def write_files(folder: Path, identity: Identity, *, config: str, advanced: str) -> None:
+    """Everything the node reads when it starts; its logs of the last start make room for the new ones."""
+    home, logs = folder / "home", folder / "log"
+    home.mkdir(mode=0o700, exist_ok=True)
+    logs.mkdir(exist_ok=True)
+    (logs / "start.log").write_bytes(b"")
+    cookie = home / ".erlang.cookie"
+    if not cookie.exists() or not cookie.stat().st_size:
+        write_whole(cookie, secrets.token_hex(20).encode())
+        cookie.chmod(0o400)
+    settings = CONFIG.format(
+        host=HOST,
+        disk_limit=DISK_LIMIT_BYTES,
+        ack_timeout_ms=ACK_TIMEOUT_MS,
+        **msgspec.structs.asdict(identity),
+    )
+    write_whole(folder / "rabbitmq.conf", (settings + config).encode())
+    (folder / "advanced.config").write_text(advanced + "\n")
+    (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
+    (folder / "env.conf").write_text("")
+
+
+def environment(folder: Path, identity: Identity, erlang_bin: Path) -> dict[str, str]:
+    """Of the broker, its name server and `rabbitmqctl`: ours, with every RabbitMQ and Erlang variable replaced."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("RABBITMQ_", "ERL_"))}
+    return kept | {
+        "PATH": f"{erlang_bin}:{os.environ.get('PATH', '/usr/bin:/bin')}",
+        "HOME": f"{folder}/home",
+        "LC_ALL": "C.UTF-8",
+        "ERL_EPMD_PORT": str(identity.epmd_port),
+        "ERL_EPMD_ADDRESS": HOST,
+        "ERL_CRASH_DUMP_SECONDS": "0",
+        "RABBITMQ_NODENAME": identity.node,
+        "RABBITMQ_NODE_IP_ADDRESS": HOST,
+        "RABBITMQ_NODE_PORT": str(identity.amqp_port),
+        "RABBITMQ_DIST_PORT": str(identity.dist_port),
+        "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+        "RABBITMQ_BASE": str(folder),
+        "RABBITMQ_MNESIA_BASE": f"{folder}/mnesia",
+        "RABBITMQ_LOG_BASE": f"{folder}/log",
+        "RABBITMQ_LOGS": f"{folder}/log/node.log",
+        "RABBITMQ_CONFIG_FILE": f"{folder}/rabbitmq.conf",
+        "RABBITMQ_ADVANCED_CONFIG_FILE": f"{folder}/advanced.config",
+        "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/enabled_plugins",
+        "RABBITMQ_CONF_ENV_FILE": f"{folder}/env.conf",  # hides /etc/rabbitmq/rabbitmq-env.conf
+        "RABBITMQ_PID_FILE": f"{folder}/pid",
+        "RABBITMQ_GENERATED_CONFIG_DIR": f"{folder}/gen",
+        "RABBITMQ_FEATURE_FLAGS_FILE": f"{folder}/feature_flags",
+        "RUNNING_UNDER_SYSTEMD": "true",  # the script execs the virtual machine instead of waiting for it
+    }
+
+
+def last_words(output: str) -> str:
+    """Why a node has ended, from what it wrote: its first errors, not the long report that follows them."""
+    before = output.partition("BOOT FAILED")[0].splitlines()
+    errors = [found[1].strip() for line in before if (found := re.search(r"\[error\] <\S+> (.*\S)", line))]
+    lines = errors[:LAST_LINES] or [line.strip() for line in output.splitlines() if line.strip()][-LAST_LINES:]
+    return " / ".join(lines)
+
+
+def _distinct_ports(count: int) -> list[int]:
+    ports: set[int] = set()
+    while len(ports) < count:
+        ports.add(held_port(HOST))
+    return list(ports)

@@ -1,0 +1,235 @@
+"""Find a RabbitMQ server on this machine, or get one: `python -m swarmq.broker.node.install`.
+
+In this order: `$SWARMQ_RABBITMQ_HOME`, the system's package, Homebrew, a copy under the user's folder. Getting one means
+the system's package when we are root, else Debian's packages unpacked under the user's folder (33 MB, no root, no
+docker, and nothing of the system is touched), else `brew install rabbitmq`, else a container (container.py). A way that
+fails is reported, and the next one is tried.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from swarmq.broker.node.container import Container, find_container, start_container
+from swarmq.broker.node.programs import must, run, user_folder
+from swarmq.errors import BrokerError, SwarmqError
+
+HOME_VARIABLE = "SWARMQ_RABBITMQ_HOME"
+SYSTEM_ROOT = Path("/")
+BREW_PREFIXES = (Path("/opt/homebrew"), Path("/usr/local"), Path("/home/linuxbrew/.linuxbrew"))
+
+ERLANG_PARTS = [
+    "base",
+    "asn1",
+    "crypto",
+    "eldap",
+    "ftp",
+    "inets",
+    "mnesia",
+    "os-mon",
+    "parsetools",
+    "public-key",
+    "runtime-tools",
+    "snmp",
+    "ssl",
+    "syntax-tools",
+    "tftp",
+    "tools",
+    "xmerl",
+]
+PACKAGES = ("rabbitmq-server", *(f"erlang-{part}" for part in ERLANG_PARTS))
+
+POLICY = Path("/usr/sbin/policy-rc.d")
+"""Debian asks this script whether a package may start its service; 101 means no."""
+
+OTHER_WAYS = (
+    "get RabbitMQ 3.10 or newer in one of these ways: `sudo apt-get install --no-install-recommends rabbitmq-server`; "
+    "`brew install rabbitmq`; `docker compose up -d rabbitmq` with this project's docker-compose.yml and "
+    "SWARMQ_AMQP_URL set to it; or set SWARMQ_AMQP_URL to one that runs elsewhere"
+)
+
+
+class Server(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the server's scripts and its Erlang are."""
+
+    home: Path
+    """Holds `sbin/rabbitmq-server`, the plain script and not the system's wrapper."""
+    erlang_bin: Path
+    """Holds `erl`; goes first in PATH."""
+    epmd: Path
+
+    @property
+    def place(self) -> str:
+        return str(self.home)
+
+
+def find_server() -> Server | None:
+    """The first usable server in the order above. Raises BrokerError when $SWARMQ_RABBITMQ_HOME holds none."""
+    chosen = os.environ.get(HOME_VARIABLE)
+    if chosen:
+        server = _server_at(Path(chosen))
+        if server is None:
+            raise BrokerError(f"{HOME_VARIABLE}={chosen} has no sbin/rabbitmq-server, or `erl` is missing: correct it")
+        return server
+    return next((server for home in _homes() if (server := _server_at(home)) is not None), None)
+
+
+def install(report: Callable[[str], None]) -> Server | Container:
+    """What was found, or was just installed. Raises BrokerError that names what failed and the other ways."""
+    if (found := find_server() or find_container()) is not None:
+        report(f"RabbitMQ is at {found.place}")
+        return found
+    failures: list[str] = []
+    for get in _ways():
+        try:
+            get(report)
+        except BrokerError as error:
+            failures.append(str(error))
+            report(f"that did not work: {error}")
+            continue
+        if (found := find_server() or find_container()) is not None:
+            report(f"RabbitMQ is at {found.place}")
+            return found
+        failures.append("what was installed holds no usable server")
+    why = "; ".join(failures) or "no RabbitMQ here, and neither apt-get nor brew nor docker to get it"
+    raise BrokerError(f"{why}: {OTHER_WAYS}")
+
+
+def _ways() -> Iterator[Callable[[Callable[[str], None]], None]]:
+    """How this machine could get a server, the best first: all but a container can be nodes of our own."""
+    if shutil.which("apt-get") and shutil.which("dpkg"):
+        yield _install_as_root if os.geteuid() == 0 else _install_for_user
+    if shutil.which("brew"):
+        yield _install_with_brew
+    if shutil.which("docker"):
+        yield start_container
+
+
+def _homes() -> Iterator[Path]:
+    yield from _package_homes(SYSTEM_ROOT)
+    for prefix in BREW_PREFIXES:
+        yield prefix / "opt" / "rabbitmq"
+    yield from _package_homes(user_folder())
+
+
+def _package_homes(root: Path) -> list[Path]:
+    """Where Debian's package puts the server under `root`, newest first."""
+    homes = (root / "usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")
+    return sorted(homes, key=lambda home: [int(part) for part in re.findall(r"\d+", home.name)], reverse=True)
+
+
+def _server_at(home: Path) -> Server | None:
+    if not (home / "sbin" / "rabbitmq-server").is_file():
+        return None
+    erlang_bin = _packed_erlang(home) or _brewed_erlang(home)
+    if erlang_bin is None and (found := shutil.which("erl")):
+        erlang_bin = Path(found).parent
+    if erlang_bin is None:
+        return None
+    epmd = _epmd(erlang_bin)
+    return None if epmd is None else Server(home=home, erlang_bin=erlang_bin, epmd=epmd)
+
+
+def _packed_erlang(home: Path) -> Path | None:
+    """The Erlang of the same packages, where `home` is `<root>/usr/lib/rabbitmq/lib/rabbitmq_server-*`."""
+    if home.parts[-5:-1] != ("usr", "lib", "rabbitmq", "lib"):
+        return None
+    erlang_bin = home.parents[4] / "usr/lib/erlang/bin"
+    return erlang_bin if (erlang_bin / "erl").is_file() else None
+
+
+def _brewed_erlang(home: Path) -> Path | None:
+    """Homebrew's, where `home` is `<prefix>/opt/rabbitmq`: it need not be in PATH."""
+    erlang_bin = home.parents[1] / "opt/erlang/bin"
+    return erlang_bin if home.parent.name == "opt" and (erlang_bin / "erl").is_file() else None
+
+
+def _epmd(erlang_bin: Path) -> Path | None:
+    beside = erlang_bin / "epmd"
+    if beside.is_file():
+        return beside
+    packed = sorted(erlang_bin.parent.glob("erts-*/bin/epmd"))
+    found = shutil.which("epmd")
+    return packed[-1] if packed else Path(found) if found else None
+
+
+def _install_as_root(report: Callable[[str], None]) -> None:
+    """The system's package, without the node on all interfaces that it would start."""
+    report("installing rabbitmq-server with apt-get (its system service stays off)")
+    ours = not POLICY.exists()
+    if ours:
+        POLICY.write_text("#!/bin/sh\nexit 101\n")
+        POLICY.chmod(0o755)
+    try:
+        command = ["apt-get", "install", "-y", "--no-install-recommends", "rabbitmq-server"]
+        if not run(command).ok:
+            report("refreshing the package lists")
+            must(["apt-get", "update"])
+            must(command)
+        if shutil.which("systemctl"):
+            run(["systemctl", "disable", "rabbitmq-server"])
+    finally:
+        if ours:
+            POLICY.unlink(missing_ok=True)
+
+
+def _install_for_user(report: Callable[[str], None]) -> None:
+    """Debian's packages, unpacked into the user's folder, which appears only when it is complete."""
+    folder = user_folder()
+    building = folder.with_name(folder.name + ".building")
+    shutil.rmtree(building, ignore_errors=True)
+    downloads, root = building / "debs", building / "root"
+    downloads.mkdir(parents=True)
+    root.mkdir()
+    report(f"fetching RabbitMQ and Erlang ({len(PACKAGES)} packages, 33 MB) with apt-get, without root")
+    _download(downloads, report)
+    report(f"unpacking into {folder}")
+    for package in sorted(downloads.glob("*.deb")):
+        must(["dpkg", "-x", str(package), str(root)])
+    starter = root / "usr/lib/erlang/bin/erl"
+    starter.write_text(starter.read_text().replace("/usr/lib/erlang", str(folder / "usr/lib/erlang")))
+    shutil.rmtree(folder, ignore_errors=True)
+    root.rename(folder)
+    shutil.rmtree(building)
+    answer = run([str(folder / "usr/lib/erlang/bin/erl"), "-noshell", "-eval", "crypto:start(), halt(0)."])
+    if not answer.ok:
+        shutil.rmtree(folder)
+        raise BrokerError(f"Erlang does not start here ({answer.tail})")
+
+
+def _install_with_brew(report: Callable[[str], None]) -> None:
+    report("installing rabbitmq with brew (its service stays off)")
+    must(["brew", "install", "rabbitmq"])
+
+
+def _download(folder: Path, report: Callable[[str], None]) -> None:
+    download = ["apt-get", "download", *PACKAGES]
+    if run(download, cwd=folder).ok:
+        return
+    report("the system's package lists are missing or old: fetching our own")
+    lists = folder.parent / "apt"
+    (lists / "lists" / "partial").mkdir(parents=True)
+    (lists / "cache" / "archives" / "partial").mkdir(parents=True)
+    ours = [f"-oDir::State::lists={lists / 'lists'}", f"-oDir::Cache={lists / 'cache'}"]
+    must(["apt-get", *ours, "update"], cwd=folder)
+    must(["apt-get", *ours, "download", *PACKAGES], cwd=folder)
+
+
+def main() -> int:
+    try:
+        install(lambda line: print(line, flush=True))  # noqa: T201
+    except SwarmqError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

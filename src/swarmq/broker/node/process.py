@@ -1,0 +1,190 @@
+"""A private RabbitMQ node: our child, on loopback, with its own name, cookie, ports, data and credentials.
+
+    PrivateNode ──child──> epmd      (Erlang's name server; ours alone, so that nothing stays behind)
+                └─child──> broker    (the script execs the virtual machine: the pid is the broker's)
+
+Both die with us, even by SIGKILL (on Linux). Data and credentials stay in the folder: started again there, it is the
+same broker at the same url. It lives beside a system RabbitMQ and other private nodes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import IO, Any, Self
+
+from swarmq.broker.node import probe
+from swarmq.broker.node.files import (
+    ADVANCED,
+    HOST,
+    Identity,
+    environment,
+    is_password_new,
+    last_words,
+    load_identity,
+    take_lock,
+    write_files,
+)
+from swarmq.broker.node.install import OTHER_WAYS, Server, find_server
+from swarmq.errors import BrokerError
+from swarmq.runtime.processes import die_with_parent, stop_group
+
+START_S = 300.0
+STOP_S = 20.0
+LOOK_S = 0.1
+
+
+class PrivateNode:
+    """`async with PrivateNode(folder) as node:` runs a broker at `node.amqp_url`."""
+
+    def __init__(self, folder: Path, *, port: int = 0, config: str = "", advanced: str = ADVANCED) -> None:
+        """`port` 0 picks a free AMQP port once and keeps it. `config` are further lines of rabbitmq.conf."""
+        self.folder = folder.absolute()
+        self._port = port
+        self._config = config
+        self._advanced = advanced
+        self._identity: Identity | None = None
+        self._server: Server | None = None
+        self._lock: IO[str] | None = None
+        self._epmd: asyncio.subprocess.Process | None = None
+        self._broker: asyncio.subprocess.Process | None = None
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    @property
+    def identity(self) -> Identity:
+        if self._identity is None:
+            raise BrokerError(f"the private RabbitMQ in {self.folder} has not been started")
+        return self._identity
+
+    @property
+    def amqp_url(self) -> str:
+        return f"amqp://{self.user}:{self.password}@{HOST}:{self.identity.amqp_port}/"
+
+    @property
+    def management_url(self) -> str:
+        return f"http://{HOST}:{self.identity.management_port}/"
+
+    @property
+    def user(self) -> str:
+        return self.identity.user
+
+    @property
+    def password(self) -> str:
+        return self.identity.password
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the broker and its name server, while they run."""
+        return [child.pid for child in (self._broker, self._epmd) if child is not None and child.returncode is None]
+
+    async def start(self) -> None:
+        """Return when it takes clients. Raises BrokerError: no server here, port taken, folder in use, last words."""
+        self._server = find_server()
+        if self._server is None:
+            raise BrokerError(
+                f"no RabbitMQ server on this machine: `python -m swarmq.broker.node.install`, or {OTHER_WAYS}"
+            )
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._lock = take_lock(self.folder)
+        try:
+            self._identity = load_identity(self.folder, port=self._port)
+            set_password = is_password_new(self.folder, self._identity)
+            write_files(self.folder, self._identity, config=self._config, advanced=self._advanced)
+            await self._start_children(self._server, self._identity, set_password=set_password)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """End both children, the broker first, and wait for them."""
+        for child in (self._broker, self._epmd):
+            if child is not None:
+                await stop_group(child, grace_s=STOP_S)
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    async def kill(self) -> None:
+        """End the broker with SIGKILL; `start` brings it back with its data."""
+        if self._broker is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._broker.kill()
+            await self._broker.wait()
+        await self.stop()
+
+    async def wait(self) -> int:
+        """The broker's exit status, once it has ended."""
+        assert self._broker is not None
+        return await self._broker.wait()
+
+    async def turns_away(self) -> bool:
+        """Whether it serves nobody: its process may outlive what makes it a broker. The management API is asked first, because a
+        broker logs every connection that is opened to look."""
+        known = self.identity
+        return not await probe.manages(
+            HOST, known.management_port, user=known.user, password=known.password
+        ) and await probe.turns_away(HOST, known.amqp_port)
+
+    async def ctl(self, *arguments: str) -> str:
+        """Output of `rabbitmqctl`. Raises BrokerError when it fails."""
+        assert self._server is not None
+        process = await asyncio.create_subprocess_exec(
+            self._server.home / "sbin" / "rabbitmqctl",
+            *arguments,
+            env=environment(self.folder, self.identity, self._server.erlang_bin),
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output = (await process.communicate())[0].decode(errors="replace")
+        if process.returncode:
+            raise BrokerError(f"`rabbitmqctl {arguments[0]}` failed: {output.strip()[-500:]}")
+        return output
+
+    async def _start_children(self, server: Server, identity: Identity, *, set_password: bool) -> None:
+        self._epmd = await self._spawn(server, server.epmd)
+        await self._until(lambda: probe.connects(HOST, identity.epmd_port), self._epmd)
+        self._broker = await self._spawn(server, server.home / "sbin" / "rabbitmq-server")
+        await self._until(lambda: probe.speaks_amqp(HOST, identity.amqp_port), self._broker)
+        if set_password:
+            await self.ctl("change_password", identity.user, identity.password)
+        ui = identity.management_port
+        await self._until(lambda: probe.manages(HOST, ui, user=self.user, password=self.password), self._broker)
+
+    async def _spawn(self, server: Server, program: Path) -> asyncio.subprocess.Process:
+        with self._start_log.open("ab") as output:
+            return await asyncio.create_subprocess_exec(
+                program,
+                cwd=self.folder,  # where Erlang drops its dumps
+                env=environment(self.folder, self.identity, server.erlang_bin),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with_parent,
+            )
+
+    async def _until(self, is_up: Callable[[], Coroutine[Any, Any, bool]], child: asyncio.subprocess.Process) -> None:
+        """Look until it is up; a starting server has no way to tell us."""
+        try:
+            async with asyncio.timeout(START_S):
+                while not await is_up():
+                    if child.returncode is not None:
+                        raise BrokerError(f"RabbitMQ has ended while starting: {self._last_words()}")
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise BrokerError(f"RabbitMQ is not up after {START_S:g} s: {self._last_words()}") from None
+
+    @property
+    def _start_log(self) -> Path:
+        return self.folder / "log" / "start.log"
+
+    def _last_words(self) -> str:
+        return f"{last_words(self._start_log.read_text(errors='replace'))} (more in {self._start_log.parent})"

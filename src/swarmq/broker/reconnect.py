@@ -1,0 +1,187 @@
+"""A link keeps one session open: connect, prepare, wait for its loss, throw it away, connect again.
+
+    run() ──> open_session ──> prepare(session) ──> up ──> session.lost ──> forget ──> backoff ──┐
+      ^──────────────────────────────────────────────────────────────────────────────────────────┘
+
+Waiting is visible: one warning of a process when the broker goes away, however many links it has, and one line when all of them
+are back. A refusal (wrong password, no
+such queue) ends the link at its first connection, because a person has to act; once a link has worked, refusals are
+waited out, since a broker that restarts or is being repaired refuses too, and the collector makes a deleted queue again.
+The user of an invited client is deleted when the client is removed: its link ends once its login was refused for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from swarmq.broker.error_mapping import address
+from swarmq.broker.session import RECYCLED, Session, open_session
+from swarmq.errors import BrokerError, BrokerLostError, LoginRefusedError
+from swarmq.runtime.logs import log
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 5.0
+UNREACHABLE = "broker or queue unreachable, waiting"
+
+
+async def _nothing(_: Session) -> None:
+    return
+
+
+class Outage:
+    """What the links of this process to one broker say together while some of them are down."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._down: set[Link] = set()
+        self._most = 0
+        self._since = 0.0
+
+    def begin(self, link: Link, event: str, *, connection: str, reason: str) -> None:
+        """A link is down; the first one says so."""
+        if not self._down:
+            log.warning(event, connection=connection, reason=reason)
+            self._since, self._most = time.monotonic(), 0
+        self._down.add(link)
+        self._most = max(self._most, len(self._down))
+
+    def end(self, link: Link) -> None:
+        """A link is up; the last one says so."""
+        if link in self._down:
+            self.leave(link)
+            if not self._down:
+                away_s = round(time.monotonic() - self._since, 1)
+                log.info("broker reachable again", broker=self._where, connections=self._most, away_s=away_s)
+
+    def leave(self, link: Link) -> None:
+        """A link is closed; nobody waits for it."""
+        self._down.discard(link)
+
+
+_outages: dict[str, Outage] = {}
+"""By the broker's address."""
+
+
+class Link:
+    """One role's connection to the broker, e.g. publishing. Use `keep` to run it."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str,
+        prepare: Callable[[Session], Awaitable[None]] = _nothing,
+        forget: Callable[[], None] = lambda: None,
+        refused: Callable[[BrokerError], None] = lambda _: None,
+        login_patience_s: float = math.inf,
+    ) -> None:
+        """`login_patience_s`: how long the broker may refuse the login of a link that has worked."""
+        self._url = url
+        self._name = name
+        self._prepare = prepare
+        self._forget = forget
+        self._refused = refused
+        self._login_patience_s = login_patience_s
+        self._up = asyncio.Event()
+        self._session: Session | None = None
+        self._refusal: BrokerError | None = None
+        self._refused_before = False
+        self._outage = _outages.setdefault(address(url), Outage(address(url)))
+        self.trouble: str | None = f"RabbitMQ at {address(url)} has not answered yet"
+        """Why there is no session now, for error messages."""
+
+    @asynccontextmanager
+    async def keep(self) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.wait({task})
+            self._outage.leave(self)
+        if not task.cancelled():
+            task.result()
+
+    @property
+    def current(self) -> Session | None:
+        """The open session, if there is one right now."""
+        session = self._session
+        return None if session is None or session.lost.done() else session
+
+    async def session(self) -> Session:
+        """The open session; waits for one. Raises the BrokerError that ended the link."""
+        while True:
+            if self._refusal is not None:
+                raise self._refusal
+            if (session := self.current) is not None:
+                return session
+            self._up.clear()
+            await self._up.wait()
+
+    async def _run(self) -> None:
+        delay_s, worked, login_refused_at = FIRST_DELAY_S, False, math.inf
+        while True:
+            try:
+                async with open_session(self._url, name=self._name) as session:
+                    await self._prepare(session)
+                    self._connected(session)
+                    delay_s, worked, login_refused_at = FIRST_DELAY_S, True, math.inf
+                    await asyncio.wait({session.lost})
+                    self._disconnected(session.lost.result())
+            except BrokerError as error:
+                if not (worked or isinstance(error, BrokerLostError)):
+                    self._refuse(error)
+                    return
+                now = time.monotonic()
+                login_refused_at = min(login_refused_at, now) if isinstance(error, LoginRefusedError) else math.inf
+                if now - login_refused_at >= self._login_patience_s:
+                    self._refuse(
+                        BrokerError(
+                            f"{error}; it worked before: the client was removed from the run, ask for an invite"
+                        )
+                    )
+                    return
+                self._wait(error)
+            except Exception as error:
+                self._refuse(BrokerError(f"the connection {self._name} has failed: {error!r}"))
+                raise
+            finally:
+                self._session = None
+                self._forget()
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(2 * delay_s, LONGEST_DELAY_S)
+
+    def _connected(self, session: Session) -> None:
+        if self._refused_before:
+            log.info("broker takes it again", connection=self._name, broker=session.where)
+        self._outage.end(self)
+        self.trouble, self._refused_before = None, False
+        self._session = session
+        self._up.set()
+
+    def _disconnected(self, reason: str) -> None:
+        if reason.startswith(RECYCLED):
+            log.info("broker session renewed", connection=self._name, reason=reason)
+        else:
+            self._outage.begin(self, "broker session lost, connecting again", connection=self._name, reason=reason)
+        self.trouble = reason
+        self._session = None
+        self._forget()
+
+    def _wait(self, error: BrokerError) -> None:
+        if isinstance(error, BrokerLostError):
+            self._outage.begin(self, UNREACHABLE, connection=self._name, reason=str(error))
+        elif not self._refused_before:  # which concerns this link alone
+            log.warning(UNREACHABLE, connection=self._name, reason=str(error))
+            self._refused_before = True
+        self.trouble = str(error)
+
+    def _refuse(self, error: BrokerError) -> None:
+        self.trouble, self._refusal = str(error), error
+        self._up.set()
+        self._refused(error)

@@ -1,0 +1,147 @@
+"""No ticket, no episode: the client's side of back-pressure and of the task mix.
+
+    tickets.<kind> --prefetch 1--> serve() --grant--> the first of the waiting begins
+                        ^                                   |
+                        └────────── ack once EpisodeBegin is confirmed
+
+The consumer is open only while somebody waits, and a moment longer: a ticket that an idle client held back would
+be missing in the group of a busy one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+
+from swarmq.broker.deliveries import Deliveries, Delivery
+from swarmq.broker.protocol import Broker
+from swarmq.errors import BrokerError, BrokerLostError, SwarmqError, UnroutableError
+from swarmq.messages import Ticket
+from swarmq.runtime.logs import log
+from swarmq.runtime.slow_waits import noticed, only_first
+
+LINGER_S = 2.0
+"""How long the consumer stays open with nobody waiting."""
+RETRY_S = 1.0
+"""Between looks for a queue that was there and was deleted: the collector makes it again."""
+
+
+class Grant:
+    """A ticket in the hands of one begin; `used` says whether the broker confirmed that begin."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self.used: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+
+class TicketDesk:
+    """Hands out the tickets of one kind, first come first served. `serve` must run as a task."""
+
+    def __init__(self, broker: Broker, queue: str, kind: str) -> None:
+        self._broker = broker
+        self._queue = queue
+        self._kind = kind
+        self._waiting: deque[asyncio.Future[Grant]] = deque()
+        self._someone = asyncio.Event()
+        self.group_size: int | None = None
+        """Of the kind, as the newest ticket says."""
+
+    @contextlib.asynccontextmanager
+    async def ticket(self, *, first: bool = False) -> AsyncIterator[Ticket]:
+        """A ticket for the block, taken for good when the block succeeds; `first`: before those who wait already. Raises
+        BrokerError."""
+        grant = await self._grant(first=first)
+        used = False
+        try:
+            yield grant.ticket
+            used = True
+        finally:
+            if not grant.used.done():
+                grant.used.set_result(used)
+
+    async def serve(self) -> None:
+        """Until cancelled. An error of the broker goes to those who wait, and the next one tries again; a queue that
+        is gone is waited for if it has been there."""
+        known = False
+        while True:
+            await self._someone.wait()
+            try:
+                async with self._broker.consume(self._queue, prefetch=1) as deliveries:
+                    known = True
+                    await self._hand_out(deliveries)
+            except BrokerError as error:
+                if known and isinstance(error, UnroutableError):
+                    log.warning("ticket queue deleted, waiting", queue=self._queue)
+                    await asyncio.sleep(RETRY_S)
+                else:
+                    self.refuse(error)
+
+    def refuse(self, error: SwarmqError) -> None:
+        """Let all who wait now go without a ticket."""
+        for waiter in list(self._waiting):
+            self._forget(waiter)
+            if not waiter.done():
+                waiter.set_exception(error)
+
+    async def _hand_out(self, deliveries: Deliveries) -> None:
+        held: Delivery | None = None
+        while await self._wanted():
+            if held is None:
+                held = await anext(deliveries)
+            if not isinstance(held.message, Ticket):
+                await self._broker.dead_letter(held, f"{type(held.message).__name__} on a ticket queue")
+                held = None
+                continue
+            grant = self._give(held.message)
+            if grant is not None and await grant.used:
+                with contextlib.suppress(BrokerLostError):  # it will come again: credit for one episode more
+                    await held.ack()
+                held = None
+
+    async def _grant(self, *, first: bool) -> Grant:
+        waiter: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
+        if first:
+            self._waiting.appendleft(waiter)
+        else:
+            self._waiting.append(waiter)
+        self._someone.set()
+        try:
+            with noticed(
+                "waiting_for_ticket",
+                kind=self._kind,
+                now=only_first(waiter, self._waiting),
+                why="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
+                "`swarmq status` shows which it is",
+            ):
+                return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                waiter.result().used.set_result(False)  # given and cancelled at the same moment
+            self._forget(waiter)
+            raise
+
+    def _give(self, ticket: Ticket) -> Grant | None:
+        while self._waiting:
+            self.group_size = ticket.group_size or self.group_size
+            waiter = self._waiting[0]
+            self._forget(waiter)
+            if not waiter.done():
+                waiter.set_result(grant := Grant(ticket))
+                return grant
+        return None
+
+    def _forget(self, waiter: asyncio.Future[Grant]) -> None:
+        with contextlib.suppress(ValueError):
+            self._waiting.remove(waiter)
+        if not self._waiting:
+            self._someone.clear()
+
+    async def _wanted(self) -> bool:
+        try:
+            async with asyncio.timeout(LINGER_S):
+                await self._someone.wait()
+        except TimeoutError:
+            return False
+        return True

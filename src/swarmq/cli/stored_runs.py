@@ -1,0 +1,179 @@
+"""What a run has trained on: look at it, train on it again, examine it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from swarmq.cli.common import RUN, main, need, one_policy, private_files, stored, terminal_width, warnings_in_words
+from swarmq.config import RunFolder
+from swarmq.errors import ConfigError
+
+
+@main.command()
+@RUN
+@click.argument("episode", required=False)
+@click.option("--step", type=click.IntRange(min=1), help="List the episodes of this step, and what was dropped for it.")
+@click.option("--policy", help="Which policy's batch log; needed when the run trains several.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON: batches or episodes, one a line, or the episode.")
+@click.option(
+    "--html",
+    type=click.Path(path_type=Path),
+    help="Write the episode to this file, one self-contained page that only you can read.",
+)
+@warnings_in_words()
+def inspect(
+    run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
+) -> None:
+    """Look at batches, at episodes and at every token.
+
+    Lists the batches of a run or the episodes of a step, or shows every token of one EPISODE.
+
+    An EPISODE is named by its id, or by the beginning or the end of it; ids of episodes of the same minute begin alike.
+    A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
+    those that trained it, its advantage and weight version, coloured by what it contributed to the step.
+
+    \b
+    swarmq inspect runs/demo
+    swarmq inspect runs/demo --step 4
+    swarmq inspect runs/demo 5d0c19e7
+    swarmq inspect runs/demo 5d0c19e7 --html episode.html
+    """
+    need("inspect")
+    if html and episode is None:
+        raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
+    if step is not None and episode is not None:
+        raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
+    import msgspec
+
+    from swarmq.observe.inspect.html import page
+    from swarmq.observe.inspect.read import decoder_of, find_episode, read_batches, read_step
+    from swarmq.observe.inspect.terminal import draw_batches, draw_episode, draw_step, show
+    from swarmq.runtime.terminal import console
+
+    job, folder = stored(run), RunFolder(run)
+    chosen = one_policy(job, policy)
+    log = folder.batch_log(chosen)
+    if episode is None:
+        rows: Sequence[msgspec.Struct]
+        if step is None:
+            rows = batches = list(read_batches(log))
+            drawn = draw_batches(batches)
+        else:
+            rows = episodes = read_step(log, step)
+            drawn = draw_step(episodes)
+        if as_json:
+            for row in rows:
+                click.echo(msgspec.json.encode(row))
+        else:
+            show(console(), drawn)
+        return
+    view = find_episode(folder, chosen, episode, decoder_of(job.policies[chosen].model))
+    if html:
+        try:
+            with private_files():
+                html.write_text(page(view), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--html {html}: cannot be written ({error.strerror})") from error
+    if as_json:
+        click.echo(msgspec.json.encode(view))
+    elif not html:
+        show(console(), draw_episode(view))
+
+
+POLICY = click.option("--policy", help="Which policy; needed when the run trains several.")
+
+
+@main.command()
+@RUN
+@click.argument("to", type=click.Path(path_type=Path))
+@POLICY
+@click.option(
+    "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
+)
+@click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
+@warnings_in_words()
+def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
+    """Train again from the batch log alone.
+
+    Writes the checkpoint into the new folder TO. Needs no broker and no engine, and changes nothing in the run folder.
+
+    \b
+    swarmq replay runs/demo /tmp/again                        from the initial model to the end of the log
+    swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
+    swarmq replay runs/team /tmp/again --policy planner --until 40
+    """
+    need("learner")
+    from swarmq.learner.replay import replay as train_again
+
+    job, folder = stored(run), RunFolder(run)
+    version = train_again(
+        job,
+        one_policy(job, policy),
+        folder,
+        to_folder=to,
+        from_checkpoint=start,
+        until=until,
+        report=lambda step: click.echo(f"step {step['version']}  loss {step['loss']:.6f}"),
+    )
+    click.echo(f"version {version} written to {to}")
+
+
+@main.command()
+@RUN
+@POLICY
+@click.option(
+    "--batches", default=3, show_default=True, type=click.IntRange(min=1), help="How many stored batches to replay."
+)
+@click.option(
+    "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
+)
+def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
+    """Examine a run: is what was sampled trained, and does it learn?
+
+    Begins with a verdict in one line. Names signs of collapse and trends that are more than chance, holds stored batches against the rules that come before any formula, replays them through
+    the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when
+    something is wrong or could not be examined.
+
+    \b
+    swarmq doctor runs/demo
+    swarmq doctor runs/team --policy planner --batches 4
+    swarmq doctor runs/demo --device cpu
+    """
+    need("learner")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, so that nothing of it takes a GPU
+    from swarmq.learner.doctor.examine import examine
+    from swarmq.learner.health.findings import Finding, verdict
+    from swarmq.learner.health.signs import signs
+    from swarmq.observe.curves import read_events
+    from swarmq.observe.lines import hanging
+    from swarmq.runtime.logs import told
+
+    job, folder = stored(run), RunFolder(run)
+    name = one_policy(job, policy)
+    steps: dict[int, dict[str, Any]] = {}
+    try:
+        events = (e for e in read_events(folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))
+        steps = {int(event.fields["version"]): event.fields for event in events}
+    except FileNotFoundError:
+        pass  # which the signs say
+    except OSError as error:
+        raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
+    colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
+    found = list(signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness))
+    warned: list[str] = []
+    with told(warned.append):
+        found += examine(job, name, folder, batches=batches)
+    notes = (text.removeprefix("warning: ") for text in warned if text.startswith("warning: "))
+    found += [Finding(level="note", check="while reading", text=text) for text in notes]
+    for finding in (verdict(found), *found):
+        head = f"{finding.level:8}"
+        line = hanging(head, finding.line, width=terminal_width())
+        click.echo(click.style(head, fg=colors[finding.level]) + line.removeprefix(head))
+    sys.exit(int(any(finding.level == "error" for finding in found)))

@@ -1,0 +1,131 @@
+"""`swarmq demo` and `swarmq up`: a whole system on this host, until it is done or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from swarmq.broker import Broker
+from swarmq.cli.all_settings import all_settings
+from swarmq.cli.common import HOST, JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
+from swarmq.config import SwarmJob
+
+if TYPE_CHECKING:
+    from swarmq.up import Deployment
+
+
+@main.command()
+@click.option("--run", default="demo", show_default=True, help="Name of the run; a number is added if it exists.")
+@click.option("--folder", default="runs", show_default=True, help="Where run folders go.")
+@click.option("--seed", default=0, show_default=True, help="Seed of sampling, tasks and training.")
+@click.option("--model", help="A Hugging Face model folder or name to train instead of the demo's own small model.")
+@click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; fewer make a shorter demo.")
+@click.option("--plain", is_flag=True, help="Lines instead of a live picture.")
+@SETS
+def demo(
+    run: str, folder: str, seed: int, model: str | None, steps: int | None, plain: bool, sets: tuple[str, ...]
+) -> None:
+    """Train a real agent here: no GPU, about ten minutes.
+
+    \b
+    swarmq demo                       the whole story, with a client killed in the middle
+    swarmq demo --seed 1 --steps 20   shorter, another seed
+    swarmq demo --model Qwen/Qwen3-0.6B --set policies.main.train.learning_rate=1e-6
+    """
+    need(*HOST, "demo")
+    import msgspec
+    from rich.console import Console
+
+    from swarmq.demo.run import DemoOptions, run_demo
+
+    options = DemoOptions(run=run, folder=folder, seed=seed, model=model, sets=sets)
+    if steps:
+        options = msgspec.structs.replace(options, size=msgspec.structs.replace(options.size, steps=steps))
+    console = Console(force_terminal=False if plain else None)
+
+    async def play() -> None:
+        await run_demo(options, console)
+
+    with private_files():
+        run_until_signalled(play())
+
+
+@main.command()
+@JOB
+@SETS
+@click.option("--show", is_flag=True, help="Print every setting as TOML, those that are off as comments, and stop.")
+def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
+    """Start every part of a job on this host.
+
+    Keeps it running until Ctrl-C. Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
+    each trained policy. Says how clients join; no password is printed.
+
+    \b
+    swarmq up job.toml
+    swarmq up job.toml --set policies.main.train.learning_rate=1e-5 --set run=second
+    """
+    settings = SwarmJob.load(job, sets=sets)
+    if show:
+        click.echo(all_settings(settings), nl=False)
+        return
+    own_engines = any(not policy.engine.urls for policy in settings.policies.values())
+    need(*(extra for extra in HOST if own_engines or extra != "vllm"))
+    with private_files():
+        run_until_signalled(_up(settings))
+
+
+async def _up(job: SwarmJob) -> None:
+    from swarmq.broker.amqp import AmqpBroker
+    from swarmq.observe.lines import hanging, since
+    from swarmq.observe.monitor import recorded
+    from swarmq.runtime.logs import told
+    from swarmq.up import deploy
+    from swarmq.up.shutdown import farewell
+
+    began = time.monotonic()
+
+    def report(text: str) -> None:
+        click.echo(hanging(since(began), text, width=terminal_width()))
+
+    with told(report):
+        try:
+            async with (
+                deploy(job, report=report) as deployment,
+                AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
+                recorded(deployment.job, broker),
+            ):
+                for line in deployment.welcome():
+                    report(line)
+                async with asyncio.TaskGroup() as tasks:
+                    tasks.create_task(_tell_pace(deployment.job, broker, report))
+                    tasks.create_task(_tell_ends(deployment, report))
+        except asyncio.CancelledError:
+            report(farewell(job))
+            raise
+
+
+async def _tell_ends(deployment: Deployment, report: Callable[[str], None]) -> None:
+    from swarmq.up.shutdown import endings, last_step
+
+    job = deployment.job
+    while True:
+        await deployment.learners_done.wait()
+        report("every learner has made its last step; engines and proxy stay up until Ctrl-C")
+        for line in endings(job, {policy: last_step(job, policy) for policy in job.trained}).values():
+            report(line)
+        await deployment.learning.wait()
+        report("learners are started again")
+
+
+async def _tell_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:
+    """A run that was paused or drained is so when it is started again, too."""
+    from swarmq.observe.monitor import paces
+
+    async for pace in paces(job, broker):
+        hint = "" if pace == "running" else f"; `swarmq resume {job.run_folder.path}` goes on"
+        report(f"the run is {pace}{hint}")

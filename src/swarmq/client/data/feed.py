@@ -1,0 +1,164 @@
+"""Put a data set on the tasks queue of a kind; N workers on N machines then compete for it.
+
+    window: publish what has no receipt ──> progress file, fsynced ──> receipts cleared ──> next window
+
+The order is a pure function of the data, the seed and the epoch, so "the first n are confirmed" is all that has to be
+remembered to go on exactly there. A progress file holds that, and the broker keeps receipts of what was published after
+its last writing: a feed that is killed anywhere and started again puts every task on the queue once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from swarmq import keys
+from swarmq.broker import Broker, topology
+from swarmq.client.data.tasks import SwarmTask, fed_id, own_id
+from swarmq.errors import TaskError
+from swarmq.messages import Slot, Task
+from swarmq.runtime.files import write_whole
+from swarmq.runtime.logs import log
+
+WINDOW = 128
+"""Tasks that are published together; the progress file is written after each window."""
+
+
+class Fed(msgspec.Struct, frozen=True, kw_only=True):
+    """The progress file. `data` tells whether it belongs to this data set and these settings."""
+
+    data: str
+    confirmed: int
+    """Tasks in the queue, counted from the beginning of the first epoch."""
+
+
+async def feed(
+    broker: Broker,
+    run: str,
+    tasks: Iterable[SwarmTask],
+    kind: str,
+    *,
+    repeats: int,
+    epochs: int = 1,
+    seed: int | None = None,
+    progress_file: Path,
+    source: str = "",
+    secret: bytes | None = None,
+    resume: bool = True,
+    report: Callable[[int, int], None] = lambda _confirmed, _total: None,
+) -> int:
+    """Publish every repeat of every task in every epoch, shuffled per epoch where `seed` is given; returns how many.
+
+    Equal ids are the same task, to be trained once, unless their data sets have different marks (`source`, see
+    `source_mark`). Raises TaskError for a task that is of another kind, and for an id that comes twice.
+    With `secret` (`keys.task_secret`) invited clients, too, can give tasks back to be tried again.
+    `report(confirmed, total)` is called as it goes. With `resume` it goes on behind what `progress_file` says was
+    confirmed: more epochs may be asked for then, but not other data, repeats or seed (TaskError). Without, it begins
+    again with the same slots, of which those that were trained are not trained again.
+    """
+    bodies = [(fed_id(task, kind, source), _payload(task)) for task in tasks]
+    if repeated := [one for one, times in Counter(name for name, _ in bodies).items() if times > 1]:
+        raise TaskError(f"the id {own_id(repeated[0], kind)!r} comes more than once: ids must differ")
+    if not bodies or repeats < 1 or epochs < 1:
+        raise TaskError(f"nothing to feed: {len(bodies)} tasks, {repeats} repeats, {epochs} epochs")
+    data = _digest(bodies, kind, repeats, seed)
+    total = len(bodies) * repeats * epochs
+    queue = topology.tasks(run, kind)
+    async with broker.receipts(topology.receipts(run, kind, data)) as receipts:
+        start = _confirmed(progress_file, data) if resume else 0  # now that no other feed of it runs
+        if start >= total:
+            log.info("nothing_left_to_feed", confirmed=start, hint="raise epochs to feed more of it")
+        report(min(start, total), total)
+        if not resume:
+            await receipts.clear()
+        for begin in range(start, total, WINDOW):
+            window = range(begin, min(begin + WINDOW, total))
+            planned = plan(run, bodies, kind, repeats=repeats, seed=seed, numbers=window)
+            await receipts.publish(queue, [keys.seal_task(secret, task) if secret else task for task in planned])
+            _write(progress_file, Fed(data=data, confirmed=window.stop))
+            await receipts.clear()
+            report(window.stop, total)
+        await receipts.close()
+    return max(0, total - start)
+
+
+def plan(
+    run: str,
+    bodies: Sequence[tuple[str, bytes]],
+    kind: str,
+    *,
+    repeats: int,
+    seed: int | None,
+    numbers: Iterable[int],
+) -> Iterator[Task]:
+    """The tasks with these numbers, of the endless row of epochs; the repeats of a task follow one another."""
+    orders: dict[int, list[int]] = {}
+    for number in numbers:
+        epoch, place = divmod(number, len(bodies) * repeats)
+        order = orders.get(epoch)
+        if order is None:
+            order = orders[epoch] = _order(len(bodies), seed, epoch)
+        task_id, payload = bodies[order[place // repeats]]
+        yield Task(
+            run=run,
+            slot=Slot(task_id=task_id, repeat=place % repeats, epoch=epoch),
+            kind=kind,
+            group_size=repeats,
+            payload=msgspec.Raw(payload),
+        )
+
+
+def default_progress_file(folder: Path, run: str, kind: str, source: str) -> Path:
+    """One per run, kind and data set (by its mark)."""
+    return folder / f"feed-{run}-{kind}-{source}.json"
+
+
+def _order(count: int, seed: int | None, epoch: int) -> list[int]:
+    order = list(range(count))
+    if seed is not None:
+        random.Random(f"{seed}:{epoch}").shuffle(order)
+    return order
+
+
+def _payload(task: SwarmTask) -> bytes:
+    try:
+        return msgspec.msgpack.encode(task.payload)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
+
+
+def _digest(bodies: Sequence[tuple[str, bytes]], kind: str, repeats: int, seed: int | None) -> str:
+    digest = hashlib.sha256(f"{kind}:{repeats}:{seed}".encode())
+    for task_id, payload in bodies:
+        digest.update(f"{len(task_id)}:{task_id}:{len(payload)}:".encode() + payload)
+    return digest.hexdigest()
+
+
+def _confirmed(path: Path, data: str) -> int:
+    try:
+        fed = msgspec.json.decode(path.read_bytes(), type=Fed)
+    except FileNotFoundError:
+        return 0
+    except (OSError, msgspec.MsgspecError) as error:
+        raise TaskError(
+            f"{path}: the progress of an earlier feed cannot be read ({error}): remove it to start over"
+        ) from error
+    if fed.data != data:
+        raise TaskError(
+            f"{path}: belongs to a feed of other data, kind, repeats or seed: begin again with `swarmq feed --restart` "
+            "(`resume=False`)"
+        )
+    return fed.confirmed
+
+
+def _write(path: Path, fed: Fed) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, msgspec.json.encode(fed))
+    except OSError as error:
+        raise TaskError(f"{path}: the progress cannot be written: {error}") from error

@@ -1,0 +1,290 @@
+"""Data sets as tasks, from wherever people keep them; every error names the file, the line and the field.
+
+questions.jsonl   questions.csv   questions.parquet   a folder or `hf:owner/name:train` of Hugging Face `datasets`
+reasoning-gym:NAME?size=500&seed=1   verifiers:NAME   module:function (a function that returns an iterable)
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from difflib import get_close_matches
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_type_hints
+from urllib.parse import parse_qsl
+
+import msgspec
+
+from swarmq.client.data.targets import load
+from swarmq.client.data.tasks import MAX_ID, SwarmTask, as_task
+from swarmq.errors import MissingExtraError, TaskError
+
+Row = tuple[str, Any]
+"""Where it stands, for messages, and what it holds."""
+
+ID_FIELDS = ("id", "task_id")
+
+
+def read_tasks(source: str, *, require: Sequence[str] = (), limit: int | None = None) -> Iterator[SwarmTask]:
+    """The tasks of a data set, in its own order, read as they are needed.
+
+    A row is named by its `id` or `task_id`; where no row has one, by the source's name and its number. `require` lists fields that every
+    row must have. Raises TaskError for a row that breaks this and for an id that comes twice, naming the line, and where there is
+    no row at all.
+    """
+    seen: dict[str, str] = {}
+    has_ids: bool | None = None
+    name = _name(source)
+    for number, (where, row) in enumerate(islice(_rows(source), limit)):
+        _check_fields(where, row, require)
+        named = isinstance(row, SwarmTask) or _has_id(row)
+        has_ids = named if has_ids is None else has_ids
+        if named != has_ids:
+            odd, before = ("no `id` (or `task_id`)", "one") if has_ids else ("an `id`", "none")
+            raise TaskError(f"{where}: {odd}, though the rows before have {before}: name all of them, or none")
+        task = as_task(row) if named else SwarmTask(f"{name}-{number}", payload=row)
+        if task.id in seen:
+            raise TaskError(f"{where}: the id {task.id!r} is that of {seen[task.id]} too")
+        seen[task.id] = where
+        yield task
+    if not seen:
+        raise TaskError(f"{source}: there is no task in it")
+
+
+def _rows(source: str) -> Iterator[Row]:
+    scheme, colon, rest = source.partition(":")
+    if scheme in _SCHEMES and rest:
+        return _SCHEMES[scheme](rest)
+    suffix = Path(source).suffix.lower()
+    if source and Path(source).expanduser().is_dir():
+        return _hugging_face(source)
+    if suffix in _SUFFIXES:
+        return _file(Path(source).expanduser(), _SUFFIXES[suffix])
+    if colon and scheme not in _SCHEMES:
+        return _python(source)
+    raise TaskError(
+        f"{source!r} is no data set: give a {', '.join(_SUFFIXES)} file, a folder of Hugging Face `datasets`, hf:NAME:SPLIT, "
+        "reasoning-gym:NAME?size=N&seed=S, verifiers:NAME or module:function"
+    )
+
+
+def _file(path: Path, read: Callable[[Path], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from read(path)
+    except OSError as error:
+        raise TaskError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path}: not UTF-8 text: {error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = msgspec.json.decode(line)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise TaskError(f"{path} line {number}: not JSON: {error}") from error
+            if not isinstance(row, dict):
+                raise TaskError(f"{path} line {number}: a {type(row).__name__}, not an object with fields")
+            yield f"{path} line {number}", row
+
+
+def _csv(path: Path) -> Iterator[Row]:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        table = csv.DictReader(file, strict=True)
+        try:
+            for row in table:
+                where = f"{path} line {table.line_num}"
+                if None in row:
+                    raise TaskError(
+                        f"{where}: more values than the {len(table.fieldnames or ())} columns of the header"
+                    )
+                if missing := [name for name, value in row.items() if value is None]:
+                    raise TaskError(f"{where}: no value for {', '.join(missing)}")
+                yield where, row
+        except csv.Error as error:
+            raise TaskError(f"{path} line {table.line_num}: not CSV: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Row]:
+    _need("pyarrow", path)
+    arrow: Any = importlib.import_module("pyarrow")
+    parquet: Any = importlib.import_module("pyarrow.parquet")
+    try:
+        with parquet.ParquetFile(path) as file:
+            number = 0
+            for batch in file.iter_batches():
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path} row {number}", row
+    except arrow.ArrowException as error:
+        raise TaskError(f"{path}: not Parquet: {error}") from error
+
+
+def _hugging_face(text: str) -> Iterator[Row]:
+    """A folder or a name on the hub; `:SPLIT` is `train` unless given, what stands behind `?` goes to `load_dataset`."""
+    _need("datasets", text)
+    import datasets  # noqa: PLC0415
+
+    rest, settings = _settings(text)
+    path, _, split = rest.partition(":")
+    split = split or "train"
+    folder = Path(path).expanduser()
+    try:
+        if (folder / "state.json").exists() or (folder / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(str(folder))
+            rows = found[split] if isinstance(found, dict) else found
+        else:
+            rows = datasets.load_dataset(str(folder) if folder.is_dir() else path, split=split, **settings)
+    except Exception as error:  # the library raises whatever its readers raise
+        raise TaskError(f"{text}: the data set cannot be loaded: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows, 1):
+        yield f"{text} row {number}", dict(row)
+
+
+def _gym(text: str) -> Iterator[Row]:
+    """`reasoning-gym` by name; what stands behind `?` is its configuration. The seed is 0 unless given."""
+    _need("reasoning_gym", text)
+    import reasoning_gym  # noqa: PLC0415
+
+    name, given = _settings(text)
+    settings = {"seed": 0, **given}
+    try:
+        entries = reasoning_gym.create_dataset(name, **settings)
+    except (ValueError, TypeError, AssertionError) as error:
+        raise TaskError(f"reasoning-gym:{text}: {_gym_flaw(name, settings) or error}") from error
+    for number, entry in enumerate(entries):
+        yield (
+            f"reasoning-gym:{text} number {number}",
+            {"id": f"{name}-{settings['seed']}-{number}", "dataset": name, **entry},
+        )
+
+
+def _gym_flaw(name: str, settings: dict[str, Any]) -> str:
+    """Which setting is wrong, by the fields of the data set's configuration; empty where they do not tell."""
+    factory: Any = importlib.import_module("reasoning_gym.factory")
+    if name not in factory.DATASETS:
+        close = get_close_matches(name, factory.DATASETS, 3)
+        return f"there is no data set {name!r}" + (f"; did you mean {' or '.join(close)}?" if close else "")
+    types = get_type_hints(factory.DATASETS[name][1])
+    if unknown := [key for key in settings if key not in types]:
+        return f"{name} has no parameter {unknown[0]!r}; there are {', '.join(types)}"
+    for key, value in settings.items():
+        try:
+            msgspec.convert(value, types[key])
+        except msgspec.ValidationError as error:
+            return f"{key} is {value!r}: {error}"
+        except TypeError:  # a type that is no data
+            continue
+    return ""
+
+
+def _verifiers(text: str) -> Iterator[Row]:
+    """The data of an environment for `verifiers`; what stands behind `?` configures it. Rewards stay the agent's business."""
+    _need("verifiers", text)
+    name, settings = _settings(text)
+    try:
+        rows = _environment(name, settings)
+    except Exception as error:  # an environment is somebody's Python package
+        raise TaskError(f"verifiers:{text}: cannot be loaded: {type(error).__name__}: {error}") from error
+    for number, row in enumerate(rows):
+        data = msgspec.to_builtins(row.data.model_dump(mode="json") if hasattr(row, "data") else dict(row))
+        yield f"verifiers:{text} number {number}", {"environment": name, **data, "id": f"{name}-{number}"}
+
+
+def _environment(name: str, settings: dict[str, Any]) -> Iterable[Any]:
+    """Tasks of version 1 (`verifiers.v1`), or rows of the data set of an earlier one."""
+    if importlib.util.find_spec("verifiers.v1") is None:
+        old: Any = importlib.import_module("verifiers")
+        rows: Iterable[Any] = old.load_environment(name, **settings).get_dataset()
+        return rows
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
+    kind: Any = loaders.taskset_class(name)
+    config: Any = loaders.concrete_type(kind, loaders.TasksetConfig) or loaders.TasksetConfig
+    taskset: Any = kind(config.model_validate({"id": name, **settings}))
+    if not taskset.bounded:
+        raise ValueError("it has no end: give a module:function that takes some of it")
+    tasks: Iterable[Any] = iter(taskset)
+    return tasks
+
+
+def _python(target: str) -> Iterator[Row]:
+    values: Any = load(target)
+    if inspect.isroutine(values):
+        _check_plain(target, values)
+        values = values()
+    if not isinstance(values, Iterable):
+        raise TaskError(f"{target}: returned a {type(values).__name__}, which cannot be iterated")
+    for number, value in enumerate(values, 1):
+        yield f"{target} item {number}", value
+
+
+def _check_plain(target: str, function: Callable[..., Any]) -> None:
+    """Raise TaskError for a function that cannot be called without arguments."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # one in C that does not say
+        return
+    try:
+        signature.bind()
+    except TypeError as error:
+        raise TaskError(f"{target}: must be callable without arguments ({error}), and give an iterable") from error
+
+
+def _check_fields(where: str, row: Any, require: Sequence[str]) -> None:
+    data = row.payload if isinstance(row, SwarmTask) else row
+    missing = [
+        name for name in require if (data.get(name) if isinstance(data, dict) else getattr(data, name, None)) is None
+    ]
+    if missing:
+        raise TaskError(f"{where}: no {', '.join(repr(name) for name in missing)}")
+
+
+def _has_id(row: Any) -> bool:
+    return any((row.get(name) if isinstance(row, dict) else getattr(row, name, None)) is not None for name in ID_FIELDS)
+
+
+def _name(source: str) -> str:
+    """What rows without an id are named after: a file's name, or the source as it was written."""
+    return (Path(source).stem if Path(source).suffix.lower() in _SUFFIXES else source)[: MAX_ID - 20]
+
+
+def _settings(text: str) -> tuple[str, dict[str, Any]]:
+    """`name?key=value&...`. Raises TaskError when what stands behind `?` is not of that form."""
+    name, _, query = text.partition("?")
+    try:
+        return name, {key: _literal(value) for key, value in parse_qsl(query, strict_parsing=bool(query))}
+    except ValueError as error:
+        raise TaskError(f"{text}: behind `?` write key=value&key=value: {error}") from error
+
+
+def _literal(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError:
+        return text
+
+
+def _need(package: str, what: Any) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(f"reading {what} needs {package}: pip install {_PACKAGES.get(package, package)}")
+
+
+_PACKAGES = {"pyarrow": "'swarmq[data]'", "datasets": "'swarmq[data]'", "reasoning_gym": "reasoning-gym"}
+_SUFFIXES: dict[str, Callable[[Path], Iterator[Row]]] = {
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".csv": _csv,
+    ".parquet": _parquet,
+}
+_SCHEMES: dict[str, Callable[[str], Iterator[Row]]] = {
+    "reasoning-gym": _gym,
+    "hf": _hugging_face,
+    "verifiers": _verifiers,
+}

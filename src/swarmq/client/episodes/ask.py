@@ -1,0 +1,55 @@
+"""One question to the model of an episode, for agents that need no SDK."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from email.message import Message
+from typing import Any
+
+from swarmq.client.episodes.episode import Handle
+from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.http import HttpError, post_json
+from swarmq.client.episodes.received_answers import by_hand
+from swarmq.errors import EpisodeError
+
+ATTEMPTS = 5
+FIRST_PAUSE_S = 0.5
+
+
+def ask(
+    ep: Handle,
+    messages: str | Sequence[Mapping[str, Any]],
+    *,
+    policy: str | None = None,
+    agent: str | None = None,
+    timeout_s: float = 600.0,
+    **options: Any,
+) -> str:
+    """The text of the answer. `messages` is the question or a whole conversation; `policy` the episode's first unless
+    given; `agent` tags the call for rewards by role; `options` go into the request. Raises EpisodeError."""
+    asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else list(messages)
+    body = {"model": policy or ep.model, "messages": asked, **options}
+    headers = {"X-Swarmq-Agent": agent} if agent else {}
+    url = f"{ep.base_url}/chat/completions"
+    mark, read = by_hand(ep.api_key, url)
+    for attempt in range(ATTEMPTS):
+        headers |= {"X-Stainless-Retry-Count": str(attempt), **mark}
+        told: list[Message] = []
+        try:
+            answer = post_json(
+                url, body, token=ep.api_key, timeout_s=timeout_s, headers=headers, ca=ep.ca, hear=told.append
+            )
+            read(told[0])
+            return str(answer["choices"][0]["message"].get("content") or "")
+        except HttpError as error:
+            if not error.passes or attempt + 1 == ATTEMPTS:
+                raise EpisodeError(f"episode {ep.episode_id}: {error}") from error
+            time.sleep(max(error.retry_after_s or 0.0, FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.0))
+    raise AssertionError
+
+
+async def ask_async(ep: Handle, messages: str | Sequence[Mapping[str, Any]], **how: Any) -> str:
+    """As `ask`, for coroutines."""
+    return await in_thread(lambda: ask(ep, messages, **how))

@@ -1,0 +1,482 @@
+"""The client: begins episodes, mints their keys, and does not rest until their ends are confirmed.
+
+    begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> key minted
+    end     checked ──> spooled to disk ──> EpisodeEnd confirmed ──> unspooled         (transport.py: AMQP or HTTP)
+
+Everything here runs on one event loop. `SwarmClient` (sync_client.py) drives it from a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from swarmq.broker import Broker, topology
+from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
+from swarmq.client.episodes import received_answers
+from swarmq.client.episodes.clock import Clock
+from swarmq.client.episodes.episode import AsyncEpisode, EpisodeRecord, Handle
+from swarmq.client.episodes.event_loops import LoopThread, in_thread
+from swarmq.client.episodes.identity import client_id, code_version_of, script_version
+from swarmq.client.episodes.invite_lookup import find_invite
+from swarmq.client.episodes.spool import Orphan, Spool, spool_root
+from swarmq.client.episodes.transport import BrokerTransport, Transport
+from swarmq.client.runners import runner
+from swarmq.config import Proxy
+from swarmq.errors import ClientError, EpisodeError, SwarmqError, without_trace
+from swarmq.keys import Claims, Invite, mint
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
+from swarmq.outcome import Outcome, finished, said, unfinished, untrainable
+from swarmq.runtime.logs import log
+
+DRAIN_S = 10.0
+"""How long closing waits for ends that the broker has not confirmed; later they stay in the spool."""
+REMEMBERED_ENDS = 1024
+ORPHANS_EVERY_S = 30.0
+NO_CALLS_EVERY_S = 60.0
+"""How often a client warns of episodes that called no model."""
+KEY_LIFETIME_S = Proxy().key_lifetime_s
+
+OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
+
+
+def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManager[Broker]:
+    from swarmq.broker.amqp import AmqpBroker, first_wait_s  # noqa: PLC0415 - slow to load, and HTTP needs none
+
+    user = topology.user_of(invite.run, invite.client) if invite.invited else ""
+    return AmqpBroker.open(invite.broker_url, name=name, deadline_s=first_wait_s(), user=user)
+
+
+class AsyncSwarmClient:
+    """Join a run: `async with AsyncSwarmClient(invite) as client`.
+
+    `invite` is the text, a file, a run folder or an Invite; without it `$SWARMQ_INVITE`. Raises KeyRefusedError
+    where that is wrong, and BrokerError on entering when RabbitMQ cannot be reached or refuses.
+    """
+
+    def __init__(
+        self,
+        invite: Invite | str | os.PathLike[str] | None = None,
+        *,
+        code_version: str | None = None,
+        spool: Path | None = None,
+        open_broker: OpenBroker = open_amqp,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.invite = find_invite(invite)
+        self.client_id = client_id(self.invite.client)
+        self._clock = Clock(self.invite, now=now)
+        self.numbering = Numbering()
+        self.agent_loop: LoopThread | None = None
+        """Where coroutine agents run; None: on the loop of their caller."""
+        self._code_version = code_version
+        self._spool_root = spool or spool_root(self.invite)
+        self._open_broker = open_broker
+        self._warn_of_no_calls_at = self._warn_of_rewards_at = 0.0
+        self._state = "not open: use `async with`"
+        self._pid = os.getpid()
+        self._broker: Broker | None = None
+        self._open: dict[str, EpisodeRecord] = {}
+        self._ended: OrderedDict[str, EpisodeRecord] = OrderedDict()
+        self._sending: set[asyncio.Task[SwarmqError | None]] = set()
+
+    async def __aenter__(self) -> Self:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                self._transport = await self._connect(stack)
+                self._disk = stack.enter_context(ThreadPoolExecutor(8, thread_name_prefix="swarmq-spool"))
+                self._spool = Spool(self._spool_root, self.client_id)
+                self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
+                self._stack = stack.pop_all()
+        except SwarmqError as error:
+            raise without_trace(error) from None
+        self.loop = asyncio.get_running_loop()
+        self._state = "open"
+        self._learning = self._tasks.create_task(self._clock.learn())
+        self._orphans = self._tasks.create_task(self._deliver_orphans())
+        self._looking = self._tasks.create_task(self._look_for_orphans())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Abort what is open, wait a little for the ends that are being sent, leave the rest to the spool."""
+        for record in list(self._open.values()):
+            if record.end is None:
+                self._start_sending(record, unfinished(record.begin, "aborted", "the client was closed"))
+        self._state = "closed"
+        self._looking.cancel()
+        self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
+        try:
+            await asyncio.wait((self._orphans, *self._sending), timeout=DRAIN_S)
+        finally:
+            for task in (self._learning, self._orphans, *self._sending):
+                task.cancel()
+            await self._stack.aclose()
+            if left := self._spool.close():
+                log.warning(
+                    "ends_left_in_spool", ends=left, folder=str(self._spool.folder), delivered="by the next client"
+                )
+
+    @property
+    def broker(self) -> Broker:
+        """Raises ClientError where the invite leads to the proxy alone."""
+        if self._broker is None:
+            raise ClientError(
+                f"client {self.invite.client!r} was invited to the proxy alone (--http): task queues need an invite with "
+                "RabbitMQ; loops of one's own, e.g. run_episodes_until_all_complete, need none"
+            )
+        return self._broker
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> Transport:
+        if self.invite.over_http:
+            from swarmq.client.episodes.http_transport import HttpTransport  # noqa: PLC0415 - most clients need no HTTP of their own
+
+            return HttpTransport(self.invite, now=self._clock.time)
+        self._broker = await stack.enter_async_context(self._open_broker(self.invite, self.client_id))
+        return await stack.enter_async_context(BrokerTransport.open(self._broker, self.invite))
+
+    async def begin_episode(
+        self,
+        task: Any,
+        *,
+        policies: Sequence[str] | None = None,
+        mode: Mode = "train",
+        kind: str | None = None,
+        slot: Slot | None = None,
+        group_size: int | None = None,
+        attempt: int = 0,
+        last_attempt: bool = False,
+        code_version: str | None = None,
+        silence_s: float | None = None,
+        lifetime_s: float = KEY_LIFETIME_S,
+        max_calls: int = 0,
+        max_tokens: int = 0,
+        deadline_s: float | None = None,
+    ) -> AsyncEpisode:
+        """One attempt at `task`: a SwarmTask, a dict, or anything with an `id` or encodable content.
+
+        Training episodes wait for a ticket of their kind. Without `slot`, repeated attempts at one task fill a
+        group of `group_size` (the run's), then the next group. To retry pass `slot=failed.slot,
+        attempt=failed.attempt + 1`; if a `last_attempt` fails, the group goes on without the slot. The collector gives
+        the episode up after `silence_s` (the run's) without a model call; its key is refused after `lifetime_s`,
+        `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
+        Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
+        """
+        self.check()
+        piece = as_task(task)
+        kind = self.known_kind(kind or piece.kind)
+        size = group_size or (self.group_size_of(kind) if mode == "train" else 1)
+        chosen = self._policies(policies, mode)
+        begin = EpisodeBegin(
+            run=self.invite.run,
+            episode_id=new_id(),
+            slot=slot or self.numbering.next_slot(piece.id, size),
+            kind=kind,
+            group_size=size,
+            policies=chosen,
+            mode=mode,
+            client_id=self.client_id,
+            code_version=code_version or self._code_version or script_version(),
+            attempt=attempt,
+            silence_s=silence_s,
+        )
+        try:
+            async with self._noted(begin), asyncio.timeout(deadline_s):
+                await asyncio.wait({self._learning})
+                await self._transport.begin(begin)
+        except TimeoutError as error:
+            raise EpisodeError(
+                f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, "
+                "paused or drained, or its collector or broker does not answer; see `swarmq status`"
+            ) from error
+        key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
+        base_url = self._transport.base_url_of(begin.episode_id)
+        record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=last_attempt)
+        received_answers.watch(key, record.received)
+        self._open[begin.episode_id] = record
+        return AsyncEpisode(self, record)
+
+    async def end_episode(
+        self,
+        episode: Handle | str,
+        reward: float | Outcome | None = None,
+        *,
+        rewards: Mapping[str, float] | None = None,
+        success: bool | None = None,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        agent_rewards: Mapping[str, Mapping[str, float]] | None = None,
+        call_rewards: Mapping[str, float] | None = None,
+    ) -> None:
+        """As AsyncEpisode.end; `episode` may also be an episode id."""
+        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
+        await self.end_with(episode, outcome)
+
+    async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
+        """As end_episode, with everything in one Outcome."""
+        record = self._find(episode)
+        self._look_for_calls(record)
+        await self._finish(record, finished(record.begin, outcome, frozen=self.invite.frozen))
+
+    async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
+        """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
+        record = self._find(episode)
+        await self._finish(record, unfinished(record.begin, "aborted", reason, final=record.last_attempt))
+
+    async def fail_episode(self, episode: Handle | str, reason: str) -> None:
+        """Something broke: never trained, never a reward of 0."""
+        record = self._find(episode)
+        await self._finish(record, unfinished(record.begin, "failed", reason, final=record.last_attempt))
+
+    @contextlib.asynccontextmanager
+    async def episode(self, task: Any, **options: Any) -> AsyncIterator[AsyncEpisode]:
+        """`async with client.episode(task) as ep:`, with `await ep.end(reward)` inside; options as begin_episode.
+
+        An exception fails the episode with its traceback as reason, an interrupt aborts it; both go on upwards.
+        """
+        ep = await self.begin_episode(task, **options)
+        try:
+            yield ep
+        except BaseException as error:
+            await self.give_up(ep, error)
+            raise
+        await self.leave(ep)
+
+    run_episodes_until_all_complete = runner.run_episodes_until_all_complete
+    evaluate = runner.evaluate
+
+    def code_version_of(self, function: Callable[..., Any]) -> str:
+        """The one this client was given, else a hash of the file that holds `function`."""
+        return self._code_version or code_version_of(function)
+
+    async def give_up(self, ep: Handle, error: BaseException) -> None:
+        """Fail the episode for an exception, abort it for an interrupt; where it has ended, wait for the confirm."""
+        with contextlib.suppress(SwarmqError):  # then it is open again
+            await self.confirmed(ep)
+        if ep.ended:
+            return
+        if isinstance(error, Exception | SystemExit):
+            await self.fail_episode(ep, "".join(traceback.format_exception(error)))
+        else:
+            record = self._find(ep)  # be it the last attempt: who interrupts it may have its slot attempted again
+            await self._finish(record, unfinished(record.begin, "aborted", f"interrupted by {type(error).__name__}"))
+
+    def _look_for_calls(self, record: EpisodeRecord) -> None:
+        """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""
+        now = self.loop.time()
+        if record.key_was_read or record.end or record.begin.mode == "eval" or now < self._warn_of_no_calls_at:
+            return
+        self._warn_of_no_calls_at = now + NO_CALLS_EVERY_S
+        log.warning(
+            "episode_without_a_model_call",
+            episode=record.begin.episode_id,
+            task=record.task.id,
+            meaning="it will not be trained (no_turns): does the agent use ep.base_url and ep.api_key?",
+        )
+
+    def _look_for_rewards(self, end: EpisodeEnd) -> None:
+        """A reward for a call whose answer did not arrive is nobody's. Calls of other processes may have arrived there."""
+        now = self.loop.time()
+        lost = sorted(end.call_rewards.keys() - set(end.received or ()))
+        if end.received is None or not lost or now < self._warn_of_rewards_at:
+            return
+        self._warn_of_rewards_at = now + NO_CALLS_EVERY_S
+        log.warning(
+            "reward_for_a_call_without_an_answer",
+            episode=end.episode_id,
+            calls=lost,
+            meaning="this process did not see their answers arrive; if no other one did, they are not trained",
+        )
+
+    async def confirmed(self, ep: Handle) -> None:
+        """Returns when nothing of this episode is under way. Raises what kept its end from being confirmed."""
+        sending = ep._record.sending  # noqa: SLF001 - a handle is this module's own
+        if sending is not None and (error := await asyncio.shield(sending)):
+            raise error
+
+    async def leave(self, ep: Handle) -> None:
+        """The block of an episode was left in peace; it should have ended by now."""
+        if not ep.ended:
+            log.warning("episode_left_open", episode=ep.episode_id, hint="call ep.end(reward) inside the block")
+            await self.fail_episode(ep, "the block was left without end(reward)")
+
+    async def proxy_serves(self) -> bool:
+        """Whether the run's proxy and its engines answer."""
+        from swarmq.client.episodes.http import answers  # noqa: PLC0415 - most clients need no HTTP of their own
+
+        return await in_thread(answers, f"{self.invite.base_url.removesuffix('/v1')}/health", self.invite.ca)
+
+    def check(self) -> None:
+        """Raises ClientError where this object cannot be used."""
+        if self._pid != os.getpid():
+            raise ClientError("this client belongs to the process that made it: make a new one after a fork")
+        if self._state != "open":
+            raise ClientError(f"the client is {self._state}")
+
+    def known_kind(self, kind: str | None) -> str:
+        """`kind`, or the run's only one. Raises EpisodeError for a kind the run does not have."""
+        known = self.invite.kinds
+        if kind is None and len(known) == 1:
+            return known[0]
+        if kind not in known:
+            given = "the task has no kind" if kind is None else f"kind {kind!r} is not part of the run"
+            raise EpisodeError(f"{given}: its kinds are {', '.join(known)}")
+        return kind
+
+    def group_size_of(self, kind: str) -> int:
+        """Attempts that make a group: what the newest ticket of the kind says, else the invite."""
+        return self._transport.group_size_of(kind) or self.invite.group_sizes.get(kind, self.invite.group_size)
+
+    def _policies(self, policies: Sequence[str] | None, mode: Mode) -> tuple[str, ...]:
+        known = self.invite.policies
+        if isinstance(policies, str):
+            policies = (policies,)
+        chosen = tuple(dict.fromkeys(known if policies is None else policies))
+        if not chosen or (unknown := set(chosen) - set(known)):
+            given = ", ".join(sorted(unknown)) if chosen else "none"
+            raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
+        if mode == "train" and (refusal := untrainable(chosen, known, self.invite.frozen)):
+            raise EpisodeError(refusal)
+        return chosen
+
+    @contextlib.asynccontextmanager
+    async def _noted(self, begin: EpisodeBegin) -> AsyncIterator[None]:
+        """On this machine's disk before it begins, for who finds us dead; forgotten if it does not begin."""
+        try:
+            await self._on_disk(self._spool.begin, begin)
+        except ClientError as error:
+            log.warning(
+                "spool_unusable", error=str(error), meaning="if the process dies, this episode ends by its silence"
+            )
+        try:
+            yield
+        except BaseException:
+            self._spool.remove(begin.episode_id)
+            raise
+
+    def _mint(self, begin: EpisodeBegin, *, lifetime_s: float, max_calls: int, max_tokens: int) -> str:
+        claims = Claims(
+            run=begin.run,
+            client=self.invite.client,
+            episode_id=begin.episode_id,
+            policies=begin.policies,
+            kind=begin.kind,
+            mode=begin.mode,
+            made_at=self._clock.time(),
+            expires_at=self._clock.time() + lifetime_s,
+            max_calls=max_calls,
+            max_tokens=max_tokens,
+        )
+        return mint(self.invite.secret, claims)
+
+    def _find(self, episode: Handle | str) -> EpisodeRecord:
+        self.check()
+        if isinstance(episode, Handle):
+            return episode._record  # noqa: SLF001 - a handle is this module's own
+        if record := self._open.get(episode) or self._ended.get(episode):
+            return record
+        raise EpisodeError(f"episode {episode!r} is unknown to this client: end it with the client that began it")
+
+    async def _finish(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
+        self.check()
+        if record.end is None:
+            if end.status == "finished":
+                end = msgspec.structs.replace(end, received=record.received.calls())
+                self._look_for_rewards(end)
+            encode(end)  # too large is said now, while the episode can still be ended otherwise
+            self._start_sending(record, end)
+        elif record.end != msgspec.structs.replace(end, received=record.end.received):
+            raise EpisodeError(
+                f"episode {end.episode_id} has ended as {_describe(record.end)}; now it is to end as "
+                f"{_describe(end)}: the first end counts, nothing was sent"
+            )
+        await self.confirmed(AsyncEpisode(self, record))
+
+    def _start_sending(self, record: EpisodeRecord, end: EpisodeEnd) -> None:
+        record.end = end
+        record.sending = self._tasks.create_task(self._deliver(record, end))
+        self._sending.add(record.sending)
+        record.sending.add_done_callback(self._sending.discard)
+
+    async def _deliver(self, record: EpisodeRecord, end: EpisodeEnd) -> SwarmqError | None:
+        """Returns the error instead of raising it: it belongs to those who wait, not to the task group."""
+        try:
+            await self._spool_and_publish(end)
+        except SwarmqError as error:
+            record.end = record.sending = None  # open again; what is spooled is tried again by the next client
+            return error
+        except asyncio.CancelledError:
+            return ClientError("the client was closed before the broker confirmed the end: it is in the spool")
+        self._open.pop(end.episode_id, None)
+        received_answers.unwatch(record.api_key)
+        self._remember(record)
+        return None
+
+    async def _spool_and_publish(self, end: EpisodeEnd) -> None:
+        try:
+            await self._on_disk(self._spool.put, end)
+        except ClientError as error:
+            log.warning("spool_unusable", error=str(error), meaning="this end is lost if the process dies now")
+        await self._transport.end(end)
+        await self._on_disk(self._spool.remove, end.episode_id)
+
+    def _remember(self, record: EpisodeRecord) -> None:
+        """So that ending again by id is recognised; without the task's data and the key."""
+        slim = EpisodeRecord(begin=record.begin, task=SwarmTask(record.task.id), base_url=record.base_url, api_key="")
+        slim.end, slim.sending = record.end, record.sending
+        self._ended[record.begin.episode_id] = slim
+        if len(self._ended) > REMEMBERED_ENDS:
+            self._ended.popitem(last=False)
+
+    async def _look_for_orphans(self) -> None:
+        """Now and then: the processes of one machine end what a dead one has left."""
+        while True:
+            await asyncio.sleep(ORPHANS_EVERY_S)
+            await self._deliver_orphans()
+
+    async def _deliver_orphans(self) -> None:
+        """What processes that have died could not deliver, and episodes that they left open."""
+        await asyncio.wait({self._learning})
+        for folder in self._spool.others():
+            with Orphan.claim(folder) as orphan:
+                if orphan is None:
+                    continue
+                try:
+                    delivered = await self._deliver_orphan(orphan)
+                except (SwarmqError, OSError) as error:
+                    log.warning("spool_not_delivered", folder=str(orphan.folder), error=str(error))
+                else:
+                    if delivered:
+                        log.info("spool_delivered", ends=delivered, folder=str(orphan.folder))
+
+    async def _deliver_orphan(self, orphan: Orphan) -> int:
+        delivered = 0
+        for end in orphan.ends():
+            await self._transport.end(end)
+            orphan.done(end)
+            delivered += 1
+        return delivered
+
+    async def _on_disk(self, act: Callable[..., None], *arguments: Any) -> None:
+        try:
+            await self.loop.run_in_executor(self._disk, act, *arguments)
+        except RuntimeError:  # the interpreter is ending and its executors take no more work
+            act(*arguments)
+
+
+def _describe(end: EpisodeEnd) -> str:
+    if end.status != "finished":
+        return f"{end.status} ({end.reason.strip().splitlines()[-1] if end.reason.strip() else 'no reason'})"
+    return f"finished with {', '.join(f'{policy} {reward:g}' for policy, reward in end.rewards.items())}"

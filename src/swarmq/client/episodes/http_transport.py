@@ -1,0 +1,206 @@
+"""Episodes through the proxy's control routes, for clients whose network passes nothing but HTTP (docs/control.md).
+
+    begin   POST <proxy>/v1/control/episodes            asked again with the same id until there is a ticket
+    end     POST <proxy>/v1/control/episodes/ID/end     sent again until it is answered; known by its outcome id
+
+A proxy that does not answer is passed over for the next one; an episode stays with the one that took its begin. Answers
+to begins say how large groups are now, and which proxies there are.
+
+Imported when an invite asks for it: most clients need no HTTP of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from swarmq.client.episodes.event_loops import in_thread
+from swarmq.client.episodes.http import HttpError, post_json
+from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqError
+from swarmq.keys import Invite, Operator, mint_operator
+from swarmq.messages import EpisodeBegin, EpisodeEnd, encode
+from swarmq.runtime.logs import log
+from swarmq.runtime.slow_waits import noticed, only_first
+
+TOKEN_LIFETIME_S = 3600.0
+TICKET_WAIT_S = 20.0
+"""How long one request waits for a ticket; without one it is asked again."""
+ANSWER_S = 60.0
+FIRST_PAUSE_S = 0.2
+LONGEST_PAUSE_S = 10.0
+
+
+class HttpTransport:
+    """Implements `swarmq.client.episodes.transport.Transport`."""
+
+    def __init__(self, invite: Invite, *, now: Callable[[], float] = time.time) -> None:
+        self._invite = invite
+        self._now = now
+        self._closed: asyncio.Future[SwarmqError] = asyncio.get_running_loop().create_future()
+        self._giving_up: set[asyncio.Task[None]] = set()
+        self._waiting: defaultdict[str, list[asyncio.Future[Any]]] = defaultdict(list)
+        """Kind -> begins that wait for a ticket, the first one first."""
+        self._proxies: tuple[str, ...] = ()
+        self._group_sizes: dict[str, int] = {}
+        self._homes: dict[str, str] = {}
+        """Open episode -> the proxy that took its begin."""
+
+    async def begin(self, begin: EpisodeBegin) -> None:
+        body = {
+            "task_id": begin.slot.task_id,
+            "repeat": begin.slot.repeat,
+            "epoch": begin.slot.epoch,
+            "kind": begin.kind,
+            "mode": begin.mode,
+            "policies": begin.policies,
+            "group_size": begin.group_size,
+            "episode_id": begin.episode_id,
+            "attempt": begin.attempt,
+            "client_id": begin.client_id,
+            "code_version": begin.code_version,
+            "silence_s": begin.silence_s,
+            "wait_s": TICKET_WAIT_S,
+        }
+        asking = asyncio.ensure_future(self._until_confirmed("", begin.episode_id, body))
+        waiting = self._waiting[begin.kind]
+        waiting.append(asking)
+        try:
+            with noticed(
+                "waiting_for_ticket",
+                kind=begin.kind,
+                why="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
+                "`swarmq status` shows which it is",
+                now=only_first(asking, waiting),
+            ):
+                ends: set[asyncio.Future[Any]] = {asking, self._closed}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise self._closed.result()
+            self._homes[begin.episode_id], answer = asking.result()
+            self._learn(begin.kind, answer)
+        except asyncio.CancelledError:
+            self._leave(begin)
+            raise
+        finally:
+            waiting.remove(asking)
+            asking.cancel()
+
+    async def end(self, end: EpisodeEnd) -> None:
+        known: dict[str, Any] = {"outcome_id": hashlib.sha256(encode(end)).hexdigest()[:32]}
+        if end.status != "finished":
+            await self._abort(end, {**known, "status": end.status, "reason": end.reason})
+            self._homes.pop(end.episode_id, None)
+            return
+        body = {
+            **known,
+            "rewards": end.rewards,
+            "policies": tuple(end.rewards),
+            "success": end.success,
+            "metrics": end.metrics,
+            "metadata": end.metadata,
+            "agent_rewards": end.agent_rewards,
+            "call_rewards": end.call_rewards,
+            "calls": end.calls,
+        }
+        with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
+            await self._finish(end, body)
+        self._homes.pop(end.episode_id, None)
+
+    async def _finish(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
+        path = f"/{end.episode_id}/end"
+        if end.received is not None:
+            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+                await self._until_confirmed(path, end.episode_id, {**body, "received": end.received})
+                return
+        await self._until_confirmed(path, end.episode_id, body)
+
+    async def _abort(self, end: EpisodeEnd, body: dict[str, Any]) -> None:
+        path = f"/{end.episode_id}/abort"
+        if end.final:
+            with contextlib.suppress(EpisodeError):  # of an older proxy, which refuses a field that it does not know
+                await self._until_confirmed(path, end.episode_id, {**body, "final": True})
+                return
+        await self._until_confirmed(path, end.episode_id, body)
+
+    def refuse(self, error: SwarmqError) -> None:
+        if not self._closed.done():
+            self._closed.set_result(error)
+
+    def group_size_of(self, kind: str) -> int | None:
+        return self._group_sizes.get(kind)
+
+    def base_url_of(self, episode_id: str) -> str:
+        return self._urls(episode_id)[0]
+
+    def _urls(self, episode_id: str) -> tuple[str, ...]:
+        """The proxy that an episode is at, and those that may stand in for it."""
+        urls = self._invite.base_urls_of(episode_id, now=self._proxies)
+        home = self._homes.get(episode_id, urls[0])
+        return (home, *(url for url in urls if url != home))
+
+    def _learn(self, kind: str, answer: Any) -> None:
+        """From the answer to a begin; an older proxy says less."""
+        self._proxies = tuple(answer.get("proxies", ())) or self._proxies
+        if size := answer.get("group_size"):
+            self._group_sizes[kind] = size
+
+    async def _until_confirmed(self, path: str, episode_id: str, body: dict[str, Any]) -> tuple[str, Any]:
+        """Send the same until it is answered, at one proxy after the other; which one did, and its answer. One that was
+        lost does no harm."""
+        pause_s, passed_over = FIRST_PAUSE_S, 0
+        while True:
+            urls = self._urls(episode_id)
+            url = urls[passed_over % len(urls)]
+            try:
+                return url, await in_thread(self._post, f"{url}/control/episodes{path}", body)
+            except HttpError as error:
+                if not error.passes:
+                    raise _refusal(error) from error
+                waits = error.status == 429  # for a ticket, of which there are no more elsewhere
+                passed_over += not waits
+                if not waits and passed_over % len(urls):
+                    log.info("proxy_passed_over", url=url, error=str(error))
+                    continue
+                wait_s = pause_s if error.retry_after_s is None else min(error.retry_after_s, pause_s)
+                await asyncio.sleep(wait_s * random.uniform(0.5, 1.0))
+                pause_s = FIRST_PAUSE_S if waits else min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _post(self, url: str, body: dict[str, Any]) -> Any:
+        return post_json(url, body, token=self._token(), timeout_s=TICKET_WAIT_S + ANSWER_S, ca=self._invite.ca)
+
+    def _token(self) -> str:
+        operator = Operator(
+            run=self._invite.run,
+            name=self._invite.client,
+            roles=("rollout",),
+            by_client=True,
+            expires_at=self._now() + TOKEN_LIFETIME_S,
+        )
+        return mint_operator(self._invite.secret, operator)
+
+    def _leave(self, begin: EpisodeBegin) -> None:
+        """Nobody waits for this begin, which may be confirmed all the same: say once that it is over."""
+        url = f"{self.base_url_of(begin.episode_id)}/control/episodes/{begin.episode_id}/abort"
+        body = {"status": "aborted", "reason": "the client gave up before the episode had begun"}
+
+        async def tell() -> None:
+            with contextlib.suppress(SwarmqError):
+                await in_thread(self._post, url, body)
+
+        task = asyncio.ensure_future(tell())
+        self._giving_up.add(task)
+        task.add_done_callback(self._giving_up.discard)
+
+
+def _refusal(error: HttpError) -> SwarmqError:
+    if error.status in (401, 403):
+        return KeyRefusedError(str(error))
+    if error.status == 404:
+        return BrokerError(f"{error}: does the proxy's address in the invite end in /v1?")
+    return EpisodeError(str(error))

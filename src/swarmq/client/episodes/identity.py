@@ -1,0 +1,54 @@
+"""Who did it, with which code: the names that make a training curve explainable later."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from swarmq.broker.client_rules import NAME_MARK
+
+
+def client_id(name: str) -> str:
+    """Unique per client object: the invite's name, the host, the process and a random tail."""
+    return f"{name}{NAME_MARK}{socket.gethostname().split('.')[0]}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def code_version_of(function: Callable[..., Any]) -> str:
+    """Short hash of the source file that holds `function`; empty where there is no source to read."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        function = type(function)
+    try:
+        path = inspect.getsourcefile(function)
+        source = Path(path).read_bytes() if path else b""
+    except (OSError, TypeError):
+        source = b""
+    try:
+        return _short(source or inspect.getsource(function).encode())
+    except (OSError, TypeError):
+        return ""
+
+
+@cache
+def script_version() -> str:
+    """The same of the script that runs, as it is when first asked for; empty in a notebook or an interactive session."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return _short(Path(path).read_bytes()) if path else ""
+    except OSError:
+        return ""
+
+
+def _short(source: bytes) -> str:
+    return hashlib.sha256(source).hexdigest()[:12]

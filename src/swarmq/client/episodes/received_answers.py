@@ -1,0 +1,304 @@
+"""Which answers an agent receives: seen in this process, in the HTTP library that it happens to use.
+
+    request with an episode's key ──> marked `x-swarmq-observed` ──> answer read to its end ──> named by the episode's end
+
+A turn that is in the queue proves nothing: its proxy may have died before the last byte. So the end of an episode names what
+arrived, and of the calls that were marked the collector trains exactly those. Watched are httpx and httpx2 (on which the clients of OpenAI,
+Anthropic and LiteLLM are built), and answers that are not streamed of requests and aiohttp; each only where the agent has loaded
+it. Calls of other libraries and of other processes bear no mark: of these the proxy says whether they were answered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from email.message import Message
+from typing import Any
+from urllib.parse import urlsplit
+
+from swarmq.messages import OBSERVED
+from swarmq.runtime.logs import log
+
+CALL_ID = "x-swarmq-call-id"
+OVERRIDDEN = "x-swarmq-overridden"
+END_OF_CHOICE = re.compile(rb'"finish_reason":"|"type":"(?:message_delta|response\.completed|response\.incomplete)"')
+"""Stands once in a stream for each choice that is complete, and not in what the model says: there quotes are escaped."""
+LONGEST_MARK = 64
+STREAMED = re.compile(rb'"stream"\s*:\s*true')
+
+_lock = threading.Lock()
+_open: dict[str, Received] = {}
+"""By api key."""
+_watched: set[str] = set()
+"""Libraries that are watched already."""
+_told: set[str] = set()
+"""What was logged of `OVERRIDDEN`."""
+
+
+class Received:
+    """Of one episode. Threads and loops may add to it."""
+
+    def __init__(self, base_url: str) -> None:
+        self._host = urlsplit(base_url).netloc
+        self._pid = os.getpid()
+        self._calls: set[str] = set()
+        self._unread: list[tuple[tuple[str, ...], Callable[[], bool]]] = []
+        self._is_marked = False
+
+    def calls(self) -> tuple[str, ...] | None:
+        """Ids of the calls that were answered; None where no call was watched."""
+        self._look()
+        return tuple(sorted(self._calls)) if self._is_marked else None
+
+    def watches(self, url: str) -> bool:
+        """Whether a request to this url is one to watch; then it must be marked. A forked process could not tell us."""
+        is_ours = urlsplit(url).netloc == self._host and os.getpid() == self._pid
+        self._is_marked |= is_ours
+        return is_ours
+
+    def add(self, calls: tuple[str, ...]) -> None:
+        self._calls.update(calls)
+
+    def remove(self, calls: tuple[str, ...]) -> None:
+        self._calls.difference_update(calls)
+
+    def add_when(self, calls: tuple[str, ...], is_read: Callable[[], bool]) -> None:
+        """Add them if `is_read` by the time somebody asks."""
+        self._look()
+        self._unread.append((calls, is_read))
+
+    def _look(self) -> None:
+        for entry in list(self._unread):
+            calls, is_read = entry
+            if is_read():
+                self._calls.update(calls)
+                self._unread.remove(entry)
+
+
+def watch(api_key: str, received: Received) -> None:
+    """Tell `received` of the answers to requests with this key, until `unwatch`."""
+    _open[api_key] = received
+    watch_libraries()
+
+
+def unwatch(api_key: str) -> None:
+    _open.pop(api_key, None)
+
+
+def watch_libraries() -> None:
+    """Watch the libraries that are loaded by now."""
+    for name, start in LIBRARIES.items():
+        if name not in _watched and name in sys.modules:
+            with _lock:
+                if name not in _watched and start(sys.modules[name]):
+                    _watched.add(name)
+
+
+def _of(headers: Mapping[str, str], url: str) -> Received | None:
+    """The episode that a request speaks for, if it is to be watched."""
+    if not _open:
+        return None
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    received = _open.get(key)
+    return received if received and received.watches(url) else None
+
+
+def hear(headers: Mapping[str, str] | Message) -> None:
+    """Log, once in a process, what a run does not let its agents choose; few of them look at a header."""
+    overridden = headers.get(OVERRIDDEN)
+    if overridden and overridden not in _told:
+        _told.add(overridden)
+        log.warning(
+            "sampled_otherwise_than_asked",
+            overridden=overridden,
+            hint="the run's settings count: policies.*.sampling, and the engine's room for max_tokens",
+        )
+
+
+def by_hand(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message], None]]:
+    """Headers for a request that swarmq makes itself, and what to give those of its answer to, once that is read."""
+    received = _of({"authorization": f"Bearer {api_key}"}, url)
+
+    def read(headers: Message) -> None:
+        calls = _calls_of(200, headers)
+        if received:
+            received.add(calls)
+
+    return {OBSERVED: "1"} if received else {}, read
+
+
+def _calls_of(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
+    """Ids of the choices of an answer; none for an error."""
+    hear(headers)
+    return tuple(name.strip() for name in headers.get(CALL_ID, "").split(",") if name) if status == 200 else ()
+
+
+class _Body:
+    """Looks at a body as it passes. Received is what came to its end without an error; of events, to the end of each choice."""
+
+    def __init__(self, received: Received, calls: tuple[str, ...], *, is_events: bool) -> None:
+        self._received, self._calls, self._is_events = received, calls, is_events
+        self._tail = b""
+        self._ended = 0
+
+    def take(self, chunk: bytes) -> None:
+        if not self._is_events:
+            return
+        seen = self._tail + chunk
+        last = 0
+        for found in END_OF_CHOICE.finditer(seen):
+            self._ended += 1
+            last = found.end()
+        self._tail = seen[max(last, len(seen) - LONGEST_MARK) :]
+        if self._ended >= len(self._calls):
+            self._received.add(self._calls)
+
+    def end(self) -> None:
+        if not self._is_events:
+            self._received.add(self._calls)
+
+    def fail(self) -> None:
+        self._received.remove(self._calls)
+
+
+def _watch_httpx(httpx: Any) -> bool:
+    if not hasattr(httpx, "AsyncClient"):  # it is being loaded
+        return False
+
+    class Sync(httpx.SyncByteStream):  # type: ignore[misc]
+        def __init__(self, inner: Any, body: _Body) -> None:
+            self._inner, self._body = inner, body
+
+        def __iter__(self) -> Iterator[bytes]:
+            try:
+                for chunk in self._inner:
+                    self._body.take(chunk)
+                    yield chunk
+            except Exception:
+                self._body.fail()
+                raise
+            self._body.end()
+
+        def close(self) -> None:
+            self._inner.close()
+
+    class Async(httpx.AsyncByteStream):  # type: ignore[misc]
+        def __init__(self, inner: Any, body: _Body) -> None:
+            self._inner, self._body = inner, body
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            try:
+                async for chunk in self._inner:
+                    self._body.take(chunk)
+                    yield chunk
+            except Exception:
+                self._body.fail()
+                raise
+            self._body.end()
+
+        async def aclose(self) -> None:
+            await self._inner.aclose()
+
+    def begin(request: Any) -> Received | None:
+        received = _of(request.headers, str(request.url))
+        if received:
+            request.headers[OBSERVED] = "1"
+        return received
+
+    def end(received: Received, response: Any, wrap: type, *, is_read: bool) -> None:
+        calls = _calls_of(response.status_code, response.headers)
+        if not calls:
+            return
+        body = _Body(received, calls, is_events=_is_events(response.headers))
+        if is_read:
+            body.take(response.content)
+            body.end()
+        else:
+            response.stream = wrap(response.stream, body)
+
+    sync_send, async_send = httpx.Client.send, httpx.AsyncClient.send
+
+    @functools.wraps(sync_send)
+    def send(self: Any, request: Any, *, stream: bool = False, **how: Any) -> Any:
+        received = begin(request)
+        response = sync_send(self, request, stream=stream, **how)
+        if received:
+            end(received, response, Sync, is_read=not stream)
+        return response
+
+    @functools.wraps(async_send)
+    async def asend(self: Any, request: Any, *, stream: bool = False, **how: Any) -> Any:
+        received = begin(request)
+        response = await async_send(self, request, stream=stream, **how)
+        if received:
+            end(received, response, Async, is_read=not stream)
+        return response
+
+    httpx.Client.send, httpx.AsyncClient.send = send, asend
+    return True
+
+
+def _watch_requests(requests: Any) -> bool:
+    if not hasattr(requests, "Session"):
+        return False
+    original = requests.Session.send
+
+    @functools.wraps(original)
+    def send(self: Any, request: Any, **how: Any) -> Any:
+        is_whole = not how.get("stream", self.stream)
+        received = _of(request.headers, request.url) if is_whole else None
+        if received:
+            request.headers[OBSERVED] = "1"
+        response = original(self, request, **how)
+        if received and not _is_events(response.headers):
+            received.add(_calls_of(response.status_code, response.headers))
+        return response
+
+    requests.Session.send = send
+    return True
+
+
+def _watch_aiohttp(aiohttp: Any) -> bool:
+    if not hasattr(aiohttp, "ClientSession"):
+        return False
+    from multidict import CIMultiDict  # noqa: PLC0415 - comes with aiohttp
+
+    original = aiohttp.ClientSession._request  # noqa: SLF001 - what all of its methods call
+
+    @functools.wraps(original)
+    async def request(self: Any, method: str, url: Any, **how: Any) -> Any:
+        headers = CIMultiDict(self.headers)
+        headers.update(how.get("headers") or {})
+        body = how.get("data") or b""
+        is_whole = not (how.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_bytes(body))
+        received = _of(headers, str(url)) if is_whole and OBSERVED not in headers else None
+        if received:
+            how["headers"] = {**headers, OBSERVED: "1"}
+        response = await original(self, method, url, **how)
+        if received and not _is_events(response.headers) and (calls := _calls_of(response.status, response.headers)):
+            received.add_when(calls, response.content.at_eof)
+        return response
+
+    aiohttp.ClientSession._request = request  # noqa: SLF001
+    return True
+
+
+def _bytes(body: Any) -> bytes:
+    return body.encode() if isinstance(body, str) else body if isinstance(body, bytes) else b'"stream":true'
+
+
+def _is_events(headers: Mapping[str, str]) -> bool:
+    return headers.get("content-type", "").startswith("text/event-stream")
+
+
+LIBRARIES: dict[str, Callable[[Any], bool]] = {
+    "httpx": _watch_httpx,
+    "httpx2": _watch_httpx,
+    "requests": _watch_requests,
+    "aiohttp": _watch_aiohttp,
+}

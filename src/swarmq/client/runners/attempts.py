@@ -1,0 +1,196 @@
+"""One attempt: call the agent's function with an episode, and turn whatever it does into the episode's end.
+
+An attempt has a deadline: a function that hangs fails its episode and frees its lane. A coroutine is cancelled then; a
+thread cannot be, and goes on with an api key that has expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from swarmq.client.episodes.episode import AsyncEpisode, Episode
+from swarmq.client.episodes.event_loops import LoopThread, in_thread
+from swarmq.config import Proxy
+from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
+from swarmq.outcome import Outcome, as_outcome
+from swarmq.runtime.slow_waits import noticed
+
+if TYPE_CHECKING:
+    from swarmq.client.episodes.async_client import AsyncSwarmClient
+
+Returned = float | Outcome | None
+AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
+"""Returns a reward or an Outcome; None only if it has ended the episode itself."""
+
+ATTEMPT_TIMEOUT_S = Proxy().key_lifetime_s
+"""How long one attempt may take, unless told otherwise; its api key lives as long."""
+LONG_S = 600.0
+"""An attempt that takes this long is told of, and so is one that has used half of its time."""
+TIDY_S = 5.0
+"""How long an interrupted attempt tries to tell the collector that its episode is aborted."""
+
+
+class Attempted(msgspec.Struct, frozen=True, kw_only=True):
+    """What became of one attempt."""
+
+    episode_id: str
+    task_id: str
+    kind: str
+    attempt: int
+    reward: float | None = None
+    """Mean over the policies; None unless finished."""
+    success: bool | None = None
+    error: BaseException | None = None
+    seconds: float
+
+    @property
+    def finished(self) -> bool:
+        return self.reward is not None
+
+
+class Agent:
+    """An agent's function, ready to be called: ordinary ones in threads, coroutines on `loop` or where we are."""
+
+    def __init__(self, function: AgentFunction, *, loop: LoopThread | None = None) -> None:
+        check_signature(function)
+        self._function: Callable[[Any], Any] = function
+        self.name = _name_and_place(function)
+        """For messages: `module.function (file.py:12)`."""
+        self.is_async = inspect.iscoroutinefunction(_innermost(function))
+        self._loop = loop
+
+    async def __call__(self, ep: AsyncEpisode) -> Any:
+        if not self.is_async:
+            return await in_thread(self._function, ep.blocking())
+        if self._loop is None:
+            return await self._function(ep)
+        return await self._loop.call(partial(self._function, ep))
+
+
+async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> Attempted:
+    """Run the agent on an episode that has begun, and end the episode; returns when the end is confirmed.
+
+    An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised; our own
+    cancellation aborts it.
+    """
+    began = time.monotonic()
+    error: BaseException | None = None
+    try:
+        returned = await _in_time(agent, ep, timeout_s)
+        if not ep.ended:
+            await _end(client, ep, agent, returned)
+    except asyncio.CancelledError as cancelled:
+        if _we_are_cancelled():
+            await _tidy(client, ep, cancelled)
+            raise
+        error = RuntimeError("the agent's own task was cancelled")
+    except (Exception, SystemExit) as raised:
+        error = raised
+    if error is not None:
+        await client.give_up(ep, error)
+    await client.confirmed(ep)
+    return _attempted(ep, error, time.monotonic() - began)
+
+
+async def _end(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
+    """Raises OutcomeError that names the function which returned what is no outcome."""
+    outcome = as_outcome(returned, f"what {agent.name} returned")
+    try:
+        await client.end_with(ep, outcome)
+    except OutcomeError as flaw:
+        raise OutcomeError(f"{agent.name} returned an Outcome: {flaw}") from None
+
+
+def check_timeout(timeout_s: float) -> None:
+    """Raises TaskError."""
+    if not timeout_s > 0:
+        raise TaskError(f"attempt_timeout_s is {timeout_s}: an attempt needs more than 0 seconds")
+
+
+async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
+    """What the agent returns. Raises AttemptTimeoutError, also for what an interrupted agent returns all the same."""
+    after = "it was cancelled" if agent.is_async else "its thread goes on, as threads cannot be stopped"
+    error = AttemptTimeoutError(
+        f"the agent has not returned within {timeout_s:g} s (attempt_timeout_s); {after}, and its api key has expired"
+    )
+    long = noticed(
+        "agent_runs_long",
+        first_s=min(LONG_S, timeout_s / 2),
+        episode=ep.episode_id,
+        task=ep.task.id,
+        kind=ep.kind,
+        fails_after_s=timeout_s,
+    )
+    with long:
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                returned = await agent(ep)
+        except Exception as raised:
+            if limit.expired():
+                raise error from raised
+            raise
+    if limit.expired():
+        raise error
+    return returned
+
+
+def check_signature(function: Any) -> None:
+    """Raises TaskError unless `function` can be called with one argument, the episode."""
+    name = getattr(function, "__qualname__", repr(function))
+    if not callable(function):
+        raise TaskError(f"{name} is not a function: give one that takes an episode and returns a reward")
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError as error:
+        raise TaskError(f"{name} must be callable with one argument, the episode ({error})") from error
+    except ValueError:  # a builtin without a signature
+        return
+
+
+def _innermost(function: Any) -> Any:
+    while isinstance(function, partial):
+        function = function.func
+    return function if inspect.isroutine(function) else type(function).__call__
+
+
+def _name_and_place(function: Any) -> str:
+    inner = inspect.unwrap(_innermost(function))
+    code = getattr(inner, "__code__", None)
+    place = f" ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else ""
+    return f"{inner.__module__}.{inner.__qualname__}{place}"
+
+
+def _we_are_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+async def _tidy(client: AsyncSwarmClient, ep: AsyncEpisode, error: BaseException) -> None:
+    try:
+        async with asyncio.timeout(TIDY_S):
+            await client.give_up(ep, error)
+    except TimeoutError:
+        return  # it is in the spool
+
+
+def _attempted(ep: AsyncEpisode, error: BaseException | None, seconds: float) -> Attempted:
+    end = ep.outcome
+    rewards = list(end.rewards.values()) if end else []
+    return Attempted(
+        episode_id=ep.episode_id,
+        task_id=ep.task.id,
+        kind=ep.kind,
+        attempt=ep.attempt,
+        reward=sum(rewards) / len(rewards) if rewards else None,
+        success=end.success if end else None,
+        error=error,
+        seconds=seconds,
+    )

@@ -1,0 +1,147 @@
+"""What a person sees while episodes run: a bar on a terminal, now and then a line elsewhere, each traceback once."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import swarmq
+from swarmq.client.runners.attempts import Attempted
+from swarmq.client.runners.report import Tally, figure, headline
+from swarmq.errors import SwarmqError
+from swarmq.runtime.logs import log
+from swarmq.runtime.terminal import console, visible
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+LINE_EVERY_S = 30.0
+MAX_DISTINCT = 100
+"""Tracebacks shown at most, in case every one is different."""
+OURS = f"{Path(swarmq.__file__).parent}{os.sep}"
+DEMO = f"{OURS}demo{os.sep}"
+"""An agent like anybody's."""
+INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Display:
+    """`update` after each attempt; with `shown=False` only tracebacks appear."""
+
+    def __init__(self, label: str, *, total: int | None, shown: bool) -> None:
+        self._label = label
+        self._total = total
+        self._bar = _bar() if shown and sys.stderr.isatty() else None
+        self._lines = shown and self._bar is None
+        self._next_line = time.monotonic() + LINE_EVERY_S
+        self._seen: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        if self._bar:
+            self._bar.start()
+            self._row = self._bar.add_task(self._label, total=self._total, figures="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+        for where, times in self._seen.items():
+            if times > 1:
+                self._print(f"swarmq: {times - 1} more times: {where}")
+
+    def update(self, tally: Tally, attempted: Attempted) -> None:
+        if attempted.error is not None:
+            self._show(attempted, attempted.error)
+        if self._bar:
+            self._bar.update(self._row, completed=tally.slots, figures=_figures(tally))
+        elif self._lines and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_EVERY_S
+            total = {} if self._total is None else {"total": self._total}
+            reward = {} if tally.reward_mean is None else {"reward_mean": figure(tally.reward_mean)}
+            log.info("progress", of=self._label, slots=tally.slots, **total, **reward, failed=tally.failed)
+
+    def _show(self, attempted: Attempted, error: BaseException) -> None:
+        where = _place(error)
+        if where in self._seen or len(self._seen) < MAX_DISTINCT:
+            self._seen[where] += 1
+        if self._seen[where] == 1:
+            self._print(f"swarmq: task {attempted.task_id!r}, attempt {attempted.attempt + 1}: {_story(error)}")
+
+    def _print(self, text: str) -> None:
+        if self._bar:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(visible(text), file=sys.stderr, flush=True)  # noqa: T201 - for the person who wrote the agent
+
+
+def agent_traceback(error: BaseException) -> str:
+    """The traceback without our own frames at its head."""
+    return "".join(traceback.format_exception(type(error), error, _agent_frames(error)))
+
+
+def _story(error: BaseException) -> str:
+    """What went wrong: the traceback, or the words alone where what we say of the agent is all there is."""
+    if _agent_frames(error) is None and error.__cause__ is None:
+        return str(error)
+    return f"the agent raised\n{agent_traceback(error).rstrip()}"
+
+
+def _place(error: BaseException) -> str:
+    """Type and line, of the person's own code if it came by: equal for tracebacks that tell the same story."""
+    frames = traceback.extract_tb(_agent_frames(error))
+    if not frames:
+        return headline(error)
+    deepest = next((frame for frame in reversed(frames) if _is_own(frame.filename)), frames[-1])
+    entry = f" (called from line {frames[0].lineno})" if deepest is not frames[0] else ""
+    return f"{type(error).__name__} at {deepest.filename}:{deepest.lineno}{entry}"
+
+
+def _agent_frames(error: BaseException) -> TracebackType | None:
+    trace = error.__traceback__
+    while trace is not None and _is_ours(trace.tb_frame.f_code.co_filename):
+        trace = trace.tb_next
+    if trace is None and not isinstance(error, SwarmqError):
+        return error.__traceback__  # ours alone: a defect of swarmq
+    return trace
+
+
+def _is_ours(file: str) -> bool:
+    return file.startswith(OURS) and not file.startswith(DEMO)
+
+
+def _is_own(file: str) -> bool:
+    """Neither swarmq's, nor Python's, nor that of an installed package."""
+    return not (_is_ours(file) or file.startswith((*INSTALLED, "<frozen ")))
+
+
+def _figures(tally: Tally) -> str:
+    mean = "" if tally.reward_mean is None else f"reward {figure(tally.reward_mean)}"
+    failed = f"  failed {tally.failed}" if tally.failed else ""
+    return mean + failed
+
+
+def _bar() -> Progress:
+    from rich.progress import (  # noqa: PLC0415 - only where somebody looks
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+    )
+
+    columns: list[Any] = [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        TimeElapsedColumn(),
+    ]
+    return Progress(*columns, console=console(stderr=True))

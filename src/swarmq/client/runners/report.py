@@ -1,0 +1,189 @@
+"""What came out of many attempts, as numbers. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from statistics import fmean, stdev
+
+import msgspec
+
+from swarmq.client.runners.attempts import Attempted
+
+Z95 = 1.959964
+"""Two-sided 95 % of the normal distribution."""
+
+
+MANY_DIGITS = 1e6
+MAX_DISTINCT = 1000
+"""Different failures that are counted apart."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What `run_episodes_until_all_complete` did. It prints as one line.
+
+    episodes      attempts begun
+    finished      of them, those with a reward
+    failed        of them, those without
+    slots         repeats of tasks that are done with: finished or given up
+    given_up      of them, those whose every attempt failed
+    reward_mean   of the finished; None without any
+    success_rate  of the finished that said whether they succeeded; None where none did
+    failures      `ErrorType: message` -> how often
+    seconds       from the first attempt to the end of the last
+    """
+
+    episodes: int
+    finished: int
+    failed: int
+    slots: int
+    given_up: int
+    reward_mean: float | None
+    success_rate: float | None
+    failures: dict[str, int]
+    seconds: float
+
+    def __str__(self) -> str:
+        parts = [f"{self.finished} episodes finished", f"{self.failed} failed", f"{self.given_up} slots given up"]
+        if self.reward_mean is not None:
+            parts.append(f"mean reward {figure(self.reward_mean)}")
+        if self.success_rate is not None:
+            parts.append(f"success {self.success_rate:.1%}")
+        return ", ".join(parts) + f", {self.seconds:.1f} s"
+
+
+class EvalReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What `evaluate` found. Repeats of one task are not independent, so errors are those of the tasks' means.
+
+    n                 episodes with a reward
+    tasks             tasks with at least one of them
+    failed            slots without a reward after all attempts: never counted as 0, so look at them before the means
+    mean_reward       None where no episode has a reward
+    standard_error    None with fewer than two tasks
+    reward_interval   95 %, mean +- 1.96 standard errors
+    success_rate      None where no episode says whether it succeeded
+    success_interval  95 %, as reward_interval; Wilson's where every task was attempted once
+    reward_by_kind    kind -> mean reward
+    seconds           from the first attempt to the end of the last
+    """
+
+    n: int
+    tasks: int
+    failed: int
+    mean_reward: float | None
+    standard_error: float | None
+    reward_interval: tuple[float, float] | None
+    success_rate: float | None
+    success_interval: tuple[float, float] | None
+    reward_by_kind: dict[str, float]
+    seconds: float
+
+    def __str__(self) -> str:
+        if self.mean_reward is None:
+            return f"no episode finished, {self.failed} failed"
+        error = "" if self.standard_error is None else f" ± {figure(Z95 * self.standard_error)}"
+        success = "" if self.success_rate is None else f", success {self.success_rate:.1%}"
+        reward = figure(self.mean_reward)
+        return f"reward {reward}{error}{success} on {self.tasks} tasks ({self.n} episodes, {self.failed} failed)"
+
+
+class Tally:
+    """Counts attempts as they come, in constant memory."""
+
+    def __init__(self) -> None:
+        self.episodes = self.finished = self.failed = self.slots = self.given_up = 0
+        self.failures: Counter[str] = Counter()
+        self._reward_sum = 0.0
+        self._succeeded = self._judged = 0
+
+    def add(self, attempted: Attempted) -> None:
+        self.episodes += 1
+        if attempted.reward is not None:
+            self.finished += 1
+            self._reward_sum += attempted.reward
+        else:
+            self.failed += 1
+            line = headline(attempted.error)
+            self.failures[line if line in self.failures or len(self.failures) < MAX_DISTINCT else "others"] += 1
+        if attempted.reward is not None and attempted.success is not None:
+            self._judged += 1
+            self._succeeded += attempted.success
+
+    @property
+    def reward_mean(self) -> float | None:
+        return self._reward_sum / self.finished if self.finished else None
+
+    def summary(self, seconds: float) -> RunSummary:
+        return RunSummary(
+            episodes=self.episodes,
+            finished=self.finished,
+            failed=self.failed,
+            slots=self.slots,
+            given_up=self.given_up,
+            reward_mean=self.reward_mean,
+            success_rate=self._succeeded / self._judged if self._judged else None,
+            failures=dict(self.failures.most_common(20)),
+            seconds=seconds,
+        )
+
+
+def eval_report(attempts: Iterable[Attempted], *, failed: int, seconds: float) -> EvalReport:
+    """Of the finished attempts, several of one task_id being its repeats."""
+    rewards: defaultdict[str, list[float]] = defaultdict(list)
+    successes: defaultdict[str, list[float]] = defaultdict(list)
+    kinds: defaultdict[str, list[float]] = defaultdict(list)
+    for done in attempts:
+        if done.reward is None:
+            continue
+        rewards[done.task_id].append(done.reward)
+        kinds[done.kind].append(done.reward)
+        if done.success is not None:
+            successes[done.task_id].append(float(done.success))
+    n = sum(map(len, rewards.values()))
+    mean, error = _mean_and_error([fmean(values) for values in rewards.values()])
+    rate, rate_error = _mean_and_error([fmean(values) for values in successes.values()])
+    once = all(len(values) == 1 for values in successes.values())
+    return EvalReport(
+        n=n,
+        tasks=len(rewards),
+        failed=failed,
+        mean_reward=mean,
+        standard_error=error,
+        reward_interval=_interval(mean, error),
+        success_rate=rate,
+        success_interval=wilson(rate, len(successes)) if once and rate is not None else _interval(rate, rate_error),
+        reward_by_kind={kind: fmean(values) for kind, values in sorted(kinds.items())},
+        seconds=seconds,
+    )
+
+
+def wilson(rate: float, n: int) -> tuple[float, float]:
+    """95 % interval of a proportion seen in n independent trials (Wilson 1927)."""
+    centre = rate + Z95**2 / (2 * n)
+    half = Z95 * math.sqrt(rate * (1 - rate) / n + Z95**2 / (4 * n**2))
+    scale = 1 + Z95**2 / n
+    return (centre - half) / scale, (centre + half) / scale
+
+
+def headline(error: BaseException | None) -> str:
+    """One line that names a failure; equal failures have equal lines."""
+    if error is None:
+        return "ended by the agent without a reward"
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:120]}" if text else type(error).__name__
+
+
+def figure(value: float) -> str:
+    """A reward for people: three decimals, or where that would be a row of digits three places."""
+    return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.3g}"
+
+
+def _mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    if not values:
+        return None, None
+    return fmean(values), stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _interval(mean: float | None, error: float | None) -> tuple[float, float] | None:
+    return None if mean is None or error is None else (mean - Z95 * error, mean + Z95 * error)

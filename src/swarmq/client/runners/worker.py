@@ -1,0 +1,272 @@
+"""`swarmq worker module:function`: attempt the tasks of a queue, on as many machines as you like.
+
+    tasks.<kind> --prefetch = concurrency--> hold ──> begin, agent, end confirmed ──> ack
+    tasks.<kind>.again ───────────────────────┘  ^────────── failed: once more here
+                 ^──────── Task(attempt + 1) confirmed <──── failed again; then ack
+                                              ├── killed: RabbitMQ gives the task to another worker
+                                              └── cannot be attempted: given up, then parked
+
+The group of a slot that failed waits for it and fills the window of its kind, so a first failure is tried again at once. A second
+one may be this worker's fault, and another one's turn: it is given back by a queue of its own, which all workers take from
+beside the thousands of tasks that have not been attempted, in lanes that are kept for it.
+
+A task is held unacknowledged for as long as its episode takes. When the session is renewed meanwhile (the broker
+came back, or an acknowledgement was about to be overdue) the same task arrives again: it is recognised, and the
+attempt that is running acknowledges the newest delivery.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+
+from swarmq.broker import Deliveries, Delivery, topology
+from swarmq.client.data.targets import load
+from swarmq.client.data.tasks import SwarmTask, own_id
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.episode import AsyncEpisode
+from swarmq.client.runners.attempts import (
+    ATTEMPT_TIMEOUT_S,
+    Agent,
+    AgentFunction,
+    Attempted,
+    attempt,
+    check_signature,
+    check_timeout,
+)
+from swarmq.client.runners.outage import Outage
+from swarmq.client.runners.progress import Display
+from swarmq.client.runners.report import RunSummary, Tally
+from swarmq.client.runners.runner import RETRY_PAUSE_S
+from swarmq.errors import BrokerLostError, EpisodeError, TaskError, UnroutableError
+from swarmq.messages import EpisodeBegin, Mode, Task, key_of, new_id
+from swarmq.outcome import unfinished
+from swarmq.runtime.logs import log
+
+TRIES_HERE = 2
+"""Attempts at a task before it goes back to its queue."""
+EVAL_SHARE = 4
+"""A worker has one lane for evaluation beside so many for training: neither keeps the other waiting."""
+MAX_DOUBLINGS = 6
+"""Of the pause before an attempt; another client says how many attempts there were."""
+AGAIN_SHARE = 4
+"""A worker has one further lane for tasks given back for so many."""
+REMEMBERED = 10_000
+"""Settled tasks whose acknowledgement may have been lost, so that a redelivery is not attempted again."""
+
+
+class Worker:
+    """Attempts the tasks of one kind until told to stop."""
+
+    def __init__(
+        self,
+        client: AsyncSwarmClient,
+        function: AgentFunction,
+        *,
+        kind: str | None = None,
+        concurrency: int = 16,
+        max_attempts: int = 3,
+        retry_pause_s: float = RETRY_PAUSE_S,
+        attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
+        mode: Mode = "train",
+    ) -> None:
+        if concurrency < 1 or max_attempts < 1:
+            raise TaskError(f"concurrency is {concurrency}, max_attempts {max_attempts}: both must be at least 1")
+        check_timeout(attempt_timeout_s)
+        self._client = client
+        self._agent = Agent(function, loop=client.agent_loop)
+        self._code_version = client.code_version_of(function)
+        self._kind = client.known_kind(kind)
+        self._mode = mode
+        queue_of = topology.evals if mode == "eval" else topology.tasks
+        self._queue = queue_of(client.invite.run, self._kind)
+        self._again = topology.again(client.invite.run, self._kind) if mode == "train" else None
+        self._concurrency = concurrency
+        self._max_attempts = max_attempts
+        self._retry_pause_s = retry_pause_s
+        self._attempt_timeout_s = attempt_timeout_s
+        self._held: dict[str, Delivery] = {}
+        """Key of a task being attempted -> its newest delivery."""
+        self._settled: OrderedDict[str, None] = OrderedDict()
+        self._not_begun: set[asyncio.Task[None]] = set()
+        self._tally = Tally()
+        self._outage = Outage(lanes=concurrency, pause_s=retry_pause_s, serves=client.proxy_serves)
+
+    async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
+        """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
+        began, self._stop = time.monotonic(), stop
+        log.info(
+            "worker_ready",
+            kind=self._kind,
+            mode=self._mode,
+            concurrency=self._concurrency,
+            client=self._client.client_id,
+        )
+        with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
+            async with self._sources() as sources, asyncio.TaskGroup() as attempts:
+                taking = [attempts.create_task(self._take(source, attempts)) for source in sources]
+                await stop.wait()
+                for waiting in (*taking, *self._not_begun):
+                    waiting.cancel()
+                log.info(
+                    "worker_draining", kind=self._kind, mode=self._mode, attempts=len(self._held) - len(self._not_begun)
+                )
+        return self._tally.summary(time.monotonic() - began)
+
+    @contextlib.asynccontextmanager
+    async def _sources(self) -> AsyncIterator[list[Deliveries]]:
+        consume = self._client.broker.consume
+        async with contextlib.AsyncExitStack() as stack:
+            sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._concurrency))]
+            if self._again:
+                lanes = max(1, self._concurrency // AGAIN_SHARE)
+                with contextlib.suppress(UnroutableError):  # a run that an older version has begun
+                    sources.append(await stack.enter_async_context(consume(self._again, prefetch=lanes)))
+            if sources[0].recycle_s < self._attempt_timeout_s:
+                log.warning(
+                    "attempts_may_be_repeated",
+                    after_s=sources[0].recycle_s,
+                    why="this RabbitMQ gives to another worker what one has held so long: use 3.12 or a newer one, or see docs/access.md",
+                )
+            yield sources
+
+    async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
+        async for delivery in deliveries:
+            key = key_of(delivery.message)
+            if not isinstance(delivery.message, Task):
+                await self._bury(delivery, f"{type(delivery.message).__name__} on a task queue")
+            elif key in self._settled:
+                await _ack(delivery)
+            elif key in self._held:
+                self._held[key] = delivery
+            else:
+                self._held[key] = delivery
+                task = attempts.create_task(self._attempt(key, delivery.message))
+                self._not_begun.add(task)
+
+    async def _attempt(self, key: str, task: Task) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        try:
+            for left_here in reversed(range(TRIES_HERE)):
+                if task.attempt:
+                    await asyncio.sleep(self._retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
+                await self._outage.may_begin()
+                try:
+                    ep = await self._begin(task)
+                except (EpisodeError, TaskError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+                    log.warning("task_refused", task=task.slot.id, error=str(error))
+                    reason = f"not a task that can be attempted: {error}"
+                    await self._give_up(task, reason)
+                    await self._bury(self._held[key], reason)
+                    return
+                self._not_begun.discard(this)
+                done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+                self._outage.heard(finished=done.finished)
+                following = msgspec.structs.replace(task, attempt=task.attempt + 1)
+                again = not done.finished and following.attempt < self._max_attempts
+                if not (again and left_here) or self._stop.is_set():
+                    await self._settle(key, task, done, following if again else None)
+                    return
+                self._tally.add(done)
+                self._display.update(self._tally, done)
+                self._not_begun.add(this)
+                task = following
+        finally:
+            self._not_begun.discard(this)
+            self._held.pop(key, None)
+
+    async def _give_up(self, task: Task, reason: str) -> None:
+        """Its group and its round do not wait for it: the collector hears of an episode that failed, and was the last."""
+        begin = EpisodeBegin(
+            run=self._client.invite.run,
+            episode_id=new_id(),
+            slot=task.slot,
+            kind=task.kind,
+            group_size=task.group_size or self._client.group_size_of(task.kind),
+            policies=self._client.invite.policies,
+            mode=task.mode,
+            client_id=self._client.client_id,
+            code_version=self._code_version,
+            attempt=task.attempt,
+        )
+        for piece in (begin, unfinished(begin, "failed", reason, final=True)):
+            await self._client.broker.publish(topology.inbox(begin.run), piece)
+
+    async def _bury(self, delivery: Delivery, reason: str) -> None:
+        with contextlib.suppress(BrokerLostError):  # it comes again, and is buried twice
+            await self._client.broker.dead_letter(delivery, reason)
+
+    async def _begin(self, task: Task) -> AsyncEpisode:
+        return await self._client.begin_episode(
+            SwarmTask(own_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload)),
+            mode=task.mode,
+            kind=task.kind,
+            slot=task.slot,
+            group_size=task.group_size,
+            attempt=task.attempt,
+            last_attempt=task.attempt + 1 >= self._max_attempts,
+            code_version=self._code_version,
+            lifetime_s=self._attempt_timeout_s,
+        )
+
+    async def _give_back(self, task: Task) -> None:
+        """It is the next to be attempted."""
+        try:
+            await self._client.broker.publish(self._again or self._queue, task)
+        except UnroutableError:
+            await self._client.broker.publish(self._queue, task)
+
+    async def _settle(self, key: str, task: Task, done: Attempted, following: Task | None) -> None:
+        """The end is confirmed: see to a further attempt where one is due, then let go of the task."""
+        if following:
+            await self._give_back(following)
+        self._settled[key] = None
+        if len(self._settled) > REMEMBERED:
+            self._settled.popitem(last=False)
+        await _ack(self._held[key])
+        self._tally.add(done)
+        self._tally.slots += not following
+        self._tally.given_up += not (following or done.finished)
+        if not (following or done.finished):
+            log.warning("task_given_up", task=task.slot.id, attempts=task.attempt + 1)
+        self._display.update(self._tally, done)
+
+
+def load_target(target: str) -> AgentFunction:
+    """The agent's function that `module:function` names. Raises TaskError, also for a wrong signature."""
+    function: AgentFunction = load(target)
+    check_signature(function)
+    return function
+
+
+async def _ack(delivery: Delivery) -> None:
+    with contextlib.suppress(BrokerLostError):  # it comes again, and is recognised
+        await delivery.ack()
+
+
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[asyncio.Event]:
+    """Set by the first SIGTERM or SIGINT; from then on the system's own way, which kills, is back."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+
+    def first() -> None:
+        stop.set()
+        for number in numbers:
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in numbers:
+        loop.add_signal_handler(number, first)
+    try:
+        yield stop
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

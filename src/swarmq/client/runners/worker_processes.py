@@ -1,0 +1,212 @@
+"""Several kinds of tasks and several processes, on one machine, for `swarmq worker`.
+
+    swarmq worker math=agents:solve code=agents:write --processes 4
+
+    parent ──spawn──> 4 processes, each with a client of its own ──> one Worker per kind ──> tasks.<kind>
+
+A process that dies takes nothing with it: RabbitMQ gives its tasks to the others, which go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+import msgspec
+
+from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.event_loops import LoopThread
+from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S, AgentFunction, check_signature
+from swarmq.client.runners.report import RunSummary
+from swarmq.client.runners.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
+from swarmq.errors import SwarmqError, TaskError
+from swarmq.keys import Invite
+from swarmq.messages import Mode
+from swarmq.runtime.logs import log, write_whole_lines
+from swarmq.runtime.processes import die_with_parent
+from swarmq.runtime.terminal import visible
+
+Targets = Mapping[str | None, str | AgentFunction]
+"""Kind -> its agent, `module:function` or the function itself; the kind may be None where the run has but one."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """What each process does."""
+
+    concurrency: int = 16
+    """Episodes at a time, per kind and process."""
+    max_attempts: int = 3
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
+    progress: bool = True
+
+
+def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None, str]:
+    """`kind=module:function ...`, or one `module:function` for the given kinds. Raises TaskError."""
+    named = [text for text in texts if "=" in text]
+    if not named:
+        if len(texts) != 1:
+            raise TaskError(
+                f"{len(texts)} functions: say which kind each is for, e.g. math={texts[0]} code={texts[-1]}"
+            )
+        chosen: list[str | None] = [*kinds] or [None]
+        return dict.fromkeys(chosen, texts[0])
+    if kinds or len(named) < len(texts):
+        raise TaskError("write either kind=module:function for every kind, or one module:function with --kind")
+    targets: dict[str | None, str] = {}
+    for text in named:
+        kind, _, target = text.partition("=")
+        if kind in targets:
+            raise TaskError(f"{text}: kind {kind!r} has a function already")
+        targets[kind] = target
+    return targets
+
+
+def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = None) -> dict[str, RunSummary]:
+    """Work on all kinds until SIGTERM or SIGINT: the first finishes what has begun, the second kills.
+
+    `client` must not be open yet. Raises TaskError when a function cannot be imported or called with an episode.
+    """
+    plan = plan or Plan()
+    functions = {kind: _function(target) for kind, target in targets.items()}
+    agents = LoopThread("swarmq-agents")
+
+    async def main() -> dict[str, RunSummary]:
+        async with client:
+            client.agent_loop = agents
+            with stop_on_signals() as stop:
+                return await work(client, functions, plan, stop)
+
+    try:
+        return asyncio.run(main())
+    finally:
+        agents.close()
+
+
+async def work(
+    client: AsyncSwarmClient, functions: Mapping[str | None, AgentFunction], plan: Plan, stop: asyncio.Event
+) -> dict[str, RunSummary]:
+    """Attempt the tasks of every kind until `stop` is set, in lanes for training and others for evaluation."""
+    workers = {kind: _workers(client, kind, function, plan) for kind, function in functions.items()}
+    running = {}
+    async with asyncio.TaskGroup() as tasks:
+        for kind, (training, evaluating) in workers.items():
+            shown = plan.progress and len(workers) == 1
+            running[client.known_kind(kind)] = tasks.create_task(training.run(stop, progress=shown))
+            tasks.create_task(evaluating.run(stop, progress=False))
+    return {kind: task.result() for kind, task in running.items()}
+
+
+def _workers(client: AsyncSwarmClient, kind: str | None, function: AgentFunction, plan: Plan) -> tuple[Worker, Worker]:
+    """One for training, and lanes of its own for evaluation."""
+
+    def worker(concurrency: int, mode: Mode) -> Worker:
+        return Worker(
+            client,
+            function,
+            kind=kind,
+            concurrency=concurrency,
+            max_attempts=plan.max_attempts,
+            attempt_timeout_s=plan.attempt_timeout_s,
+            mode=mode,
+        )
+
+    return worker(plan.concurrency, "train"), worker(max(1, plan.concurrency // EVAL_SHARE), "eval")
+
+
+def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan | None = None) -> None:
+    """`run_workers` in so many processes until they are told to stop. Raises EpisodeError for a kind the run does not have,
+    TaskError when a process died.
+
+    A function given as an object must be importable by its name from another process.
+    """
+    plan = msgspec.structs.replace(plan or Plan(), progress=False)
+    client = AsyncSwarmClient(invite)
+    for kind, target in targets.items():
+        client.known_kind(kind)
+        _check_sendable(target, _function(target))
+    write_whole_lines()
+    context = multiprocessing.get_context("spawn")
+    arguments = (invite.encode(), dict(targets), plan, os.getpid())
+    children = [
+        context.Process(target=_child, args=arguments, name=f"swarmq-worker-{number}") for number in range(processes)
+    ]
+    with _forwarding(children) as stopping:
+        for child in children:
+            child.start()
+        died = _wait_for_all(children, stopping)
+    if died:
+        raise TaskError(f"{died} of {processes} worker processes have died; their tasks went to others")
+
+
+def _wait_for_all(children: Sequence[BaseProcess], stopping: list[int]) -> int:
+    died = 0
+    left: dict[object, BaseProcess] = {child.sentinel: child for child in children}
+    while left:
+        for sentinel in wait([child.sentinel for child in left.values()]):
+            child = left.pop(sentinel)
+            child.join()
+            if child.exitcode and not stopping:
+                died += 1
+                log.warning("worker_process_died", process=child.name, status=child.exitcode, left=len(left))
+    return died
+
+
+def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
+    die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
+    if os.getppid() != parent:
+        return
+    write_whole_lines()
+    name = multiprocessing.current_process().name
+    try:
+        for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
+            sys.stdout.write(f"{name}, {kind}: {summary}\n")
+    except SwarmqError as error:
+        sys.stderr.write(f"{name}: {visible(str(error))}\n")
+        sys.exit(1)
+
+
+@contextlib.contextmanager
+def _forwarding(children: Sequence[BaseProcess]) -> Iterator[list[int]]:
+    """While it is open SIGTERM and SIGINT go to the children; the list holds those that came."""
+    came: list[int] = []
+
+    def pass_on(number: int, _frame: object) -> None:
+        came.append(number)
+        for child in children:
+            if child.pid and child.is_alive():
+                os.kill(child.pid, number)
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _function(target: str | AgentFunction) -> AgentFunction:
+    if isinstance(target, str):
+        return load_target(target)
+    check_signature(target)
+    return target
+
+
+def _check_sendable(target: str | AgentFunction, function: AgentFunction) -> None:
+    if isinstance(target, str):
+        return  # each process imports it
+    try:
+        pickle.dumps(function)
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise TaskError(
+            f"{name} cannot be given to other processes ({error}): define it at the top of a module, or name it as "
+            "'module:function'"
+        ) from error

@@ -1,0 +1,234 @@
+"""Which turns of a finished episode are trained, and the `Episode` made of them.
+
+Trained are exactly the calls whose answers the agent received. That a turn was recorded proves nothing: its proxy may have
+been killed, or have answered 503, before the last byte. So each kept turn has a proof, the first of these that applies:
+
+(a) `end.calls` names all answered calls: they are kept, and nothing else;
+(b) `end.received` names it. A call that the client watched (`observed`) and does not name was not received;
+(c) a later prompt continues it: the agent had its answer. To continue a call is to have sampled tokens of it: what shares no
+    more than its prompt is another choice or sending of its request, or a conversation that begins alike;
+(d) its proxy says that the answer was sent (`Served`), or recorded it before proxies did so (`receipt` is false).
+
+As long as nobody has said anything of a call, the verdict is open. A sent answer may still have been lost on its way; then
+the client library asks again, and the repeat gives the earlier sending away:
+
+(e) the same request with a higher retry number replaces one earlier sending, rather one that is known as lost, and rather
+    one that nothing continues;
+(f) of equal requests with equal retry numbers, where a later prompt continues one and none continues the other, the other was
+    lost: only where the library does not count its retries. One that counts them and says 0 means another request.
+
+Rules (e) and (f) take out no call that the client names.
+
+A kept turn may share tokens with an orphan, or with another policy's turn; it is then re-based on the nearest
+ancestor that is sent along, so every turn that leaves here can be resolved.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Literal
+
+import msgspec
+
+from swarmq.collector.decide.state import Call
+from swarmq.messages import MAX_MESSAGE_BYTES, Episode, EpisodeBegin, EpisodeEnd, Turn
+
+ENVELOPE_BYTES = 64 * 1024
+"""Room for an episode's own fields besides its turns and what its end brought."""
+
+NAMED = 3
+"""Unknown calls that a warning names."""
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Which calls of an episode were answered, as far as that is known."""
+
+    kept: set[str]
+    """Their agent received the answer."""
+    awaited: set[str]
+    """Nobody has said so yet; not kept if nobody ever does."""
+
+
+def judge(
+    calls: Mapping[str, Call],
+    named: Collection[str] | None = None,
+    received: Collection[str] | None = None,
+    *,
+    sent: AbstractSet[str] = frozenset(),
+    withdrawn: AbstractSet[str] = frozenset(),
+) -> Verdict:
+    """`named` and `received` are `calls` and `received` of the end, `sent` and `withdrawn` what proxies said."""
+    if named is not None:
+        return Verdict(kept=set(named) & calls.keys(), awaited=set())
+    continued = {
+        call.parent
+        for call in calls.values()
+        if call.parent is not None and call.parent in calls and call.shared > calls[call.parent].prompt
+    }
+    proven = calls.keys() & (received or ())
+    lost = calls.keys() & withdrawn - continued
+    if received is not None:
+        lost |= {call.call_id for call in calls.values() if call.observed}
+    lost -= proven
+    for requests in _equal_requests(calls.values()):
+        lost |= {call.call_id for call in _repeated(requests, continued, lost, proven)}
+    known = {call.call_id for call in calls.values() if not call.receipt} | continued | sent | proven
+    return Verdict(kept=calls.keys() & known - lost, awaited=calls.keys() - known - lost)
+
+
+def flaw(calls: Mapping[str, Call], kept: Collection[str]) -> Literal["incomplete", "unresolvable"] | None:
+    """Why some kept prompt cannot be put together from `calls`: a turn is missing, or references contradict."""
+    sound: set[str] = set()
+    for call_id in kept:
+        path: set[str] = set()
+        call = calls[call_id]
+        while call.parent is not None and call.call_id not in sound:
+            path.add(call.call_id)
+            if call.parent in path:
+                return "unresolvable"
+            parent = calls.get(call.parent)
+            if parent is None:
+                return "incomplete"
+            if call.shared > parent.prompt + parent.sampled:
+                return "unresolvable"
+            call = parent
+        sound |= path
+    return None
+
+
+def fits(calls: Mapping[str, Call], kept: Collection[str], end_bytes: int) -> bool:
+    """Whether the kept turns make a message of allowed size, re-basing at its worst included."""
+    own = sum(calls[call_id].size_bytes for call_id in kept)
+    rebased = sum(4 * calls[call_id].shared for call_id in kept if calls[call_id].parent not in kept)
+    return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
+
+
+def misnamed(calls: Mapping[str, Call], end: EpisodeEnd, kept: AbstractSet[str]) -> dict[tuple[str, str], str]:
+    """Policy and agent tag of every reward that credits no call, with what to say about it; rewards by call are told of
+    together, under the first such id and no policy."""
+    found = {}
+    if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
+        found["", lost[0]] = (
+            f"call_rewards of episode {end.episode_id} names {_some(lost)}, a call whose answer its agent did not receive: it "
+            "is not trained, and the reward credits nothing"
+        )
+    if unknown := sorted(end.call_rewards.keys() - calls.keys()):
+        example = f", e.g. {next(iter(calls))!r}" if calls else ""
+        found["", unknown[0]] = (
+            f"call_rewards of episode {end.episode_id} names {_some(unknown)}, an id that no call of it has: give the `id` of the answer "
+            f"(header x-swarmq-call-id){example}. Calls without a reward by call get their tag's or the episode's"
+        )
+    for policy, rewards in end.agent_rewards.items():
+        tags = sorted({call.agent for call in calls.values() if call.policy == policy and call.agent})
+        for agent in rewards.keys() - tags:
+            known = f"its calls are tagged {', '.join(tags)}" if tags else "none of its calls has a tag"
+            found[policy, agent] = (
+                f"agent_rewards of {policy} names {agent!r}, as which no call of episode {end.episode_id} is tagged "
+                f"(header x-swarmq-agent); {known}. Calls without a reward by tag get the episode's"
+            )
+    return found
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if names[NAMED:] else "")
+
+
+def assemble(
+    policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int
+) -> Episode:
+    """The message for one policy's learner. A pure function of stored rows: making it twice gives equal bytes."""
+    by_id = {turn.call_id: turn for turn in turns}
+    kept = judge({turn.call_id: Call.of(turn, 0) for turn in turns}, end.calls, end.received).kept
+    sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
+    return Episode(
+        run=begin.run,
+        policy=policy,
+        episode_id=begin.episode_id,
+        slot=begin.slot,
+        kind=begin.kind,
+        group_id=begin.slot.group_id,
+        group_members=group_members,
+        group_size=begin.group_size,
+        reward=end.rewards[policy],
+        agent_rewards=end.agent_rewards.get(policy, {}),
+        call_rewards={call_id: reward for call_id, reward in end.call_rewards.items() if call_id in sent},
+        uncredited={call_id: reward for call_id, reward in end.call_rewards.items() if call_id not in kept},
+        success=end.success,
+        metrics=end.metrics,
+        metadata=end.metadata,
+        client_id=begin.client_id,
+        code_version=begin.code_version,
+        attempt=begin.attempt,
+        orphan_turns=sum(turn.policy == policy and turn.call_id not in kept for turn in turns),
+        turns=tuple(_rebase(turn, by_id, sent) for turn in turns if turn.call_id in sent),
+    )
+
+
+def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:
+    """The same prompt, told relative to the nearest ancestor in `sent`."""
+    parent, shared, prompt_ids = turn.parent, turn.shared, turn.prompt_ids
+    while parent is not None and parent not in sent:
+        lost = by_id[parent]
+        if shared > lost.shared:
+            own = lost.prompt_ids + lost.sampled_ids
+            prompt_ids = own[: 4 * (shared - lost.shared)] + prompt_ids
+            shared = lost.shared
+        parent = lost.parent
+    if parent == turn.parent:
+        return turn
+    return msgspec.structs.replace(turn, parent=parent, shared=shared, prompt_ids=prompt_ids)
+
+
+def _equal_requests(calls: Collection[Call]) -> list[list[list[Call]]]:
+    """Sendings of equal requests, each a list of its choices, in order of arrival; single sendings left out."""
+    equal: dict[tuple[str, str, str | None], dict[str, list[Call]]] = defaultdict(dict)
+    for call in calls:
+        if call.request_digest:
+            requests = equal[call.policy, call.request_digest, call.agent]
+            requests.setdefault(call.request_id, []).append(call)
+    return [list(requests.values()) for requests in equal.values() if len(requests) > 1]
+
+
+def _repeated(
+    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[Call]:
+    """Calls of the sendings whose answers were lost, as their repeats show. `known` are lost without that."""
+    lost = _retried(requests, continued, known, proven)
+    lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
+    return [call for choices in lost for call in choices]
+
+
+def _retried(
+    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[list[Call]]:
+    """Rule (e): the sendings that a later one replaced. The last sending of a request claims all before it."""
+    lost: set[int] = set()
+    for last in sorted(range(len(requests)), key=lambda n: -requests[n][0].retry):
+        if last in lost:
+            continue
+        for retry in range(requests[last][0].retry):
+            earlier = [
+                n
+                for n, choices in enumerate(requests)
+                if n not in lost and choices[0].retry == retry and not _has(choices, proven)
+            ]
+            if earlier:
+                _, n = max(((_has(requests[n], known), not _has(requests[n], continued), n < last), n) for n in earlier)
+                lost.add(n)
+    return [requests[n] for n in lost]
+
+
+def _abandoned(requests: list[list[Call]], continued: AbstractSet[str], proven: AbstractSet[str]) -> list[list[Call]]:
+    """Rule (f): sendings that nothing continues while an equal one of the same retry number is continued."""
+    live = {choices[0].retry for choices in requests if _has(choices, continued)}
+    return [
+        choices
+        for choices in requests
+        if choices[0].retry in live and not choices[0].counts_retries and not _has(choices, continued | proven)
+    ]
+
+
+def _has(choices: Sequence[Call], ids: AbstractSet[str]) -> bool:
+    return any(call.call_id in ids for call in choices)

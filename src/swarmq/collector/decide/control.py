@@ -1,0 +1,206 @@
+"""What people ask of a run while it is up, and what the collector decides by itself: settings, pace, dry kinds. Pure.
+
+command ──obey──> refused, with the reason: nothing is changed
+             └──> the next control state: rules of the core, and told to every learner
+tick ────look──> a kind ran dry, or came back: the next control state, and a warning
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq import live_settings
+from swarmq.collector.decide.state import Rules, Usage
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.messages import Command, Control, Pace
+
+PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "running"}
+
+
+LOOK_BACK, TEACHES = 4, 2
+"""A flat kind is looked at again after `flat_after` times so many of its groups. It has its share again once so many of each
+`flat_after` taught something: more than the one that would have kept it from being flat, so that it is not so again at once."""
+
+
+class Signal(msgspec.Struct):
+    """What one policy has had of one kind since it last trained it, or since the kind is flat."""
+
+    is_flat: bool = False
+    """Too many of its groups had equal rewards."""
+    taught: int = 0
+    """Groups."""
+    equal: int = 0
+    """Groups that were dropped for equal rewards."""
+
+
+class Steering:
+    """The control state of a run, and the rules that follow from it."""
+
+    def __init__(self, file: SwarmJob, state: Control) -> None:
+        self.file = file
+        self.alive: dict[str, float] = {}
+        """Kind -> when somebody last took one of its tickets or worked on it."""
+        self.dry: set[str] = set()
+        """Kinds that are known to have run dry, lent or not."""
+        self._signals: dict[tuple[str, str], Signal] = {}
+        """By policy and kind."""
+        self._told_flat: set[str] = set()
+        """Kinds of which it is known that they teach nothing now and then: said once."""
+        self.adopt(state)
+
+    def adopt(self, state: Control) -> None:
+        self.state = state
+        self.job = live_settings.applied(self.file, state.changes)
+        """The settings that are in effect."""
+        stretches = live_settings.stretches(self.file, state.changes, lambda change: change.from_grant)
+        self.rules = msgspec.structs.replace(Rules.of(self.job), stretches=stretches)
+
+    def obey(self, command: Command, *, versions: Mapping[str, int], from_grant: int) -> tuple[Control, dict[str, Any]]:
+        """The state after a command, and the reply. Raises ConfigError for one that cannot be obeyed."""
+        number, state = self.state.number + 1, self.state
+        if command.action in {"set", "stop"}:
+            before = self.job
+            if command.action == "stop":
+                settings = _last_steps(command.settings, versions)
+                after = live_settings.proposed(before, settings, {})
+            else:
+                settings = dict(command.settings)
+                if "mix" in settings:
+                    settings.setdefault("mix_schedule", None)  # constant from then on
+                after = live_settings.proposed(before, settings, versions)
+            ahead = before.groups.max_staleness + 2
+            changes = live_settings.changes_between(
+                before,
+                after,
+                self.file,
+                settings,
+                number=number,
+                from_step={policy: version + ahead for policy, version in versions.items()},
+                from_grant=from_grant,
+            )
+            kept = [old for old in state.changes if old.path in live_settings.MIX or old.path not in settings]
+            state = msgspec.structs.replace(state, changes=(*kept, *changes))
+            told = [{"path": one.path, "before": one.before, "value": one.value} for one in changes]
+            reply: dict[str, Any] = {"changes": told, "learners": sorted(_learners(settings, versions))}
+        elif command.action == "checkpoint":
+            state = msgspec.structs.replace(state, checkpoints=state.checkpoints + 1)
+            reply = {"learners": sorted(versions)}
+        else:
+            reply = {"pace": PACES[command.action], "learners": sorted(versions)}
+            gone = live_settings.lifted(self.file, state.changes, versions) if command.action == "resume" else []
+            if gone:
+                reply["changes"] = [
+                    {"path": one.path, "before": one.value, "value": live_settings.value_at(self.file, one.path)}
+                    for one in gone
+                ]
+            kept = [change for change in state.changes if change not in gone]
+            state = msgspec.structs.replace(state, pace=PACES[command.action], changes=tuple(kept))
+        state = msgspec.structs.replace(state, number=number, command_id=command.command_id)
+        return state, {"state": "accepted", "number": number, **reply}
+
+    def heard(self, policy: str, *, taught: Mapping[str, int], equal: Mapping[str, int]) -> None:
+        """A learner's report: kind -> groups that it trained, and kind -> groups that it dropped for equal rewards."""
+        for kind in taught.keys() | equal.keys():
+            if kind in taught and kind not in self.state.lent:
+                self._signals[policy, kind] = Signal()
+                continue
+            signal = self._signals.setdefault((policy, kind), Signal())
+            signal.taught += taught.get(kind, 0)
+            signal.equal += equal.get(kind, 0)
+
+    def look(
+        self,
+        usage: Mapping[str, Usage],
+        out: Mapping[str, Collection[str]],
+        shares: Mapping[str, float],
+        learning: Collection[str],
+        now: float,
+    ) -> tuple[Control | None, list[str]]:
+        """The next state if a kind ran dry or came back, and warnings. `shares` are those of the newest mix, `learning` the
+        policies that have steps to go."""
+        rules = self.rules
+        for kind, tickets in out.items():
+            if not tickets or usage.get(kind, Usage()).running:
+                self.alive[kind] = now
+        since = {kind: now - self.alive.setdefault(kind, now) for kind in out}
+        idle = {kind for kind, idle_s in since.items() if idle_s >= rules.dry_after_s}
+        dry = idle | self._teaching_nothing(shares, learning)
+        fresh, back = dry - self.dry, (self.dry | set(self.state.lent)) - dry
+        if not fresh and not back:
+            return None, []
+        self.dry = dry
+        lendable = {kind for kind in dry if rules.when_dry == "lend" or kind not in shares}
+        lent = lendable if shares.keys() - lendable else set(self.state.lent) - back
+        causes = {
+            kind: f"has run dry: {len(out[kind])} tickets out, nobody has taken one for {since[kind]:.0f} s"
+            for kind in fresh & idle
+        } | {
+            kind: f"teaches nothing now: rewards were equal in each of its last {self._too_many(kind, shares)} groups"
+            for kind in fresh - idle - self._told_flat
+        }
+        texts = [f"kind {kind} {cause}; {self._then(kind in lent)}" for kind, cause in sorted(causes.items())]
+        self._told_flat = (self._told_flat | fresh) - idle
+        texts += [f"kind {kind} is back and has its share again" for kind in sorted(back - self._told_flat)]
+        if lent == set(self.state.lent):
+            return None, texts
+        state = msgspec.structs.replace(
+            self.state, number=self.state.number + 1, lent=tuple(sorted(lent)), command_id=""
+        )
+        return state, texts
+
+    def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
+        """Kinds that a learner waits for in vain, or would."""
+        flat_after = self.rules.flat_after
+        for (policy, kind), signal in self._signals.items():
+            groups = signal.equal + signal.taught
+            if not signal.is_flat and signal.equal >= self._too_many(kind, shares) and policy in learning:
+                self._signals[policy, kind] = Signal(is_flat=True)
+            elif signal.is_flat and groups >= LOOK_BACK * flat_after:
+                teaches = signal.taught * flat_after >= TEACHES * groups
+                self._signals[policy, kind] = (
+                    Signal() if teaches else Signal(True, taught=signal.taught // 2, equal=signal.equal // 2)
+                )
+        return {kind for (policy, kind), signal in self._signals.items() if signal.is_flat and policy in learning}
+
+    def _too_many(self, kind: str, shares: Mapping[str, float]) -> int:
+        """Groups of equal rewards in a row, of a kind that is flat."""
+        return round(self.rules.flat_after * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
+
+    def _then(self, lent: bool) -> str:
+        if lent:
+            return "its share is lent to the others until it is back"
+        hint = (
+            " (groups.when_dry = 'lend' would let the others have its share)" if self.rules.when_dry == "wait" else ""
+        )
+        return f"batches wait for it{hint}"
+
+
+def refusal(error: ConfigError) -> dict[str, Any]:
+    return {"state": "refused", "text": str(error).removeprefix("set: ")}
+
+
+def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[str, Any]:
+    """What to set for policies to end after the steps `asked` for. Raises ConfigError for a step that is over."""
+    settings: dict[str, Any] = {}
+    for policy, after in asked.items():
+        present = versions.get(policy, 0)
+        if isinstance(after, int) and after <= present:
+            raise ConfigError(
+                f"--after {after}: {policy} has made {present} steps; name a later one, or leave --after out to end after the present one"
+            )
+        if after is None and not present:
+            raise ConfigError(
+                f"{policy} has made no step yet: --after 1 ends it after the first, and Ctrl-C at once, with nothing to keep"
+            )
+        settings[f"policies.{policy}.train.max_steps"] = present if after is None else after
+    return settings
+
+
+def _learners(settings: Mapping[str, Any], versions: Mapping[str, int]) -> set[str]:
+    """The policies whose learners will say from which step a change holds."""
+    concerned = {live_settings.concerns(path) for path in settings}
+    return {policy for policy in versions if None in concerned or policy in concerned}

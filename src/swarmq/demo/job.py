@@ -1,0 +1,52 @@
+"""The demo's sizes and its job, tuned for two cores: what `swarmq demo` runs when nothing else is asked for."""
+
+from __future__ import annotations
+
+import msgspec
+
+from swarmq.config import Engine, Groups, Loss, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.demo.agent import MAX_TOKENS
+from swarmq.demo.problems import KINDS
+
+
+class DemoSize(msgspec.Struct, frozen=True, kw_only=True):
+    """How much the demo does."""
+
+    steps: int = 50
+    held_out: int = 128
+    """Held-out problems, all kinds together."""
+    concurrency: int = 24
+    """Episodes in flight over all clients."""
+    spare_groups: float = 4.0
+    """Tasks fed for each group that a step takes: groups of equal rewards teach nothing and are replaced."""
+    patience_s: float = 900.0
+
+
+def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
+    """The job for a model folder or name."""
+    return SwarmJob(
+        run=run,
+        mix={kind: 1 / len(KINDS) for kind in KINDS},
+        policies={
+            "main": Policy(
+                model=model,
+                engine=Engine(
+                    max_model_len=256,
+                    dtype="float32",
+                    arguments=("--max-num-seqs", "64"),
+                ),
+                sampling=SamplingDefaults(temperature=1.0, max_tokens=MAX_TOKENS),
+                train=Train(
+                    learning_rate=2e-4,
+                    warmup_steps=3,
+                    loss=Loss(name="tis_mask"),
+                    max_steps=size.steps,
+                    gradient_checkpointing=False,
+                    mixed_precision="no",  # as its engine
+                    checkpoint_every=10,
+                    seed=seed,
+                ),
+            )
+        },
+        groups=Groups(group_size=8, groups_per_batch=8, max_staleness=2),
+    )

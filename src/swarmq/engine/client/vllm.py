@@ -1,0 +1,406 @@
+"""One vLLM server over HTTP: render, generate, derender, tokenize (vLLM 0.30 to 0.33, started with `--enable-scale-out`)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from typing import Any, Generic, TypeVar
+
+import aiohttp
+import msgspec
+
+from swarmq.engine.auth import authorized
+from swarmq.engine.client.error_mapping import objection, unreached, wrong_secret
+from swarmq.engine.client.protocol import Answer, Delta, EngineInfo, Json, Logprob, Rendered
+from swarmq.engine.client.versions import check_server
+from swarmq.errors import EngineAnswerError, EngineError, EngineRefusedError
+from swarmq.messages import VersionSpan
+
+CONNECT_S = 5.0
+KEEPALIVE_S = 3.0
+"""vLLM closes an idle connection after 5 s; ours must go first, or a request meets a closing one."""
+LOOKUP_S = 30.0
+"""Deadline of everything but sampling."""
+FIRST_VERSION = "default"
+"""What vLLM calls the weights it was started with."""
+CARRIED = ("features", "reasoning_ended", "reasoning_parser_kwargs")
+"""What of a rendering goes back into `generate` as it is."""
+ENDINGS = ("stop", "length", "repetition")
+TOO_LONG = re.compile(r"maximum (context|model) length|max_model_len", re.IGNORECASE)
+
+
+class EngineFaultError(EngineError):
+    """The engine answered that it failed."""
+
+
+class EngineRouteError(EngineError):
+    """The server knows nothing of what we asked for."""
+
+
+class _Number(msgspec.Struct, gc=False):
+    """An entry of which the agent wants no details."""
+
+    logprob: float
+
+
+Entry = TypeVar("Entry", _Number, Logprob)
+
+
+class _Entries(msgspec.Struct, Generic[Entry], gc=False):
+    content: list[Entry] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, Generic[Entry], gc=False):
+    index: int
+    text: str = ""
+    token_ids: list[int] | None = None
+    logprobs: _Entries[Entry] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Chunk(msgspec.Struct, Generic[Entry], gc=False):
+    choices: list[_Choice[Entry]] = []
+    error: Json | None = None
+
+
+# What is decoded for every token is as little as its agent needs, and nothing that the garbage collector looks at.
+_brief = msgspec.json.Decoder(_Chunk[_Number])
+_detailed = msgspec.json.Decoder(_Chunk[Logprob])
+
+
+class VllmEngine:
+    """The real `Engine`. Make one with `VllmEngine.open`."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession, *, deadline_s: float | None) -> None:
+        self.url = url.rstrip("/")
+        self._session = session
+        self._deadline = aiohttp.ClientTimeout(total=deadline_s, sock_connect=CONNECT_S)
+        lookup_s = min(LOOKUP_S, deadline_s or LOOKUP_S)
+        self._lookup = aiohttp.ClientTimeout(total=lookup_s, sock_connect=CONNECT_S)
+        self._brief = aiohttp.ClientTimeout(total=CONNECT_S)
+        self._info: EngineInfo | None = None
+        self._parsing = asyncio.Lock()
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def open(cls, url: str, *, deadline_s: float | None, secret: str = "") -> AsyncIterator[VllmEngine]:
+        """A client of the server at `url`; one answer may take `deadline_s` in all, with None what its caller lets it. `secret`:
+        what the server asks every caller for."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        async with aiohttp.ClientSession(connector=connector, headers=authorized(secret)) as session:
+            yield cls(url, session, deadline_s=deadline_s)
+
+    async def info(self) -> EngineInfo:
+        """Asked once. Raises EngineError, also for a vLLM that is not of the versions we know."""
+        if self._info is None:
+            with contextlib.suppress(EngineRouteError):  # who does not say passes
+                check_server(self.url, await self._json("GET", "/version", None))
+            models = await self._json("GET", "/v1/models", None)
+            model = models["data"][0]
+            self._info = EngineInfo(model=model["id"], max_model_len=model["max_model_len"])
+        return self._info
+
+    async def healthy(self) -> bool:
+        try:
+            async with self._session.get(self.url + "/health", timeout=self._brief) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError):
+            return False
+
+    async def weight_version(self) -> int | None:
+        try:
+            async with self._post("/weight_info", None, self._brief, method="GET") as response:
+                return _version(str(msgspec.json.decode(await response.read())["weight_version"]))
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            return None
+
+    async def render(self, chat: Json) -> Rendered:
+        try:
+            return await self._render(chat)
+        except EngineFaultError as error:
+            if await self.healthy():
+                # A template or parser did not survive the messages; the next engine's would not either.
+                raise EngineRefusedError(f"no prompt can be made of this request: {error}", status=400) from error
+            raise
+
+    async def _render(self, chat: Json) -> Rendered:
+        request = {**chat, "model": (await self.info()).model}
+        if "prompt" in chat:
+            del request["messages"]
+            [prompt] = await self._json("POST", "/v1/completions/render", request)
+            return Rendered(token_ids=prompt["token_ids"], sampling=prompt["sampling_params"])
+        reply = await self._json("POST", "/v1/chat/completions/render", request)
+        if tools := held_tools(request):  # asked apart, because templates show the model the word `strict`
+            held = await self._json("POST", "/v1/chat/completions/render", {**request, "tools": tools})
+            reply["sampling_params"] = held["sampling_params"]
+        carried = {key: reply[key] for key in CARRIED if reply.get(key) is not None}
+        _check_places(carried.get("features"), reply["token_ids"])
+        calls_tools = bool(chat.get("tools")) and chat.get("tool_choice") != "none"
+        return Rendered(
+            token_ids=reply["token_ids"],
+            sampling=reply["sampling_params"],
+            carried=carried,
+            parsed=calls_tools or "reasoning_parser_kwargs" in carried,
+        )
+
+    async def generate(
+        self, rendered: Rendered, *, stream: bool, detailed: bool = False
+    ) -> AsyncGenerator[list[Delta], None]:
+        body = {
+            **rendered.carried,
+            "token_ids": rendered.token_ids,
+            "sampling_params": rendered.sampling,
+            "output_mode": "text",
+            "stream": stream,
+        }
+        try:
+            async with self._post("/inference/v1/generate", body, self._deadline) as response:
+                if not stream:
+                    yield _deltas([await response.read()], detailed=detailed)
+                    return
+                rest = b""
+                while block := await response.content.readany():
+                    # All events that are here at once, so a slow reader gets fewer, larger portions.
+                    *events, rest = (rest + block).split(b"\n\n")
+                    if told := [event[6:] for event in events if event.startswith(b"data: {")]:
+                        yield _deltas(told, detailed=detailed)
+        except EngineFaultError as error:
+            if rendered.sampling.get("structured_outputs") and await self.healthy():
+                # What its grammar compiler does not survive, vLLM calls a fault of its own; the next engine would too.
+                raise EngineRefusedError(
+                    "no grammar can be made of what the answer is to look like", status=400
+                ) from error
+            raise
+
+    async def derender(self, chat: Json, prompt_ids: Sequence[int], answers: Sequence[Answer]) -> list[Json]:
+        body = {
+            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
+            "prompt_token_ids": prompt_ids,
+            "generate_response": {
+                "request_id": "derender",
+                "output_mode": "tokens",
+                "prompt_token_ids": prompt_ids,
+                "choices": [
+                    {"index": i, "token_ids": answer.token_ids, "finish_reason": answer.finish_reason}
+                    for i, answer in enumerate(answers)
+                ],
+            },
+        }
+        reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        return [_present(choice["message"]) for choice in reply["choices"]]
+
+    async def derender_delta(
+        self, chat: Json, prompt_ids: Sequence[int], token_ids: Sequence[int], *, finish_reason: str | None, state: Any
+    ) -> tuple[Json, Any]:
+        choice = {"index": 0, "token_ids": token_ids, "finish_reason": finish_reason}
+        body = {
+            "stream": True,
+            "chat_request": {**for_parsers(chat), "model": (await self.info()).model},
+            "prompt_token_ids": prompt_ids,
+            "generate_chunk": {"request_id": "derender", "output_mode": "tokens", "choices": [choice]},
+            "stream_state": state,
+        }
+        async with self._turn_to_parse(first=state is None):
+            reply = await self._json("POST", "/v1/chat/completions/derender", body)
+        choices = reply["chunk"]["choices"]
+        return _present(choices[0]["delta"]) if choices else {}, reply["stream_state"]
+
+    @contextlib.asynccontextmanager
+    async def _turn_to_parse(self, *, first: bool) -> AsyncIterator[None]:
+        """One at a time, for vLLM renders prompts on the same thread, where none is to wait for many portions.
+
+        The first portion of an answer costs little and goes ahead.
+        """
+        if first:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._lookup.total), self._parsing:
+                yield
+        except TimeoutError as error:
+            raise EngineError(f"{self.url} did not parse an answer within {self._lookup.total:g} s") from error
+
+    async def tokenize(self, text: str) -> list[int]:
+        reply = await self._json("POST", "/tokenize", {"prompt": text, "add_special_tokens": False})
+        try:
+            tokens: list[int] = reply["tokens"]
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{self.url}/tokenize answered without tokens: is it a vLLM server?") from error
+        return tokens
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        reply = await self._json("POST", "/detokenize", {"tokens": token_ids})
+        return str(reply["prompt"])
+
+    async def _json(self, method: str, path: str, body: Json | None) -> Any:
+        async with self._post(path, body, self._lookup, method=method) as response:
+            raw = await response.read()
+        try:
+            reply = msgspec.json.decode(raw)
+        except msgspec.MsgspecError as error:
+            raise EngineError(f"{self.url}{path} answered something that is not JSON: is it a vLLM server?") from error
+        return reply
+
+    @contextlib.asynccontextmanager
+    async def _post(
+        self, path: str, body: Json | None, limit: aiohttp.ClientTimeout, *, method: str = "POST"
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        data = None if body is None else msgspec.json.encode(body)
+        headers = {"content-type": "application/json"}
+        try:
+            async with await self._asked(method, path, data=data, headers=headers, timeout=limit) as response:
+                if response.status != 200:
+                    raise self._refusal(path, response.status, await response.read())
+                yield response
+        except TimeoutError as error:
+            raise EngineError(f"{self.url}{path} did not answer within {limit.total or CONNECT_S:g} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            self._info = None  # whoever listens there next may serve another model
+            raise unreached(self.url, error) from error
+
+    async def _asked(self, method: str, path: str, **request: Any) -> aiohttp.ClientResponse:
+        """The beginning of an answer. A busy server may close an idle connection in the moment in which we ask over it."""
+        try:
+            return await self._session.request(method, self.url + path, **request)
+        except aiohttp.ClientConnectorError:
+            raise  # nobody is there
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+            return await self._session.request(method, self.url + path, **request)
+
+    def _refusal(self, path: str, status: int, raw: bytes) -> EngineError:
+        try:
+            details = msgspec.json.decode(raw)["error"]
+            message, param = str(details["message"]), details.get("param")
+        except (msgspec.MsgspecError, KeyError, TypeError):
+            message, param = raw[:200].decode(errors="replace"), None
+        if status == 401:
+            return wrong_secret(self.url)
+        if status == 404 and param != "model":
+            return EngineRouteError(f"{self.url}{path} does not exist: start vLLM with --enable-scale-out")
+        if status == 501:  # what vLLM does not implement; it answers other requests
+            return EngineRefusedError(message, status=400, param=param)
+        if status >= 500 or status == 404:
+            kind = EngineFaultError if status == 500 else EngineError
+            return kind(f"the engine at {self.url} failed ({status}): {message}")
+        if TOO_LONG.search(message):
+            return EngineRefusedError(message, status=status, code="context_length_exceeded", param=param)
+        sentence, param, code = objection(message, param)
+        return EngineRefusedError(sentence, status=status, code=code, param=param)
+
+
+def held_tools(chat: Json) -> list[Json]:
+    """The tools, of which the forced ones are `strict` where the agent does not say: vLLM would take arguments of any form.
+    Empty where that changes nothing."""
+    choice, tools = chat.get("tool_choice"), chat.get("tools")
+    if not isinstance(tools, list) or not (choice == "required" or isinstance(choice, dict)):
+        return []
+    name = (choice.get("function") or {}).get("name") if isinstance(choice, dict) else None
+    held = [_held_tool(tool, name) for tool in tools]
+    return held if held != tools else []
+
+
+def _held_tool(tool: Json, name: str | None) -> Json:
+    """`name`: of the only tool that is meant."""
+    function = tool.get("function")
+    if not isinstance(function, dict) or function.get("strict") is not None or name not in (None, function.get("name")):
+        return tool
+    return {**tool, "function": {**function, "strict": True}}
+
+
+def for_parsers(chat: Json) -> Json:
+    """A chat request without what was said in it: vLLM's parsers look at tools and arguments, and count earlier calls.
+
+    The whole would be sent and checked again for every portion of a stream.
+    """
+    called = [m for m in chat["messages"] if m.get("role") == "assistant" and m.get("tool_calls")]
+    skeleton = [{"role": "assistant", "tool_calls": message["tool_calls"]} for message in called]
+    return {**chat, "messages": skeleton or [{"role": "user", "content": ""}]}
+
+
+def _deltas(told: Sequence[bytes], *, detailed: bool) -> list[Delta]:
+    """What the chunks gained, merged per choice, in order of choice."""
+    decoder = _detailed if detailed else _brief
+    choices = [choice for raw in told for choice in _decode(raw, decoder).choices]
+    if len(choices) == 1:
+        return [_merged(choices, detailed=detailed)]
+    pieces: dict[int, list[_Choice[Any]]] = {}
+    for choice in choices:
+        pieces.setdefault(choice.index, []).append(choice)
+    return [_merged(pieces[index], detailed=detailed) for index in sorted(pieces)]
+
+
+def _decode(raw: bytes, decoder: msgspec.json.Decoder[Any]) -> _Chunk[Any]:
+    try:
+        chunk: _Chunk[Any] = decoder.decode(raw)
+    except msgspec.MsgspecError as error:
+        raise EngineAnswerError(
+            "malformed", f"vLLM's answer is not what this version of swarmq knows: {error}"
+        ) from error
+    if chunk.error:
+        raise EngineError(f"the engine failed while it sampled: {chunk.error.get('message')}")
+    return chunk
+
+
+def _merged(pieces: Sequence[_Choice[Any]], *, detailed: bool) -> Delta:
+    last = pieces[-1]
+    if last.finish_reason not in (None, *ENDINGS):
+        raise EngineError(f"the engine gave an answer up ({last.finish_reason})")
+    token_ids = [token for piece in pieces for token in piece.token_ids or ()]
+    entries = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content or ()]
+    if len(token_ids) != len(entries):
+        raise EngineAnswerError("logprobs", f"{len(entries)} log-probabilities for {len(token_ids)} tokens")
+    return Delta(
+        index=last.index,
+        text="".join([piece.text for piece in pieces]),
+        token_ids=token_ids,
+        logprobs=[entry.logprob for entry in entries],
+        entries=entries if detailed else [],
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        versions=_spans(last.weight_versions) if last.weight_versions else (),
+    )
+
+
+def _check_places(features: Json | None, token_ids: Sequence[int]) -> None:
+    """Raises EngineRefusedError where other tokens stand between those of an image: vLLM's `generate` takes all of them for
+    the image's, and its engine dies of the difference."""
+    for places in (features or {}).get("mm_placeholders", {}).values():
+        for place in places:
+            if len(set(token_ids[place["offset"] : place["offset"] + place["length"]])) > 1:
+                raise EngineRefusedError(
+                    "vLLM cannot sample from tokens and images of this model, whose images are of several kinds of tokens: send "
+                    "it text, or take a model whose images are of one kind (LLaVA 1.5, Qwen2.5-VL)",
+                    status=400,
+                    param="messages",
+                )
+
+
+def _spans(told: Sequence[_Span]) -> tuple[VersionSpan, ...]:
+    return tuple(VersionSpan(version=_version(span.version), start=span.start, end=span.end) for span in told)
+
+
+def _version(name: str) -> int:
+    """Raises EngineError for weights that swarmq did not put there: their tokens could not be told apart."""
+    if name == FIRST_VERSION:
+        return 0
+    try:
+        return int(name)
+    except ValueError as error:
+        raise EngineError(f"the engine's weights are version {name!r}: something but swarmq has updated it") from error
+
+
+def _present(value: Any) -> Any:
+    """A message or delta without its empty fields; vLLM lists every field it knows."""
+    if isinstance(value, dict):
+        return {key: _present(field) for key, field in value.items() if field is not None}
+    return [_present(item) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,253 @@
+"""From the episodes of a batch to the passes that train them, and which rank computes which. Pure; numpy only.
+
+Weights and advantages are set per episode first; only then are turns laid out, as packed rows or as trees, whichever
+is less work (swarmq.timeline.layout_plan), over all episodes at once, so that ranks share out a batch whose shared beginnings
+are already found. Every rank makes the same plan and takes its part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.config import Train
+from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
+from swarmq.learner.algorithms.loss_weights import token_weight, units
+from swarmq.learner.train.engine_agreement import is_plain
+from swarmq.messages import Episode
+from swarmq.timeline import (
+    Cost,
+    Folded,
+    Layout,
+    Plan,
+    ResolvedTurn,
+    plan_layouts,
+    resolve,
+    row_layouts,
+    standalone,
+    with_rows,
+)
+
+FloatArray = NDArray[np.float32]
+
+UNEVEN = 1.05
+"""Ranks get passes of their even share and a little more, because cuts repeat tokens and packing leaves gaps."""
+
+
+class Traits(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model that computes the passes is like."""
+
+    cost: Cost
+    rows_only: str | None = None
+    """Why it cannot compute trees; None when it can."""
+    row_pass: int | None = None
+    """Tokens that keep it busy, where larger passes of packed rows are slower for it; None where they are not."""
+
+
+class Pass(msgspec.Struct, frozen=True, kw_only=True):
+    """One forward and backward, and what its S sampled tokens weigh."""
+
+    layout: Layout
+    advantages: FloatArray  # [S]
+    weights: FloatArray  # [S] before the division by the batch's units; 0 where there is nothing to learn
+    temperatures: FloatArray  # [S]
+    calls: NDArray[np.int64]  # [S] which model call of this pass sampled the token
+    num_calls: int
+    held: NDArray[np.bool_]  # [S] sampled under a grammar
+    plain: NDArray[np.bool_]  # [S] of a call with nothing but its weights to make engine and learner differ
+
+    @property
+    def idle(self) -> bool:
+        return int(self.layout.episodes[0]) < 0
+
+
+class Totals(msgspec.Struct, frozen=True, kw_only=True):
+    """Of what has credit, over the whole batch and all ranks, before any filter."""
+
+    tokens: int
+    episodes: int
+
+    def of(self, normalisation: str) -> int:
+        return max(self.tokens if units(normalisation) == "tokens" else self.episodes, 1)
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """A batch laid out, and one rank's part of it."""
+
+    passes: list[Pass]
+    """As many as every other rank has."""
+    plan: Plan
+    """Of all ranks."""
+    num_episodes: int
+    totals: Totals
+
+
+def credited_tokens(episode: Episode, credit: Credit) -> int:
+    """Sampled tokens of the turns that have an advantage."""
+    turns = zip(episode.turns, credit[episode.episode_id], strict=True)
+    return sum(turn.num_sampled for turn, value in turns if value is not None)
+
+
+def work_of(
+    episodes: Sequence[Episode],
+    train: Train,
+    traits: Traits,
+    *,
+    rank: int = 0,
+    world: int = 1,
+    credit: Credit | None = None,
+) -> Work:
+    """What `rank` of `world` computes. `credit` is that of the whole batch where `episodes` are a part of it.
+
+    Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
+    """
+    resolved = [resolve(episode.turns, max_length=train.micro_batch_tokens) for episode in episodes]
+    folded = Folded(resolved)
+    whole = _planned(folded, train, traits, train.micro_batch_tokens)
+    if world > 1:
+        whole = _planned(folded, train, traits, _even(whole.tokens, world, train.micro_batch_tokens, resolved))
+    mine = _dealt(whole.layouts, world)
+    weigh = Weigher(episodes, train, credit)
+    passes = [weigh(layout) for layout in mine[rank]]
+    passes += [idle()] * (max(map(len, mine)) - len(passes))
+    return Work(
+        passes=_in_step(passes, mine) if traits.rows_only else passes,
+        plan=whole,
+        num_episodes=len(episodes),
+        totals=weigh.totals,
+    )
+
+
+def idle() -> Pass:
+    """A pass that trains nothing, for a rank that has fewer than another."""
+    (layout,) = row_layouts([[standalone([0], [0], [0.0])]], budget=2)
+    nothing = np.zeros(1, np.float32)
+    return Pass(
+        layout=msgspec.structs.replace(layout, episodes=np.full(1, -1, np.int32)),
+        advantages=nothing,
+        weights=nothing,
+        temperatures=np.ones(1, np.float32),
+        calls=np.zeros(1, np.int64),
+        num_calls=1,
+        held=np.zeros(1, np.bool_),
+        plain=np.zeros(1, np.bool_),
+    )
+
+
+def reweighed(work: Work, train: Train, tokens: Sequence[int]) -> Work:
+    """With the weights that episodes have of which `tokens` are left."""
+    weights = np.array(
+        [
+            token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
+            for count in tokens
+        ],
+        np.float32,
+    )
+    return msgspec.structs.replace(
+        work,
+        passes=[
+            msgspec.structs.replace(one, weights=np.where(one.weights > 0, weights[one.layout.episodes], 0))
+            for one in work.passes
+        ],
+    )
+
+
+def without(work: Work, episodes: Sequence[int]) -> Work:
+    """As if these episodes, by their index, had nothing to learn from, nor any number that cannot be computed with."""
+
+    def cleaned(one: Pass) -> Pass:
+        out = np.isin(one.layout.episodes, episodes)
+        logprobs, advantages, weights = (
+            np.where(out, 0, values).astype(np.float32) for values in (one.layout.logprobs, one.advantages, one.weights)
+        )
+        layout = msgspec.structs.replace(one.layout, logprobs=logprobs)
+        plain = one.plain & ~out
+        return msgspec.structs.replace(one, layout=layout, advantages=advantages, weights=weights, plain=plain)
+
+    return msgspec.structs.replace(work, passes=[cleaned(one) for one in work.passes])
+
+
+class Weigher:
+    """Knows what every turn of a batch weighs."""
+
+    def __init__(self, episodes: Sequence[Episode], train: Train, credit: Credit | None = None) -> None:
+        by_id = credit or advantages(groups_of(episodes), train)
+        turns = [len(episode.turns) for episode in episodes]
+        self.first = np.cumsum([0, *turns])[:-1]
+        """Episode -> its first turn among the turns of all."""
+        counts = [credited_tokens(episode, by_id) for episode in episodes]
+        self.totals = Totals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
+        weights = [
+            token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
+            for count in counts
+        ]
+        given = [a for e in episodes for a in by_id[e.episode_id]]
+        self.weights = np.where([a is None for a in given], 0.0, np.repeat(weights, turns)).astype(np.float32)
+        self.advantages = np.array([a or 0.0 for a in given], np.float32)
+        every = [turn for episode in episodes for turn in episode.turns]
+        self.temperatures = np.array([turn.sampling.temperature for turn in every], np.float32)
+        self.held = np.array([bool(turn.sampling.grammar) for turn in every], np.bool_)
+        self.plain = np.array([is_plain(turn) for turn in every], np.bool_)
+
+    def __call__(self, layout: Layout) -> Pass:
+        turn = self.first[layout.episodes] + layout.turns
+        which, calls = np.unique(turn, return_inverse=True)
+        return Pass(
+            layout=layout,
+            advantages=self.advantages[turn],
+            weights=self.weights[turn],
+            temperatures=self.temperatures[turn],
+            calls=calls.astype(np.int64),
+            num_calls=len(which),
+            held=self.held[turn],
+            plain=self.plain[turn],
+        )
+
+
+def _planned(folded: Folded, train: Train, traits: Traits, budget: int) -> Plan:
+    if train.layout != "auto":
+        return plan_layouts(
+            folded,
+            budget,
+            cost=traits.cost,
+            only=train.layout,
+            because="train.layout asks for it",
+            row_pass=traits.row_pass,
+        )
+    if traits.rows_only:
+        why = f"trees are not available: {traits.rows_only}"
+        return plan_layouts(folded, budget, cost=traits.cost, only="rows", because=why, row_pass=traits.row_pass)
+    return plan_layouts(folded, budget, cost=traits.cost, row_pass=traits.row_pass)
+
+
+def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
+    """The budget with which every rank gets the same number of passes of the same size, or nearly."""
+    rounds = math.ceil(tokens / (world * budget))
+    longest = max(len(turn) for turns in episodes for turn in turns)
+    return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
+
+
+def _in_step(passes: Sequence[Pass], dealt: Sequence[Sequence[Layout]]) -> list[Pass]:
+    """With as many rows as the same pass has on any rank: computed one by one, each gathers the layers that ranks share out, and
+    who waits for another's collective waits for ever."""
+    rows = [max(len(layout.node_starts) for layout in side) for side in zip_longest(*dealt, fillvalue=idle().layout)]
+    return [
+        msgspec.structs.replace(one, layout=with_rows(one.layout, count))
+        for one, count in zip(passes, rows, strict=True)
+    ]
+
+
+def _dealt(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
+    """The largest first, each to the rank with the fewest tokens so far."""
+    loads = [0] * world
+    parts: list[list[Layout]] = [[] for _ in range(world)]
+    for layout in sorted(layouts, key=lambda each: -each.num_tokens):
+        lightest = loads.index(min(loads))
+        loads[lightest] += layout.num_tokens
+        parts[lightest].append(layout)
+    return parts

@@ -1,0 +1,116 @@
+"""The checkpoints in a policy's folder, as they are found again: which is the newest sound one, and whether a learner's settings
+continue it. No torch in here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import structlog
+from safetensors import safe_open
+
+from swarmq.config import Lora
+from swarmq.errors import SetUpError
+from swarmq.learner.store.durable_files import sha256
+from swarmq.learner.store.records import SCHEMA, Identity
+
+log = structlog.get_logger()
+
+MANIFEST = "manifest.json"
+ADAPTER = Path("adapter", "adapter.safetensors")
+"""In a checkpoint. Of all safetensors files beside a model's, vLLM believes that they are the model's."""
+SETTINGS = "train.lora"
+"""In its metadata."""
+
+
+class File(msgspec.Struct, frozen=True, kw_only=True):
+    size: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    schema: int
+    identity: Identity
+    version: int
+    """Weight version; the batch log goes on after it."""
+    files: dict[str, File]
+    written_at: float
+    swarmq: str
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that was found and checked."""
+
+    path: Path
+    version: int
+
+
+def newest(folder: Path, identity: Identity, *, hashed: bool = True) -> Checkpoint | None:
+    """The newest sound checkpoint, if any; `hashed` as for `check`.
+
+    Raises LearnerError when one is of another run, policy or model, or from a newer swarmq: that is no damage.
+    """
+    for path in reversed(all_of(folder)):
+        try:
+            manifest = check(path, hashed=hashed)
+        except DamagedError as error:
+            log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
+            continue
+        if difference := identity.difference(manifest.identity):
+            raise SetUpError(
+                f"{path}: the checkpoint belongs to something else: {difference}; nothing was changed. "
+                "Use another run name or folder"
+            )
+        return Checkpoint(path=path, version=manifest.version)
+    return None
+
+
+class DamagedError(Exception):
+    """A checkpoint folder is incomplete or was changed; the message says where."""
+
+
+def check(path: Path, *, hashed: bool = True) -> Manifest:
+    """The manifest, when every file is as it was written: what is not `hashed` is known by its size. Raises DamagedError; LearnerError
+    for a newer schema."""
+    try:
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
+        if manifest.schema > SCHEMA:
+            raise SetUpError(f"{path}: written by a newer swarmq (schema {manifest.schema}): upgrade swarmq")
+        for name, file in manifest.files.items():
+            if (path / name).stat().st_size != file.size or (hashed and sha256(path / name) != file.sha256):
+                raise DamagedError(f"{name} is not as it was written")
+    except OSError as error:
+        raise DamagedError(f"{error.filename}: {error.strerror}") from error
+    except msgspec.MsgspecError as error:
+        raise DamagedError(f"{MANIFEST}: {error}") from error
+    return manifest
+
+
+def check_goes_on(folder: Path, lora: Lora | None) -> None:
+    """Raises LearnerError for a checkpoint whose training `lora` does not continue: its weights would not be those it has."""
+    was = None
+    if (file := folder / ADAPTER).is_file():
+        with safe_open(file, framework="np") as opened:
+            told = (opened.metadata() or {}).get(SETTINGS)
+        was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
+    if was != lora:
+        raise SetUpError(
+            f"{folder}: was trained with {_words(was)}, not with {_words(lora)}: set it as it was, or begin another run "
+            "from these weights: policies.<name>.model = this folder"
+        )
+
+
+def _words(lora: Lora | None) -> str:
+    if lora is None:
+        return "no train.lora"
+    modules = "" if lora.modules is None else f", modules = {list(lora.modules)}"
+    return f"train.lora = {{rank = {lora.rank}, alpha = {lora.alpha:g}{modules}}}"
+
+
+def all_of(folder: Path) -> list[Path]:
+    """Oldest first."""
+    return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
+
+
+def version_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))

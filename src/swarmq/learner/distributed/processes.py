@@ -1,0 +1,194 @@
+"""The learner's child processes: the collector beside it, and its ranks when there are several.
+
+They read the job from a file only the user can read, run in sessions of their own, and end with their parent. A rank
+that dies takes the others with it; the next start resumes from checkpoint and batch log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import structlog
+
+from swarmq.config import SwarmJob
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.store.durable_files import mapped
+from swarmq.runtime.files import write_whole
+from swarmq.runtime.processes import die_with_parent
+
+log = structlog.get_logger()
+
+LOOPBACK = "127.0.0.1"
+MEETING = "SWARMQ_RANKS_MEET_ON"
+"""Rank 0's descriptor of the socket that the ranks' store listens on."""
+STOP_S = 30.0
+BACKOFF_S = 1.0
+"""A collector that died is started again after this, twice as long each time, up to 32 s."""
+MAX_BACKOFF_S = 32.0
+WHY = {
+    signal.SIGKILL: " (out of memory?)",
+    signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
+}
+HEAR_S = 1.0
+"""A rank that the system killed takes the others with it, and may be heard of after them."""
+STEADY_S = 120.0
+"""One that has lived this long begins with the short wait again."""
+
+
+def own_rank() -> int | None:
+    """This process's rank when a launcher made it one."""
+    return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
+
+
+def is_main() -> bool:
+    """Whether this process is the only one, or the first of those that a launcher started."""
+    return own_rank() in (None, 0)
+
+
+@contextlib.contextmanager
+def collector_beside(job: SwarmJob, policy: str) -> Iterator[None]:
+    """Keep `swarmq collector` running while the context is open, and stop it in order at the end."""
+    keeper = Keeper([sys.executable, "-m", "swarmq", "collector", str(job_file(job, policy))])
+    try:
+        yield
+    finally:
+        keeper.stop()
+
+
+def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> None:
+    """Start every rank and wait for all. Raises LearnerError when one fails; the others are stopped then.
+
+    SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all of them stop.
+    """
+    argv = [sys.executable, "-m", "swarmq.learner.rank", str(job_file(job, policy)), policy, str(int(no_push))]
+    ranks = start_ranks(argv, num_ranks)
+
+    def forward(*_: object) -> None:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.terminate()
+
+    ended: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+    for number, rank in enumerate(ranks):
+        threading.Thread(target=lambda n=number, r=rank: ended.put((n, r.wait())), daemon=True).start()
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for _ in ranks:
+            number, status = ended.get()
+            if status:
+                number, status = _first_of(number, status, ended)
+                if status == os.EX_CONFIG:
+                    raise SetUpError(f"rank {number} of {num_ranks} refuses what is set: see its last line above")
+                raise LearnerError(
+                    f"rank {number} of {num_ranks} {_how(status)}: see its log lines above; nothing is lost, the next start goes "
+                    "on from the newest checkpoint and the batch log"
+                )
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+        for signal_number, handler in before.items():
+            signal.signal(signal_number, handler)
+
+
+def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
+    """Start ranks that meet on loopback. By itself torch listens on every interface, whatever MASTER_ADDR says, and whoever reaches
+    that port can take part in a run without a password; so rank 0 gets a socket that is bound already (`accelerator.serve_store`).
+    """
+    with socket.create_server((LOOPBACK, 0)) as meeting:
+        world = {
+            "MASTER_ADDR": LOOPBACK,
+            "MASTER_PORT": str(meeting.getsockname()[1]),
+            "WORLD_SIZE": str(num_ranks),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # none of the ranks opens a store of its own
+            "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+            MEETING: str(meeting.fileno()),
+        }
+        return [
+            _start(argv, world | {"RANK": str(n), "LOCAL_RANK": str(n)}, () if n else (meeting.fileno(),))
+            for n in range(num_ranks)
+        ]
+
+
+def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
+    """The rank that failed first, and how."""
+    with contextlib.suppress(queue.Empty):
+        while status != -signal.SIGKILL:
+            other = ended.get(timeout=HEAR_S)
+            if other[1] == -signal.SIGKILL:
+                return other
+    return number, status
+
+
+def _how(status: int) -> str:
+    if status >= 0:
+        return f"ended with status {status}"
+    killer = signal.Signals(-status)
+    return f"was killed by {killer.name}{WHY.get(killer, '')}"
+
+
+def job_file(job: SwarmJob, policy: str) -> Path:
+    """The job as the children read it; it may hold the broker's password. Raises LearnerError where it cannot be written."""
+    path = job.run_folder.path / policy / "job.toml"
+    with mapped(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, job.to_toml().encode())
+    return path
+
+
+class Keeper:
+    """Runs a command until told to stop, and starts it again when it dies."""
+
+    def __init__(self, argv: Sequence[str]) -> None:
+        self._argv = argv
+        self._stopping = threading.Event()
+        self._child = _start(argv, {})
+        self._thread = threading.Thread(target=self._watch, name=f"keeper of {argv[-2]}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._child.terminate()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            self._child.kill()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        delay_s = BACKOFF_S
+        while True:
+            began = time.monotonic()
+            status = self._child.wait()
+            if time.monotonic() - began > STEADY_S:
+                delay_s = BACKOFF_S
+            if self._stopping.is_set():
+                return
+            log.warning("child_died", command=" ".join(self._argv[2:]), status=status, again_in_s=delay_s)
+            if self._stopping.wait(delay_s):
+                return
+            delay_s = min(2 * delay_s, MAX_BACKOFF_S)
+            self._child = _start(self._argv, {})
+            if self._stopping.is_set():
+                self._child.terminate()
+
+
+def _start(
+    argv: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int] = ()
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        argv,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,
+        pass_fds=descriptors,
+    )

@@ -1,0 +1,116 @@
+"""A model that rank 0 alone has loaded, shared out over the ranks: host memory holds it once, however many they are.
+
+    rank 0   loaded, then empty --FSDP2--> shards without values <--scatter, tensor by tensor-- what was loaded
+    others   empty from the start --^
+
+accelerate's own way (`cpu_ram_efficient_loading`) fills host memory with zeros on every rank, which it tells parameters
+apart by, unties weights of models that are wrapped as ours are, and knows no buffers that are saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from swarmq.errors import LearnerError
+from swarmq.learner.model.attention_check import of_rank_0
+
+
+class Outline(NamedTuple):
+    """A tensor of a model, without its values."""
+
+    first: str
+    """The first of its names; tied weights have several."""
+    shape: torch.Size
+    dtype: torch.dtype
+    trained: bool | None
+    """None: a buffer."""
+
+
+def hand_out(model: nn.Module, accelerator: Accelerator) -> Any:
+    """The model, every rank with its shards of the values that rank 0 has; the others' is on the meta device. Every rank calls
+    it. Raises LearnerError when the ranks' models are not made alike."""
+    ours = outlined(model)
+    outlines = of_rank_0(ours)
+    _check_alike(ours, outlines)
+    values = {} if on_meta(model) else {name: each.detach() for name, each in _named(model, once=True)}
+    _make_empty(model, outlines)
+    sharded = fsdp2_prepare_model(accelerator, model)
+    _fill(sharded, outlines, values, accelerator)
+    return sharded
+
+
+def on_meta(model: nn.Module) -> bool:
+    return any(parameter.is_meta for parameter in model.parameters())
+
+
+def outlined(model: nn.Module) -> dict[str, Outline]:
+    """Of every parameter and buffer, under each of its names."""
+    first: dict[int, str] = {}
+    return {
+        name: Outline(
+            first.setdefault(id(each), name),
+            each.shape,
+            each.dtype,
+            each.requires_grad if isinstance(each, nn.Parameter) else None,
+        )
+        for name, each in _named(model)
+    }
+
+
+def _named(model: nn.Module, *, once: bool = False) -> Iterable[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=once)
+    yield from model.named_buffers(remove_duplicate=once)
+
+
+def _check_alike(ours: dict[str, Outline], outlines: dict[str, Outline]) -> None:
+    if different := sorted(ours.keys() ^ outlines.keys()):
+        raise LearnerError(
+            f"the model's weights are not those that its config.json describes: {different[0]} (and {len(different) - 1} more) "
+            "is in one of them alone; ranks cannot share it out: set train.sharding = 'none', or mend the model's folder"
+        )
+
+
+def _make_empty(model: nn.Module, outlines: dict[str, Outline]) -> None:
+    """Put tensors without values, tied like rank 0's, in the places of all."""
+    made: dict[str, Tensor] = {}
+    for name, one in outlines.items():
+        if one.first not in made:
+            empty = torch.empty(one.shape, dtype=one.dtype, device="meta")
+            made[one.first] = empty if one.trained is None else nn.Parameter(empty, requires_grad=one.trained)
+        _put(model, name, made[one.first])
+
+
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, own = name.rpartition(".")
+    setattr(model.get_submodule(owner), own, tensor)
+
+
+def _fill(model: nn.Module, outlines: dict[str, Outline], values: dict[str, Tensor], accelerator: Accelerator) -> None:
+    """Parameters stay the objects that FSDP2 knows. Rank 0 lets go of what it has sent."""
+    offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor)
+        whole = _ready(values.pop(name, None), outlines[name], accelerator.device)
+        shard = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=0)
+        kept = nn.Parameter(shard.cpu() if offloaded else shard, requires_grad=parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, kept)  # type: ignore[no-untyped-call]
+    buffers = {name: one for name, one in outlines.items() if one.trained is None}
+    made: dict[str, Tensor] = {}
+    for name, one in buffers.items():
+        if one.first not in made:
+            made[one.first] = _ready(values.pop(name, None), one, accelerator.device)
+            torch.distributed.broadcast(made[one.first], src=0)
+        _put(model, name, made[one.first])
+
+
+def _ready(value: Tensor | None, one: Outline, device: torch.device) -> Tensor:
+    """Rank 0's value, or room for it."""
+    return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

@@ -1,0 +1,111 @@
+"""Figures of a batch that need no model: rewards, staleness, truncation, branches. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from swarmq.config import Train
+from swarmq.learner.algorithms.advantages import credited_by, groups_of, length_penalty
+from swarmq.learner.store.records import BatchRecord, Index, Tally
+from swarmq.messages import Episode
+from swarmq.token_drift import Drift
+
+
+def tally(episodes: Iterable[Episode]) -> dict[str, Tally]:
+    """Kind -> sums."""
+    sums: dict[str, Tally] = {}
+    for episode in episodes:
+        one = Tally(
+            episodes=1,
+            reward=episode.reward,
+            judged=int(episode.success is not None),
+            successes=int(bool(episode.success)),
+        )
+        sums[episode.kind] = sums.get(episode.kind, Tally()) + one
+    return sums
+
+
+def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
+    sums: dict[str, Tally] = {}
+    for each in tallies:
+        for kind, value in each.items():
+            sums[kind] = sums.get(kind, Tally()) + value
+    return sums
+
+
+def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]:
+    """The figures of one trained batch. `since_last` are the records of drops since the batch before, whose episodes count for `reward`,
+    `equal_groups` and `dropped`."""
+    episodes, indices = record.episodes, [record.index, *since_last]
+    sums = add_tallies(index.tally for index in indices)
+    scored = sum(t.episodes for t in sums.values())
+    grouped = groups_of(episodes)
+    groups = len({episode.group_id for episode in episodes})
+    equal = sum(index.groups_equal for index in indices)
+    turns = [turn for episode in episodes for turn in episode.turns]
+    return {
+        "reward": sum(t.reward for t in sums.values()) / max(scored, 1),
+        "reward_trained": sum(e.reward for e in episodes) / max(len(episodes), 1),
+        "reward_by_kind": {kind: t.reward / t.episodes for kind, t in sums.items()},
+        "success_by_kind": {kind: t.successes / t.judged for kind, t in sums.items() if t.judged},
+        "groups_by_kind": dict(Counter(group[0].kind for group in grouped)),
+        "episodes": len(episodes),
+        "groups": groups,
+        "equal_groups": equal / max(groups + equal, 1),
+        "partial_groups": sum(len(g) < g[0].group_size for g in grouped) / max(groups, 1),
+        "length_penalised": _share(length_penalty(e, record.settings) > 0 for e in episodes)
+        if record.settings
+        else 0.0,
+        "turns": len(turns),
+        "rollout_s": statistics.median(map(rollout_s, episodes)) if episodes else 0.0,
+        "tokens_sampled": sum(turn.num_sampled for turn in turns),
+        "tokens_unfolded": sum(turn.num_prompt + turn.num_sampled for turn in turns),
+        "staleness": dict(sorted(Counter(str(record.index.version - 1 - oldest_version(e)) for e in episodes).items())),
+        "truncated": _share(turn.finish_reason == "length" for turn in turns),
+        "branches": dict(Counter(turn.branch for turn in turns if turn.branch)),
+        "drifted": Drift.of(turns).rate,
+        "credited": _credited(episodes, record.settings or Train()),
+        "reward_credited": _reward_credited(episodes),
+        "repaired": _share(turn.repaired for turn in turns),
+        "code_versions": dict(Counter(e.code_version for e in episodes if e.code_version)),
+        "dropped": dict(Counter(reason for index in indices for reason in index.dropped.values())),
+    }
+
+
+def _credited(episodes: Sequence[Episode], train: Train) -> dict[str, float]:
+    """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
+    counts = Counter(level for group in groups_of(episodes) for level in credited_by(group, train))
+    return {level: count / counts.total() for level, count in sorted(counts.items())}
+
+
+def _reward_credited(episodes: Sequence[Episode]) -> dict[str, float]:
+    """Means of the rewards by agent tag and by call, where there are any that credit a turn."""
+    given: dict[str, list[float]] = {"agent": [], "call": []}
+    for episode in episodes:
+        agents, calls = {turn.agent for turn in episode.turns}, {turn.call_id for turn in episode.turns}
+        given["agent"] += [reward for agent, reward in episode.agent_rewards.items() if agent in agents]
+        given["call"] += [reward for call, reward in episode.call_rewards.items() if call in calls]
+    return {level: statistics.fmean(rewards) for level, rewards in given.items() if rewards}
+
+
+def _share(those: Iterable[bool]) -> float:
+    flags = list(those)
+    return sum(flags) / max(len(flags), 1)
+
+
+def rollout_s(episode: Episode) -> float:
+    """Seconds from an episode's first call to its last answer, by the clocks of the proxies that had them."""
+    timings = [turn.timings for turn in episode.turns]
+    return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
+
+
+def oldest_version(episode: Episode) -> int:
+    """The weight version of the oldest sampled token. An engine that was never given weights reports none: 0."""
+    return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)
+
+
+def newest_version(episode: Episode) -> int:
+    return max((s.version for turn in episode.turns for s in turn.versions), default=0)

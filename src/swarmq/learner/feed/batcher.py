@@ -1,0 +1,309 @@
+"""Which episodes make the next batch, and which are dropped and why. No clock, no I/O: episodes in, records out.
+
+    accept --> group incomplete --> group complete --> groups of its kind --take--> batch record
+                                        |                    |
+                                        +---- drops ---------+--------------------> next record, batch or not
+
+A batch holds whole groups in the shares of the task mix, exactly: what rounding owes a kind is carried over. Of a kind those with
+the oldest tokens come first. In the order of their completion, slow episodes would wait behind quick ones that began later, and be
+dropped as stale more often: fewer would be trained, and of the long ones the fewest.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
+from itertools import compress
+from operator import not_
+
+import msgspec
+
+from swarmq.config import JUDGED_AT, Train
+from swarmq.errors import TimelineError
+from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
+from swarmq.learner.batching.unsupported_sampling import altered
+from swarmq.learner.feed.batch_summary import add_tallies, newest_version, oldest_version, tally
+from swarmq.learner.store.records import BatchRecord, Index, Tally
+from swarmq.messages import EQUAL_REWARDS, Episode
+from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
+from swarmq.timeline import resolve
+
+SMALLEST_GROUP = 2
+"""Fewer have no baseline."""
+
+MIN_KNOWN = 20_000
+"""Ids of logged episodes that are kept at least."""
+WINDOWS_KNOWN = 4
+"""And for so many windows of the collector. What comes again was sent before its report was processed, and until the
+collector processes reports it lets no more than a window of further episodes be finished."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch is made of."""
+
+    groups_per_batch: int
+    mix: dict[str, float]
+    max_staleness: int
+    group_size: int = 8
+    """The largest of all kinds."""
+    min_group: int = SMALLEST_GROUP
+    vocab_size: int | None = None
+    max_length: int | None = None
+    train: Train = Train()
+    stretches: tuple[Stretch, ...] = ()
+    """The mix over the run, where it is not constant."""
+    lent: tuple[str, ...] = ()
+    """Kinds that have run dry: the others have their share."""
+    control: int = 0
+    """Number of the control state that these limits come from."""
+
+    def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
+        """`lent`: kinds without a share, where it is not those that are without one now."""
+        return shares(self._stretches, step, self.lent if lent is None else lent)
+
+    @property
+    def num_known(self) -> int:
+        """Of the newest logged episodes, those that may come again and must be known then."""
+        return max(MIN_KNOWN, WINDOWS_KNOWN * self.window)
+
+    @property
+    def window(self) -> int:
+        """Episodes that the collector lets be under way."""
+        return (self.max_staleness + 1) * self.groups_per_batch * self.group_size
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        return kinds_of(self._stretches)
+
+    @property
+    def _stretches(self) -> tuple[Stretch, ...]:
+        return self.stretches or (Stretch(from_step=0, mix=self.mix),)
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A complete group. Its drops are recorded with it, never before: redelivered, it must be complete again."""
+
+    usable: list[Episode]
+    dropped: dict[str, str]
+    oldest: int
+    """The weight version of its oldest sampled token."""
+    newest: int
+
+
+class Intake:
+    """Episodes that are in memory and in no record yet."""
+
+    def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
+        """`logged` are the indices of the batch log: what is in it is never taken again."""
+        self._ready: dict[str, list[Group]] = {}
+        self.change(limits)
+        self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
+        self.known: OrderedDict[str, None] = OrderedDict()
+        for index in logged:
+            self.note(index)
+        self._incomplete: dict[str, dict[str, Episode]] = {}
+        self._waiting: set[str] = set()
+        self._dropped: dict[str, str] = {}
+        self._tally: dict[str, Tally] = {}
+        self._groups_equal = 0
+        self._reasons: set[str] = set()
+        self._news: list[str] = []
+
+    def change(self, limits: Limits) -> None:
+        """Other limits from the next batch on; groups that wait for it are judged by them."""
+        self.limits, ready = limits, self._ready
+        self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
+        for kind, groups in ready.items():
+            for group in groups:
+                self._judge(kind, group.usable, group.dropped)
+
+    def note(self, index: Index) -> None:
+        """A record is in the log."""
+        self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
+        for episode_id in (*index.trained, *index.dropped):
+            self.known[episode_id] = None
+        while len(self.known) > self.limits.num_known:
+            self.known.popitem(last=False)
+
+    def accept(self, episode: Episode) -> bool:
+        """Take an episode in. False when it is in the log already; one that is waiting here changes nothing."""
+        if episode.episode_id in self.known:
+            return False
+        if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
+            return True
+        self._waiting.add(episode.episode_id)
+        members = self._incomplete.setdefault(episode.group_id, {})
+        members[episode.episode_id] = episode
+        if len(members) >= episode.group_members:
+            self._complete(list(self._incomplete.pop(episode.group_id).values()))
+        return True
+
+    def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
+        """The batch that turns the weights of `version` into the next, with all drops so far; None until it is full."""
+        self._drop_stale(version)
+        wanted, carry = self.next_batch(version + 1)
+        if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
+            return None
+        groups = [group for kind, count in wanted.items() for group in self._oldest(kind, count)]
+        for group in groups:
+            self._drop(group.dropped)
+        episodes = tuple(episode for group in groups for episode in group.usable)
+        self._waiting.difference_update(episode.episode_id for episode in episodes)
+        return self._record(version + 1, at, carry, episodes, settings)
+
+    def next_batch(self, step: int) -> Dealt:
+        """Kind -> groups of the batch that makes the weights of `step`, and what rounding then owes. Of kinds whose share is
+        lent, what there is of it."""
+        limits, groups = self.limits, self.limits.groups_per_batch
+        own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
+        there = {kind: min(len(self._ready[kind]), own.get(kind, 0)) for kind in limits.lent}
+        dealt = deal(limits.shares(step), self.carry, groups - sum(there.values()))
+        return Dealt(dealt.counts | there, dealt.carry)
+
+    def drops(self, *, version: int, at: float) -> BatchRecord | None:
+        """A record of what was dropped since the last one; None when nothing was."""
+        return self._record(version, at, self.carry) if self._dropped else None
+
+    def news(self) -> list[str]:
+        """What was not asked for before: of each reason why an episode cannot be trained the first case, in words."""
+        news, self._news = self._news, []
+        return news
+
+    @property
+    def groups_ready(self) -> dict[str, int]:
+        return {kind: len(groups) for kind, groups in self._ready.items()}
+
+    @property
+    def groups_incomplete(self) -> int:
+        return len(self._incomplete)
+
+    def _complete(self, members: list[Episode]) -> None:
+        """Drop what cannot be trained, queue the rest."""
+        kind = members[0].kind
+        if kind not in self._ready:
+            self._drop(_all(members, "kind_not_in_mix"))
+            return
+        members.sort(key=lambda episode: (episode.slot, episode.episode_id))
+        self._judge(kind, members, {})
+
+    def _judge(self, kind: str, members: list[Episode], dropped: Mapping[str, str]) -> None:
+        """`dropped`: those of the group that are out already."""
+        out = dict(dropped)
+        for episode in members:
+            reason, why = self._unusable(episode)
+            if reason:
+                out[episode.episode_id] = reason
+                self._tell(reason, why)
+        self._make_ready(kind, [episode for episode in members if episode.episode_id not in out], out)
+
+    def _make_ready(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
+        train = self.limits.train.of_kind(kind)
+        if not usable or (len(usable) < self._least(usable) and train.needs_baseline):
+            self._drop(dropped | _all(usable, "group_too_small"))
+            if not dropped:
+                why = (
+                    f"{usable[0].episode_id} is alone in its group, and advantage {train.advantage!r} compares attempts"
+                )
+                self._tell("group_too_small", f"{why}: take larger groups, or 'ema'")
+        elif not has_signal(usable, train):
+            self._groups_equal += 1
+            self._tally = add_tallies([self._tally, tally(usable)])
+            self._drop(dropped | _all(usable, EQUAL_REWARDS))
+        else:
+            oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
+            self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
+
+    def _least(self, usable: list[Episode]) -> int:
+        """Members that a group must have; the collector lets smaller ones through that never had more."""
+        return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
+
+    def _unusable(self, episode: Episode) -> tuple[str, str]:
+        """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
+        try:
+            resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
+        except TimelineError as error:
+            return error.reason, str(error)
+        for turn in episode.turns:
+            if settings := altered(turn.sampling):
+                why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
+                return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
+            if self.limits.train.served_teacher and turn.sampling.temperature != JUDGED_AT:
+                why = f"was sampled at temperature {turn.sampling.temperature:g}, at which no server can judge it"
+                return "no_teacher", f"turn {turn.call_id} of {episode.episode_id} {why} (train.teacher)"
+            if turn.finish_reason == "length" and self.limits.train.overlong == "drop":
+                why = "was cut off by a token limit, and train.overlong is 'drop'"
+                return "overlong", f"turn {turn.call_id} of {episode.episode_id} {why}"
+        return ("", "") if episode.turns else ("no_turns", f"{episode.episode_id} made no model call")
+
+    def _tell(self, reason: str, why: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            self._news.append(f"dropped as {reason}: {why}")
+
+    def _drop_stale(self, version: int) -> None:
+        """Drop episodes with a token that is too old for the next step, or of weights that were never made here, and what is
+        then left without a baseline."""
+        oldest = version - self.limits.max_staleness
+        for kind, groups in self._ready.items():
+            in_time = [oldest <= group.oldest and group.newest <= version for group in groups]
+            self._ready[kind] = list(compress(groups, in_time))
+            for group in compress(groups, map(not_, in_time)):
+                ahead = [episode for episode in group.usable if newest_version(episode) > version]
+                stale = [episode for episode in group.usable if oldest_version(episode) < oldest]
+                for episode in ahead[:1]:
+                    self._tell("version_unknown", _why_unknown(episode, version))
+                fresh = [episode for episode in group.usable if episode not in (*ahead, *stale)]
+                self._make_ready(kind, fresh, group.dropped | _all(stale, "stale") | _all(ahead, "version_unknown"))
+
+    def _oldest(self, kind: str, count: int) -> list[Group]:
+        """Take so many out."""
+        groups = sorted(self._ready[kind], key=lambda group: group.oldest)
+        self._ready[kind] = groups[count:]
+        return groups[:count]
+
+    def _drop(self, dropped: Mapping[str, str]) -> None:
+        self._waiting.difference_update(dropped)
+        self._dropped.update(dropped)
+
+    def _record(
+        self,
+        version: int,
+        at: float,
+        carry: Mapping[str, float],
+        episodes: tuple[Episode, ...] = (),
+        settings: Train | None = None,
+    ) -> BatchRecord:
+        before = self.baselines
+        index = Index(
+            record=self.record + 1,
+            version=version,
+            trained=tuple(episode.episode_id for episode in episodes),
+            dropped=self._dropped,
+            carry=dict(carry),
+            baselines=_baselines(before, episodes, settings) if settings else dict(before),
+            tally=add_tallies([self._tally, tally(episodes)]),
+            groups_equal=self._groups_equal,
+            at=at,
+            control=self.limits.control,
+            mix=self.limits.shares(version) if episodes else {},
+        )
+        self.note(index)
+        self._dropped, self._tally, self._groups_equal = {}, {}, 0
+        return BatchRecord(index=index, episodes=episodes, settings=settings, baselines=dict(before))
+
+
+def _baselines(before: Mapping[str, float], episodes: tuple[Episode, ...], train: Train) -> dict[str, float]:
+    """The `ema` baselines after a batch, of the kinds that have one."""
+    groups = groups_of(episodes)
+    return updated(before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train)
+
+
+def _why_unknown(episode: Episode, version: int) -> str:
+    return (
+        f"{episode.episode_id} has tokens of version {newest_version(episode)}, and the learner has made {version}: "
+        "their engine served another run's weights, or this run's log was removed"
+    )
+
+
+def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:
+    return {episode.episode_id: reason for episode in episodes}

@@ -1,0 +1,118 @@
+"""What was asked of this learner while the run is up: the newest control state, on disk, and what follows from it.
+
+The collector sends the whole state each time, so the highest number is all that counts, whatever was lost or repeated.
+It is on disk before its message is acknowledged.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from swarmq import live_settings
+from swarmq.config import SwarmJob, Train
+from swarmq.learner.feed.batcher import Limits
+from swarmq.learner.store.durable_files import mapped
+from swarmq.messages import Control
+from swarmq.runtime.files import read_or_renew, write_whole
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """The file."""
+
+    state: Control
+    checkpoints: int = 0
+    """Of those that were asked for, so many are written."""
+
+
+DECODER = msgspec.msgpack.Decoder(Kept)
+
+
+class Orders:
+    """The control state as this learner has it. Raises LearnerError where the disk refuses."""
+
+    def __init__(self, path: Path, file: SwarmJob, policy: str) -> None:
+        self._path, self._file, self._policy = path, file, policy
+        with mapped(path):
+            nothing = Kept(state=Control(run=file.run, number=0))
+            self._kept = read_or_renew(
+                path, DECODER.decode, nothing, meaning="the collector says it again at its start"
+            )
+        self._settle()
+
+    @property
+    def state(self) -> Control:
+        return self._kept.state
+
+    @property
+    def checkpoint_due(self) -> bool:
+        return self.state.checkpoints > self._kept.checkpoints
+
+    def take(self, state: Control) -> bool:
+        """Whether `state` is newer; then it is on disk and in effect."""
+        if state.number <= self.state.number:
+            return False
+        self._write(msgspec.structs.replace(self._kept, state=state))
+        return True
+
+    def saved(self, number: int) -> None:
+        """The checkpoints up to this one are written."""
+        self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
+
+    def limits(self, *, vocab_size: int | None, max_length: int | None) -> Limits:
+        """What batches are made of now."""
+        groups, changes = self.job.groups, self.state.changes
+        return Limits(
+            groups_per_batch=groups.groups_per_batch,
+            mix=self.job.mix,
+            stretches=live_settings.stretches(
+                self._file, changes, lambda change: change.from_step.get(self._policy, 0)
+            ),
+            lent=self.state.lent,
+            max_staleness=groups.max_staleness,
+            min_group=groups.min_group,
+            group_size=max(self.job.group_size(kind) for kind in self.job.task_kinds),
+            vocab_size=vocab_size,
+            max_length=max_length,
+            train=self.train,
+            control=self.state.number,
+        )
+
+    def answer(self, next_step: int) -> dict[str, Any]:
+        """What the newest command changed here, and from which step on."""
+        news = [
+            change
+            for change in self.state.changes
+            if change.number == self.state.number and live_settings.concerns(change.path) in (None, self._policy)
+        ]
+        changes = [
+            {
+                "path": change.path,
+                "before": change.before,
+                "value": change.value,
+                "from_step": max(change.from_step.get(self._policy, 0), next_step),
+            }
+            for change in news
+        ]
+        return {
+            "state": "applied",
+            "command_id": self.state.command_id,
+            "number": self.state.number,
+            "policy": self._policy,
+            "pace": self.state.pace,
+            "from_step": next_step,
+            "changes": changes,
+        }
+
+    def _write(self, kept: Kept) -> None:
+        with mapped(self._path):
+            write_whole(self._path, msgspec.msgpack.encode(kept))
+        self._kept = kept
+        self._settle()
+
+    def _settle(self) -> None:
+        self.job = live_settings.applied(self._file, self.state.changes)
+        """The settings in effect."""
+        self.train: Train = self.job.train_of(self._policy)

@@ -1,0 +1,62 @@
+"""Frames between trainer and I/O process: eight bytes of length, then msgpack. Blocking side and asyncio side."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+
+import msgspec
+
+from swarmq.learner.store.records import ToIO, ToTrainer
+
+LENGTH = struct.Struct("<Q")
+
+_encoder = msgspec.msgpack.Encoder()
+_to_trainer: msgspec.msgpack.Decoder[ToTrainer] = msgspec.msgpack.Decoder(ToTrainer)
+_to_io: msgspec.msgpack.Decoder[ToIO] = msgspec.msgpack.Decoder(ToIO)
+
+
+def send(sock: socket.socket, message: ToIO) -> None:
+    """Raises OSError when the other side is gone."""
+    body = _encoder.encode(message)
+    sock.sendall(LENGTH.pack(len(body)) + body)
+
+
+def receive(sock: socket.socket) -> ToTrainer:
+    """Raises EOFError when the other side is gone."""
+    (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
+    return _to_trainer.decode(_exactly(sock, size))
+
+
+async def write(writer: asyncio.StreamWriter, message: ToTrainer) -> None:
+    """Raises EOFError when the other side is gone."""
+    body = _encoder.encode(message)
+    try:
+        writer.write(LENGTH.pack(len(body)))
+        writer.write(body)
+        await writer.drain()
+    except ConnectionError as error:
+        raise EOFError("the trainer is gone") from error
+
+
+async def read(reader: asyncio.StreamReader) -> ToIO:
+    """Raises EOFError when the other side is gone."""
+    try:
+        (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return _to_io.decode(await reader.readexactly(size))
+    except (asyncio.IncompleteReadError, ConnectionError) as error:
+        raise EOFError("the trainer is gone") from error
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        try:
+            part = sock.recv(min(size - len(data), 1 << 20))
+        except ConnectionError as error:
+            raise EOFError("the I/O process is gone") from error
+        if not part:
+            raise EOFError("the I/O process is gone")
+        data += part
+    return bytes(data)

@@ -1,0 +1,174 @@
+"""Rank 0's end of the I/O process: starts it, asks it for batches, starts it again when it dies.
+
+Nothing is lost with it: what it logged is replayed from the log, what it had not logged comes again from the queue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, Self
+
+import msgspec
+import structlog
+
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.feed import frames
+from swarmq.learner.store import records
+from swarmq.runtime.processes import Deaths, die_with_parent
+
+log = structlog.get_logger()
+
+COMMAND = (sys.executable, "-m", "swarmq.learner.feed.process")
+MAX_DEATHS = 5
+DEATH_WINDOW_S = 60.0
+STOP_S = 20.0
+
+
+class Idle(Protocol):
+    def __call__(self, *, again: bool) -> None: ...
+
+
+class StopSignal:
+    """The first SIGTERM or SIGINT asks to stop; the second ends the process at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self.wakeup, self._waker = os.pipe()
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._ask) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def ask(self) -> None:
+        self.asked = True
+        os.write(self._waker, b"!")
+
+    def _ask(self, number: int, _: object) -> None:
+        log.info("stopping", signal=signal.Signals(number).name, hint="again to stop at once, without a checkpoint")
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+        self.ask()
+
+
+class Link:
+    """Use as a context manager. `hello` says, at every start, what the trainer has."""
+
+    def __init__(
+        self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
+    ) -> None:
+        self._hello, self._stop, self._command = hello, stop, command
+        self._deaths = Deaths(DEATH_WINDOW_S)
+
+    def __enter__(self) -> Self:
+        self._start(again=False)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.Batch | records.Save | None:
+        """Wait for what to do next; None when asked to stop or the last step is done. `idle` is called when the wait begins (nothing is left to
+        replay, no batch is full) and again every `idle_s()` seconds.
+
+        Raises LearnerError when the I/O process cannot go on.
+        """
+        asked: subprocess.Popen[bytes] | None = None
+        while not self._stop.asked:
+            if asked is not self._process:  # it may have died since, also while `idle` told it something
+                self._send(records.Next())
+                asked = self._process
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                selector.register(self._stop.wakeup, selectors.EVENT_READ)
+                ready = [key.fileobj for key, _ in selector.select(idle_s())]
+            if self._socket in ready:
+                match self._receive():
+                    case records.Batch() | records.Save() as message:
+                        return message
+                    case records.Halt():
+                        return None
+                    case records.Waiting():
+                        idle(again=False)
+            elif not ready:
+                idle(again=True)
+        return None
+
+    def tell(self, message: records.ToIO) -> None:
+        self._send(message)
+
+    def finish(self) -> None:
+        """Wait until everything owed to the broker is sent, or the I/O process gives up for now."""
+        self._send(records.Stop())
+        self._socket.settimeout(STOP_S)
+        with contextlib.suppress(TimeoutError, EOFError, LearnerError):
+            while not isinstance(frames.receive(self._socket), records.Stopped):
+                pass
+
+    def _receive(self) -> records.ToTrainer | None:
+        """A message; None when the process died and a new one was started."""
+        try:
+            message = frames.receive(self._socket)
+        except EOFError:
+            self._restart()
+            return None
+        if isinstance(message, records.Failed):
+            raise _told(message)
+        return message
+
+    def _send(self, message: records.ToIO) -> None:
+        while True:
+            try:
+                return frames.send(self._socket, message)
+            except OSError:
+                self._raise_last_words()
+                self._restart()
+
+    def _raise_last_words(self) -> None:
+        """What a process that ended on purpose had to say stands in the socket still."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                if isinstance(message := frames.receive(self._socket), records.Failed):
+                    raise _told(message)
+
+    def _start(self, *, again: bool) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*self._command, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                preexec_fn=die_with_parent,
+            )
+        with contextlib.suppress(OSError):  # it is dead already, which whoever talks to it next finds out
+            frames.send(self._socket, msgspec.structs.replace(self._hello(), again=again))
+
+    def _restart(self) -> None:
+        self._socket.close()
+        status = self._process.wait()
+        if self._deaths.another() >= MAX_DEATHS:
+            raise LearnerError(
+                f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
+            )
+        log.warning("io_process_died", status=status, consequence="started again; nothing is lost")
+        self._start(again=True)
+
+
+def _told(message: records.Failed) -> LearnerError:
+    return (SetUpError if message.for_good else LearnerError)(message.text)

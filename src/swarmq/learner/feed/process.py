@@ -1,0 +1,433 @@
+"""The learner's broker side, a process of its own without torch: heartbeats never wait for a step.
+
+    ready ──> consume ──> intake ──┐                          ┌──> trainer (socket)
+                                   ├─ log.append ─ ack ─ send ┘
+    trainer: Next ─────────────────┘
+    <policy>.control ──> orders on disk ─ ack ─ from the next batch on
+    trainer: Stepped ──> report ──> Consumed on `in`; step event          tick ──> state event, watchdog
+
+Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
+A record is reported on `in` once its step is done; the number in `reported` says how far that is confirmed, so a
+restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: a trainer that waits while
+nothing comes has its last reports told again and the collector asked for what it has not reported. When the trainer is gone this process ends; what is not in
+the log was not acknowledged and comes again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import structlog
+
+from swarmq.broker import Broker, Delivery, topology
+from swarmq.broker.amqp import AmqpBroker, first_wait_s
+from swarmq.config import amqp_url
+from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
+from swarmq.learner.feed import frames
+from swarmq.learner.feed.batch_summary import describe
+from swarmq.learner.feed.batcher import Intake
+from swarmq.learner.feed.control_state import Orders
+from swarmq.learner.feed.step_events import StepEvents
+from swarmq.learner.health.signs import Lookout
+from swarmq.learner.store import records
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.durable_files import DiskFullError, mapped
+from swarmq.learner.store.records import BatchRecord, Hello, Identity, Index
+from swarmq.learner.store.report_offsets import Reports
+from swarmq.learner.store.writer_lock import Fence, exclusive
+from swarmq.messages import Consumed, Control, Episode, Event, EventName
+from swarmq.runtime import logs
+
+log = structlog.get_logger()
+
+STATE_EVERY_S = 2.0
+STUCK_S = 60.0
+"""Waiting this long for a batch is worth a line that says for what."""
+ASK_S = 20.0
+"""Waiting this long with nothing coming is worth a question whether something was lost on the way."""
+RETRY_S = 2.0
+"""Between tries of what the broker or the disk refuses for now."""
+DRAIN_S = 10.0
+"""How long a stop waits for reports to be confirmed; the next start sends the rest."""
+PREDECESSOR_S = 15.0
+"""How long to wait for an I/O process of ours whose trainer was killed to notice it."""
+MAX_PREFETCH = 65535
+CHUNK = 256
+
+OpenBroker = Callable[[Hello], AbstractAsyncContextManager[Broker]]
+Hear = Callable[[], Awaitable[records.ToIO]]
+T = TypeVar("T")
+
+
+def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
+    """One that cannot be reached is waited for, but at the very first start not long: its address may be wrong."""
+    url = amqp_url(hello.job.broker)
+    if url is None:
+        raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
+    name = f"learner {hello.job.run}.{hello.policy}"
+    return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else first_wait_s())
+
+
+def main(open_broker: OpenBroker = open_amqp, *, desk: type[Desk] | None = None) -> None:
+    """Entry of the process; its last argument is the number of the socket to the trainer."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
+    with contextlib.suppress(EOFError):
+        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, desk or Desk))
+
+
+async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -> None:
+    reader, writer = await asyncio.open_connection(sock=sock)
+    hello = await frames.read(reader)
+    assert isinstance(hello, Hello)
+    logs.configure(role=f"learner-io.{hello.policy}", run=hello.job.run)
+    folder = hello.job.run_folder.batch_log(hello.policy)
+    try:
+        with mapped(folder), exclusive(folder / "lock", wait_s=PREDECESSOR_S):
+            async with asyncio.TaskGroup() as tasks:
+                said: asyncio.Queue[records.ToIO] = asyncio.Queue()
+                listening = tasks.create_task(_listen(reader, said))
+                async with open_broker(hello) as broker:
+                    await desk(hello, folder, broker, writer).run(said.get)
+                listening.cancel()
+    except* EOFError:
+        log.info("trainer_gone")
+    except* SwarmqError as group:
+        errors = list(_leaves(group))
+        for_good = any(isinstance(error, SetUpError) for error in errors)
+        with contextlib.suppress(ConnectionError):
+            await frames.write(writer, records.Failed(text="; ".join(map(str, errors)), for_good=for_good))
+    finally:
+        writer.close()
+
+
+async def _listen(reader: asyncio.StreamReader, said: asyncio.Queue[records.ToIO]) -> None:
+    """All that the trainer says; its end (EOFError) ends this process even while the broker is being waited for."""
+    while True:
+        said.put_nowait(await frames.read(reader))
+
+
+class StoppedError(Exception):
+    """The trainer asked to stop and everything owed is sent; ends the task group."""
+
+
+class Desk:
+    """Everything that happens between the queue, the log and the trainer."""
+
+    def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
+        job, policy = hello.job, hello.policy
+        self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
+        self.fence = Fence(folder / "lock")
+        self.log = BatchLog(folder, Identity.of(job, policy), needed=hello.version)
+        self.orders = Orders(folder / "control", job, policy)
+        self.steps = StepEvents(job.run_folder.events, broker)
+        self.reports = Reports(folder / "reported", self.log)
+        self.version = hello.version
+        self.replay = self.log.after(hello.version)
+        self.reach = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
+        self.intake = Intake(self.orders.limits(**self.reach), self.log.indices)
+        self.unacked: dict[str, Delivery] = {}
+        self.phase = "waiting"
+        self.figures = dict[int, dict[str, Any]]()
+        """Version -> what the batch handed over says of itself."""
+        self.lookout = Lookout()
+        self.wanted_since: float | None = None
+        """When the trainer asked for a batch; None while it has one."""
+        self.orders_due = 0
+        """Control states that waited when this process began and are not read yet: one of them may lift the last step."""
+        self.heard_at = time.monotonic()
+        """When an episode came that was not here before."""
+        self.asked = False
+        """Whether the collector was asked since then."""
+        self.serving = asyncio.Lock()
+        self.telling = asyncio.Lock()
+        self.owed = asyncio.Event()
+        self.owed.set()
+
+    async def run(self, hear: Hear) -> None:
+        """Until the trainer says stop. `hear` gives its next message."""
+        await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
+        orders = topology.control(self.job.run, self.policy)
+        self.orders_due = (await self.broker.depths([orders]))[orders].ready
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._obey(hear))
+                tasks.create_task(self._consume())
+                tasks.create_task(self._listen())
+                tasks.create_task(self._report())
+                tasks.create_task(self._tick())
+        except* StoppedError:
+            await frames.write(self.writer, records.Stopped())
+        finally:
+            self.log.close()
+
+    async def _obey(self, hear: Hear) -> None:
+        while True:
+            match await hear():
+                case records.Next():
+                    self.wanted_since = time.monotonic()
+                    await self._serve()
+                    if self.wanted_since is not None:
+                        await frames.write(self.writer, records.Waiting())
+                case records.Stepped() as stepped:
+                    await self._stepped(stepped)
+                case records.Phase(phase=phase):
+                    self.phase = phase
+                    await self._state()
+                case records.Warn(text=text):
+                    await self._emit("warning", {"text": text})
+                case records.Kept(oldest=oldest, asked=asked):
+                    if not self.orders.train.keep_batches:
+                        self.fence.check()
+                        spare = self.intake.limits.num_known
+                        self.log.prune(oldest, reported=self.reports.through, spare=spare)
+                    if asked:
+                        await self._written(partial(self.orders.saved, asked))
+                        await self._emit("control", self.orders.answer(self.next_step) | {"checkpoint": self.version})
+                case records.Stop():
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(DRAIN_S):
+                            await self._publish_due()
+                    self.phase = "ended"
+                    await self._state()
+                    raise StoppedError
+                case Hello():
+                    raise AssertionError("a second hello")
+
+    @property
+    def next_step(self) -> int:
+        """The first step whose batch is not in the log yet."""
+        return max(self.version, self.log.version) + 1
+
+    async def _listen(self) -> None:
+        """Control states: on disk, said, acknowledged; in effect from the next batch on."""
+        queue = topology.control(self.job.run, self.policy)
+        async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
+            async for delivery in deliveries:
+                state = delivery.message
+                self.orders_due -= 1
+                if not isinstance(state, Control) or state.run != self.job.run:
+                    await self.broker.dead_letter(delivery, f"{type(state).__name__} on a learner's control queue")
+                    continue
+                if await self._written(partial(self.orders.take, state)):
+                    self.intake.change(self.orders.limits(**self.reach))
+                    log.info("control", number=state.number, pace=state.pace, changes=len(state.changes))
+                if state.number == self.orders.state.number and state.command_id and not self.orders.checkpoint_due:
+                    await self._emit("control", self.orders.answer(self.next_step))
+                await _ack([delivery])
+                await self._serve()
+
+    async def _consume(self) -> None:
+        # The collector's window bounds what is out; a smaller bound of our own could only keep a batch from filling.
+        queue = topology.ready(self.job.run, self.policy)
+        async with self.broker.consume(queue, prefetch=MAX_PREFETCH) as deliveries:
+            while chunk := await deliveries.batch(CHUNK):
+                for delivery in chunk:
+                    await self._accept(delivery)
+                for text in self.intake.news():
+                    log.warning("episode_dropped", why=text)
+                    await self._emit("warning", {"text": f"learner {self.policy}: {text}; others like it are counted"})
+                await self._serve()
+
+    async def _accept(self, delivery: Delivery) -> None:
+        episode = delivery.message
+        if not isinstance(episode, Episode) or (episode.run, episode.policy) != (self.job.run, self.policy):
+            await self.broker.dead_letter(delivery, f"not an episode of {self.job.run}.{self.policy}")
+        elif self.intake.accept(episode):
+            before, self.unacked[episode.episode_id] = self.unacked.get(episode.episode_id), delivery
+            if before is None:
+                self.heard_at, self.asked = time.monotonic(), False
+            else:
+                await _ack([before])  # this one stands for it
+        else:
+            await _ack([delivery])
+
+    async def _serve(self) -> None:
+        """Record what was dropped, and hand over a batch if the trainer is free and one is full."""
+        async with self.serving:
+            limit = self.orders.train.max_steps
+            if self.wanted_since is None:
+                await self._record_drops()
+            elif replayed := next((record for record in self.replay if record.index.version > self.version), None):
+                await self._hand_over(replayed, replayed=True)
+            elif self.orders.checkpoint_due:
+                await self._say(records.Save(asked=self.orders.state.checkpoints))
+            elif limit and self.version >= limit:
+                if self.orders_due <= 0:
+                    await self._say(records.Halt())
+            elif self.orders.state.pace != "paused" and (
+                record := self.intake.take(version=self.version, at=time.time(), settings=self.orders.train)
+            ):
+                await self._commit(record)
+                await self._hand_over(record, replayed=False)
+            else:
+                await self._record_drops()
+
+    async def _record_drops(self) -> None:
+        if drops := self.intake.drops(version=self.version, at=time.time()):
+            await self._commit(drops)
+            self.owed.set()
+
+    async def _commit(self, record: BatchRecord) -> None:
+        def append() -> None:
+            self.fence.check()
+            self.log.append(record)
+
+        await self._written(append)  # durable,
+        ids = (*record.index.trained, *record.index.dropped)
+        await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
+
+    async def _written(self, write: Callable[[], T]) -> T:
+        """The result of `write`, once the disk has room for it. Until then nothing is acknowledged and no batch is
+        trained, visibly; a stop need not wait for it, since the queue has it all."""
+        full = False
+        while True:
+            try:
+                result = write()
+            except DiskFullError as error:
+                if not full:
+                    log.warning("disk_full", error=str(error), retry_s=RETRY_S)
+                    await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
+                full = True
+                await asyncio.sleep(RETRY_S)
+                continue
+            if full:
+                log.info("disk_has_room")
+            return result
+
+    async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
+        version = record.index.version
+        self.figures = {version: describe(*self.log.step(version))}
+        await self._say(
+            records.Batch(record=records.encode_record(record), replayed=replayed, figures=self.figures[version])
+        )
+
+    async def _say(self, message: records.Batch | records.Save | records.Halt) -> None:
+        """The trainer has something to do."""
+        self.wanted_since = None
+        await frames.write(self.writer, message)
+
+    async def _stepped(self, stepped: records.Stepped) -> None:
+        self.version = stepped.version
+        self.owed.set()
+        figures = self.figures.get(stepped.version) or describe(*self.log.step(stepped.version))
+        fields = {**figures, **stepped.fields, "version": stepped.version}
+        await self.steps.add(self._event("step", fields))
+        for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
+            if not stepped.fields.get("replayed"):  # those were told of when they were new
+                log.warning("sign", sign=sign.check, text=sign.text)
+                text = f"step {stepped.version}: {sign.line}"
+                await self._emit("warning", {"text": text})
+
+    async def _report(self) -> None:
+        while True:
+            await self.owed.wait()
+            self.owed.clear()
+            await self._publish_due()
+
+    async def _publish_due(self) -> None:
+        async with self.telling:
+            for index in self.reports.due(self.version):
+                await self._tell(index)
+                with contextlib.suppress(DiskFullError):  # known here; the next number that fits covers it
+                    self.reports.confirm(index.record)
+
+    async def _tell(self, index: Index) -> None:
+        await self._to_inbox(
+            Consumed(
+                run=self.job.run,
+                policy=self.policy,
+                record=index.record,
+                version=index.version,
+                trained=index.trained,
+                dropped=index.dropped,
+            )
+        )
+
+    async def _to_inbox(self, message: Consumed) -> None:
+        """Return once it is there; a queue that was deleted is made again by the collector."""
+        while True:
+            try:
+                return await self.broker.publish(topology.inbox(self.job.run), message)
+            except UnroutableError as error:
+                log.warning("queue_missing", error=str(error), retry_s=RETRY_S)
+                await self._emit("warning", {"text": f"learner {self.policy} waits: {error}"})
+            await asyncio.sleep(RETRY_S)
+
+    async def _ask(self) -> None:
+        """Reports may have been lost, and then what they told of still counts as ours; or episodes may have been."""
+        self.asked = True
+        async with self.telling:
+            for index in self.reports.told(self.intake.limits.window):
+                await self._tell(index)
+            await self._to_inbox(Consumed(run=self.job.run, policy=self.policy, version=self.version, trained=()))
+        log.info("asked_again", why="waiting for a batch, and nothing comes")
+
+    async def _tick(self) -> None:
+        stuck_said = 0.0
+        while True:
+            await self.steps.settle()
+            await self._state()
+            now = time.monotonic()
+            waited = now - (self.wanted_since or now)
+            if not self.asked and min(waited, now - self.heard_at) > ASK_S:
+                await self._ask()
+            if waited > STUCK_S and time.monotonic() - stuck_said > STUCK_S:
+                stuck_said = time.monotonic()
+                await self._say_stuck(waited)
+            await asyncio.sleep(STATE_EVERY_S)
+
+    async def _state(self) -> None:
+        ready = sum(self.intake.groups_ready.values())
+        control = self.orders.state.number
+        fields = {"phase": self.phase, "version": self.version, "groups_ready": ready, "control": control}
+        await self._emit("state", fields)
+
+    async def _say_stuck(self, waited_s: float) -> None:
+        """Who waits for whom, in one line."""
+        if self.orders.state.pace != "running":
+            return
+        needed = self.intake.next_batch(self.version + 1).counts
+        ready = self.intake.groups_ready
+        lacking = ", ".join(f"{n - ready[k]} of {k}" for k, n in needed.items() if n > ready[k])
+        text = (
+            f"learner {self.policy} has waited {waited_s:.0f} s for whole groups: {lacking} missing, "
+            f"{self.intake.groups_incomplete} groups begun; are workers running and finishing episodes?"
+        )
+        log.warning("waiting_for_groups", needed=needed, ready=ready, incomplete=self.intake.groups_incomplete)
+        await self._emit("warning", {"text": text})
+
+    async def _emit(self, name: EventName, fields: dict[str, Any]) -> None:
+        await self.broker.emit(self._event(name, fields))
+
+    def _event(self, name: EventName, fields: dict[str, Any]) -> Event:
+        return Event(run=self.job.run, source=f"learner.{self.policy}", name=name, at=time.time(), fields=fields)
+
+
+async def _ack(deliveries: Sequence[Delivery]) -> None:
+    """Those of a lost session come again and are recognised."""
+    for delivery in deliveries:
+        with contextlib.suppress(BrokerLostError):
+            await delivery.ack()
+
+
+def _leaves(error: BaseException) -> Iterator[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        for child in error.exceptions:
+            yield from _leaves(child)
+    else:
+        yield error
+
+
+if __name__ == "__main__":
+    main()

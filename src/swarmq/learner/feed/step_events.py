@@ -1,0 +1,58 @@
+"""Step events outlast an outage: each waits for room in the run's event file, and for the broker to take it, in order.
+
+The file gets them from here and not from who listens, because nobody hears an event of a time when the broker was away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from swarmq.broker import Broker
+from swarmq.messages import Event
+from swarmq.runtime.logs import log
+
+MOST = 1000
+"""Events that wait; older ones are given up."""
+
+
+class StepEvents:
+    def __init__(self, path: Path, broker: Broker) -> None:
+        self._path, self._broker = path, broker
+        self._unwritten, self._untold = deque[Event](maxlen=MOST), deque[Event](maxlen=MOST)
+        self._telling = asyncio.Lock()
+        self._failing = False
+
+    async def add(self, event: Event) -> None:
+        self._unwritten.append(event)
+        self._untold.append(event)
+        await self.settle()
+
+    async def settle(self) -> None:
+        """Write and tell what waits, as far as that is possible now."""
+        try:
+            self._write()
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                log.warning("step_not_recorded_yet", path=str(self._path), error=str(error))
+            self._failing = True
+        async with self._telling:
+            while self._untold and await self._broker.emit(self._untold[0]):
+                self._untold.popleft()
+
+    def _write(self) -> None:
+        while self._unwritten:
+            line = msgspec.json.encode(self._unwritten[0]) + b"\n"
+            with self._path.open("a+b", buffering=0) as file:
+                if file.tell():
+                    file.seek(-1, os.SEEK_END)
+                    if file.read(1) != b"\n":  # a line that a crash or a full disk has cut
+                        line = b"\n" + line
+                if file.write(line) < len(line):
+                    raise OSError("the disk is full")
+            self._unwritten.popleft()

@@ -1,0 +1,222 @@
+"""Signs that a training goes wrong, with their limits, read off the figures of its steps. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.learner.health.findings import Finding, Level
+from swarmq.learner.health.trends import LONGEST, reward_rises, trends
+
+WINDOW = 10
+"""Steps at the beginning and at the end that are compared."""
+FILTERED = 0.1
+"""Share of tokens that a filter may take. Where log rho is normal with k3 = variance / 2, a band of [0.5, 2] takes 3 % at the limit
+of the mismatch (0.05), 13 % at twice that and half at ten times."""
+
+Steps = Sequence[Mapping[str, Any]]
+
+
+class Sign(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    """Of what is wrong where it shows."""
+    measured: str
+    word: str
+    """What a value beyond the limit is."""
+    measure: Callable[[Steps], float | None]
+    """Of the steps; None where they do not have it."""
+    limit: float
+    below: bool = False
+    """Whether it is a sign to be below the limit; else to be above."""
+    level: Level = "warning"
+    alone: bool = True
+    """A sign while the reward rises, too."""
+    advice: str
+
+
+def last(name: str) -> Callable[[Steps], float | None]:
+    """Mean of a figure over the newest steps."""
+    return lambda steps: _mean(steps[-WINDOW:], name)
+
+
+def over_first(name: str) -> Callable[[Steps], float | None]:
+    """The same over that of the first steps."""
+
+    def ratio(steps: Steps) -> float | None:
+        if len(steps) < 2 * WINDOW:
+            return None
+        now, then = _mean(steps[-WINDOW:], name), _mean(steps[:WINDOW], name)
+        return None if now is None or not then else now / then
+
+    return ratio
+
+
+def at_bound(steps: Steps) -> float | None:
+    """Share of episodes dropped as stale among all that were consumed."""
+    stale = sum(step.get("dropped", {}).get("stale", 0) for step in steps[-WINDOW:])
+    total = stale + sum(step.get("episodes", 0) for step in steps[-WINDOW:])
+    return stale / total if total else None
+
+
+def cut(sign: str) -> Callable[[Steps], float | None]:
+    """Share of the tokens of this sign that the loss masked or clipped."""
+
+    def share(steps: Steps) -> float | None:
+        clipped = _mean(steps[-WINDOW:], f"clipped_{sign}")
+        return None if clipped is None else clipped + (_mean(steps[-WINDOW:], f"masked_{sign}") or 0.0)
+
+    return share
+
+
+def near_bound(steps: Steps) -> float | None:
+    """Mean staleness of the episodes, counted by their oldest tokens, over what `groups.max_staleness` allows."""
+    counts = [item for step in steps[-WINDOW:] for item in step.get("staleness", {}).items()]
+    episodes, bound = sum(count for _, count in counts), steps[-1]["max_staleness"]
+    return sum(int(lag) * count for lag, count in counts) / (episodes * bound) if episodes and bound else None
+
+
+def skipped(steps: Steps) -> float | None:
+    return sum("skipped" in step for step in steps[-WINDOW:]) / len(steps[-WINDOW:])
+
+
+SIGNS = (
+    Sign(
+        name="entropy collapse", measured="entropy over that of the first 10 steps", word="collapse",
+        measure=over_first("entropy"), limit=0.2, below=True, alone=False,
+        advice="entropy fell to less than a fifth of where it began, and the reward does not rise any more: raise clip_high, lower the learning rate, or more tasks",
+    ),
+    Sign(
+        name="no entropy left", measured="entropy", word="collapse",
+        measure=last("entropy"), limit=0.01, below=True,
+        advice="the policy answers as if greedy: nothing new is tried; go back to an earlier checkpoint",
+    ),
+    Sign(
+        name="entropy explosion", measured="entropy over that of the first 10 steps", word="explosion",
+        measure=over_first("entropy"), limit=3.0,
+        advice="entropy tripled: the policy is being scattered; lower the learning rate, look at kl_k3",
+    ),
+    Sign(
+        name="mismatch", measured="kl_k3 of engine and learner", word="mismatch",
+        measure=last("kl_k3"), limit=0.05,
+        advice="engine and learner disagree (swarmq doctor tells the causes apart): set ratio_band or row_k3_max",
+    ),
+    Sign(
+        name="broken mismatch", measured="kl_k3 of engine and learner", word="broken",
+        measure=last("kl_k3"), limit=0.5, level="error",
+        advice="the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart",
+    ),
+    Sign(
+        name="few effective samples", measured="share of effective samples", word="few",
+        measure=last("effective_samples"), limit=0.3, below=True,
+        advice="a few tokens carry most of the weight: lower groups.max_staleness or steps_per_batch",
+    ),
+    Sign(
+        name="stale episodes", measured="share of episodes dropped as stale", word="many",
+        measure=at_bound, limit=0.1,
+        advice="work is thrown away: fewer workers, shorter episodes, or a larger groups.max_staleness",
+    ),
+    Sign(
+        name="staleness near its bound", measured="staleness over groups.max_staleness", word="near its bound",
+        measure=near_bound, limit=0.8,
+        advice="rollouts run ahead as far as groups.max_staleness lets them: fewer workers, or lower it; more would be dropped",
+    ),
+    Sign(
+        name="zero-variance groups", measured="share of groups with equal rewards", word="many",
+        measure=last("equal_groups"), limit=0.7,
+        advice="most groups have equal rewards: tasks are too easy or too hard; change the mix or enlarge group_size",
+    ),
+    Sign(
+        name="clipped upwards", measured="share of rewarded tokens masked or clipped", word="many",
+        measure=cut("positive"), limit=0.5,
+        advice="the loss masks or clips most of what was rewarded: lower the learning rate or steps_per_batch",
+    ),
+    Sign(
+        name="clipped downwards", measured="share of punished tokens masked or clipped", word="many",
+        measure=cut("negative"), limit=0.5,
+        advice="the loss masks or clips most of what was punished: lower the learning rate or steps_per_batch",
+    ),
+    Sign(
+        name="filtered upwards", measured="share of rewarded tokens filtered", word="many",
+        measure=last("filtered_positive"), limit=FILTERED,
+        advice="filters take more of what was rewarded than outliers: look at kl_k3, swarmq doctor tells its causes apart",
+    ),
+    Sign(
+        name="filtered downwards", measured="share of punished tokens filtered", word="many",
+        measure=last("filtered_negative"), limit=FILTERED,
+        advice="filters take more of what was punished than outliers: look at kl_k3, swarmq doctor tells its causes apart",
+    ),
+    Sign(
+        name="truncated answers", measured="share of answers cut off", word="many",
+        measure=last("truncated"), limit=0.3,
+        advice="token limits cut many answers off: raise engine.max_model_len, sampling.max_tokens or what agents ask for, or set length_penalty",
+    ),
+    Sign(
+        name="gradient growing", measured="gradient norm over that of the first 10 steps", word="growing",
+        measure=over_first("grad_norm"), limit=10.0,
+        advice="the gradient norm grew tenfold: lower the learning rate or grad_clip",
+    ),
+    Sign(
+        name="steps skipped", measured="share of steps skipped", word="wrong",
+        measure=skipped, limit=0.0, level="error",
+        advice="steps changed nothing (`skipped` in their events says why): a filter leaves nothing, or gradients overflow",
+    ),
+)  # fmt: skip
+
+
+def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
+    """One finding for every sign that the steps have figures for."""
+    if not steps:
+        yield Finding(
+            level="note",
+            check="signs",
+            text="no step is recorded in the run's events.jsonl, which its learner writes: nothing to read",
+        )
+        return
+    yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
+    yield from trends(steps)
+
+
+class Lookout:
+    """The same, while the training goes on: a sign is told when it begins to show, and again after WINDOW steps without it."""
+
+    def __init__(self) -> None:
+        self._steps: list[Mapping[str, Any]] = []
+        """The first WINDOW and the newest."""
+        self._count = 0
+        self._showed: dict[str, int] = {}
+        """Sign -> the step that it showed at last."""
+
+    def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
+        """What shows since this step. All but errors take WINDOW steps to be told from chance."""
+        self._count += 1
+        self._steps.append({**fields, "max_staleness": max_staleness})
+        if len(self._steps) > WINDOW + LONGEST:
+            del self._steps[WINDOW]
+        found = [*_judged(self._steps), *trends(self._steps, only_signs=True)]
+        found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
+        fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
+        self._showed |= {f.check: self._count for f in found}
+        return fresh
+
+
+def _judged(steps: Steps) -> Iterator[Finding]:
+    for sign in SIGNS:
+        if (value := sign.measure(steps)) is None:
+            continue
+        shown = value < sign.limit if sign.below else value > sign.limit
+        shown = shown and (sign.alone or not reward_rises(steps))
+        text = f"{sign.measured} {value:.4g} ({sign.word} {'below' if sign.below else 'above'} {sign.limit:g})"
+        if shown:
+            yield Finding(level=sign.level, check=sign.name, text=f"{text}: {sign.advice}")
+        else:
+            yield Finding(level="ok", check=sign.name, text=text, named=False)
+
+
+def _mean(steps: Steps, name: str) -> float | None:
+    """Over the steps that have the figure: one that was not finite is null in the event file."""
+    values = [float(value) for step in steps if (value := step.get(name)) is not None and math.isfinite(value)]
+    return statistics.fmean(values) if values else None

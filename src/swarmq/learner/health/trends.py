@@ -1,0 +1,266 @@
+"""Figures that fall or rise over the steps of a run by more than chance makes them: a falling reward, fewer turns, other answers. Pure.
+
+The test is Mann and Kendall's: of all pairs of steps, are there more in which the later one is lower than a series without a
+trend has? It asks nothing of how the noise is distributed, and an outlier counts as one step. It is taken over the newest steps (`WINDOW`),
+and over as many means of `BLOCK` steps, which shows what is slow. A trend is a sign when its z is beyond `Z` and the change is large enough
+to matter. A learner looks after every step: with `Z` = 4 noise without memory made a sign in 0 of 100 trainings of 200 steps, noise
+that keeps 30 % of the step before in 4, and 50 % in 32; a test measures the first two.
+
+What is no trouble is left out: rewards are compared kind by kind, so that another mix is no trend; nothing is compared with steps before
+the newest client code; and fewer turns, other answers and less entropy are what training is for as long as the reward rises.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from swarmq.learner.health.findings import Finding
+
+WINDOW, BLOCK = 40, 8
+LEAST = 12
+"""Points that a trend takes."""
+LONGEST = WINDOW * BLOCK
+"""Steps that are looked back at."""
+Z = 4.0
+RISING = 2.0
+"""z of a reward that rises: less proof is asked for than of a sign, because it takes signs back."""
+OTHER_MIX = 3.0
+"""z of the share of a kind, beyond which the mix explains what becomes of figures over all kinds."""
+TINY = 1e-6
+
+Steps = Sequence[Mapping[str, Any]]
+Measure = Callable[[Mapping[str, Any]], float | None]
+
+
+Floats = NDArray[np.float64]
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """A figure over some steps."""
+
+    z: float
+    begin: float
+    """Of the line of Theil and Sen; of logarithms, where a ratio counts."""
+    end: float
+    change: float
+    """Relative."""
+    first: int
+    """Step."""
+    last: int
+
+
+class Trend(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    measured: str
+    measure: Measure
+    change: float
+    """Relative, of the line's end over its beginning; a sign beyond it."""
+    alone: bool = False
+    """A sign whatever the reward does."""
+    advice: str
+
+
+def share(name: str, of: str) -> Measure:
+    def ratio(step: Mapping[str, Any]) -> float | None:
+        count, total = _figure(step, name), _figure(step, of)
+        return None if count is None or not total else count / total
+
+    return ratio
+
+
+def _figure(step: Mapping[str, Any], name: str) -> float | None:
+    value = step.get(name)
+    return float(value) if value is not None and math.isfinite(value) else None
+
+
+def entropy(step: Mapping[str, Any]) -> float | None:
+    return _figure(step, "entropy")
+
+
+LOOK = "compare episodes of both ends (swarmq inspect RUN --step N)"
+TRENDS = (
+    Trend(
+        name="fewer turns", measured="turns per episode", measure=share("turns", "episodes"), change=-0.25,
+        advice=f"agents call the model less often, and the reward does not rise: do they give up early, or without their tools? {LOOK}; "
+        "if the reward pays for it, change it",
+    ),
+    Trend(
+        name="fewer episodes", measured="episodes per group", measure=share("episodes", "groups"), change=-0.25, alone=True,
+        advice="groups lose members that fail or never end (unless groups.group_size was set lower): look at `dropped` in swarmq "
+        "status and at the workers' logs",
+    ),
+    Trend(
+        name="shorter answers", measured="tokens per turn", measure=share("tokens_sampled", "turns"), change=-0.33,
+        advice=f"answers shrink, and the reward does not rise: {LOOK}; a length penalty, or normalisation by length, may pay for silence",
+    ),
+    Trend(
+        name="longer answers", measured="tokens per turn", measure=share("tokens_sampled", "turns"), change=0.5,
+        advice=f"answers grow, and the reward does not rise: {LOOK}; set length_penalty, or normalisation = 'constant'",
+    ),
+    Trend(
+        name="falling entropy", measured="entropy", measure=entropy, change=-0.25,
+        advice="the policy tries fewer things, and the reward does not rise: lower the learning rate, raise clip_high, or mix in other tasks",
+    ),
+)  # fmt: skip
+REWARD = Trend(
+    name="falling reward", measured="reward", measure=lambda step: _figure(step, "reward"), change=-0.1, alone=True,
+    advice=f"the policy gets worse at these tasks, or they get harder: {LOOK}; lower the learning rate, and go on from a checkpoint "
+    "before the fall",
+)  # fmt: skip
+
+
+def trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
+    """One finding for every trend that there are steps enough to see, or for those that are signs."""
+    steps = steps[-LONGEST:]
+    steps = steps[_newest_code(steps) :]
+    windows = [_Window(steps, block) for block in (1, BLOCK)]
+    for trend in (REWARD, *TRENDS):
+        looks = [(window, look) for window in windows if (look := _look(trend, window)) is not None]
+        shown = next((fit for window, look in looks if (fit := _sign(trend, window, *look))), None)
+        if shown:
+            yield _told(trend, shown, is_sign=True)
+        elif looks and not only_signs:
+            window, (values, z) = looks[0]
+            yield _told(trend, _fit(trend, window, values, z), is_sign=False)
+
+
+def reward_rises(steps: Steps) -> bool:
+    """Over the newest steps."""
+    steps = steps[-WINDOW:]
+    return mann_kendall(_Window(steps[_newest_code(steps) :], 1).rewards) > RISING
+
+
+class _Window:
+    """The newest steps, in blocks."""
+
+    def __init__(self, steps: Steps, block: int) -> None:
+        self.steps = steps[-WINDOW * block :][len(steps[-WINDOW * block :]) % block :]
+        self.block = block
+        self.rewards = self.points(_reward_of(self.steps)) if len(self.steps) >= LEAST * block else []
+
+    def points(self, measure: Measure) -> list[float]:
+        """Means over blocks of steps, without those that do not have the figure."""
+        values = [measure(step) for step in self.steps]
+        blocks = (values[at : at + self.block] for at in range(0, len(values), self.block))
+        known = ([value for value in each if value is not None] for each in blocks)
+        return [statistics.fmean(each) for each in known if each]
+
+    def explains(self) -> bool:
+        """Whether the reward rises, or a kind has more or less of the newer batches than of the older ones."""
+        return mann_kendall(self.rewards) > RISING or any(
+            abs(mann_kendall(self.points(_share_of(kind)))) > OTHER_MIX
+            for kind in {kind for step in self.steps for kind in step.get("groups_by_kind") or {}}
+        )
+
+
+def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
+    """The points and z of a trend; None where there are too few."""
+    if len(window.steps) < LEAST * window.block:
+        return None
+    values = window.rewards if trend is REWARD else window.points(trend.measure)
+    return (values, mann_kendall(values)) if len(values) >= LEAST else None
+
+
+def _sign(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fit | None:
+    if not z * math.copysign(1.0, trend.change) > Z or not (trend.alone or not window.explains()):
+        return None
+    fit = _fit(trend, window, values, z)
+    return fit if fit.change / trend.change >= 1 else None
+
+
+def _fit(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fit:
+    if trend is REWARD:
+        begin, end = _line(values)
+        base = max(abs(begin), abs(end))  # which may be of either sign
+    else:
+        begin, end = map(math.exp, _line([math.log(max(value, TINY)) for value in values]))
+        base = begin
+    first, last = (int(window.steps[place].get("version", 0)) for place in (0, -1))
+    return Fit(z, begin, end, (end - begin) / base if base else 0.0, first, last)
+
+
+def mann_kendall(values: Sequence[float]) -> float:
+    """z of the test, positive where the values rise; ties are allowed for."""
+    n = len(values)
+    total = float(np.sign(_pairs(values)).sum())
+    ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(values).values())
+    variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
+    return 0.0 if not total or not variance else (total - math.copysign(1.0, total)) / math.sqrt(variance)
+
+
+def _pairs(values: Sequence[float]) -> Floats:
+    """Of each pair, how much higher the later value is."""
+    earlier, later = _places(len(values))
+    array = np.array(values, np.float64)
+    found: Floats = array[later] - array[earlier]
+    return found
+
+
+@functools.cache
+def _places(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+    """Of each pair, where the earlier and the later one stand."""
+    earlier, later = np.triu_indices(count, 1)
+    return earlier, later
+
+
+def _line(values: Sequence[float]) -> tuple[float, float]:
+    """Ends of the line of Theil and Sen: the median of all slopes."""
+    earlier, later = _places(len(values))
+    slope = float(np.median(_pairs(values) / (later - earlier)))
+    height = statistics.median(value - slope * place for place, value in enumerate(values))
+    return height, height + slope * (len(values) - 1)
+
+
+def _share_of(kind: str) -> Measure:
+    """Its share of the groups."""
+
+    def part(step: Mapping[str, Any]) -> float | None:
+        groups = step.get("groups_by_kind") or {}
+        return groups.get(kind, 0) / sum(groups.values()) if groups else None
+
+    return part
+
+
+def _reward_of(steps: Steps) -> Measure:
+    """Mean over the kinds that every step has, each with the same weight; over all episodes where there is no such kind."""
+    each = [{kind for kind, value in (step.get("reward_by_kind") or {}).items() if value is not None} for step in steps]
+    kinds = set.intersection(*each) if each else set()
+
+    def reward(step: Mapping[str, Any]) -> float | None:
+        values = [float(step["reward_by_kind"][kind]) for kind in kinds]
+        return statistics.fmean(values) if values and all(map(math.isfinite, values)) else _figure(step, "reward")
+
+    return reward
+
+
+def _newest_code(steps: Steps) -> int:
+    """The place of the first step with the newest version of client code; 0 without any."""
+    known: set[str] = set()
+    place = 0
+    for number, step in enumerate(steps):
+        versions = step.get("code_versions") or {}
+        if known and versions.keys() - known:
+            place = number
+        known |= versions.keys()
+    return place
+
+
+def _told(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
+    """The line is fitted, so its ends are near the first and the last value, and seldom equal to them."""
+    seen = f"{trend.measured} {fit.begin:.3g} -> {fit.end:.3g} from step {fit.first} to {fit.last}"
+    limit = f"{trend.change:+.0%} and z {'below -' if trend.change < 0 else 'above '}{Z:g}"
+    if is_sign:
+        text = f"{seen} ({fit.change:+.0%}, z {fit.z:.1f}; a sign from {limit} on): {trend.advice}"
+        return Finding(level="warning", check=trend.name, text=text)
+    return Finding(
+        level="ok", check=trend.name, text=f"{seen} (z {fit.z:.1f}; {trend.name} from {limit} on)", named=False
+    )

@@ -1,0 +1,177 @@
+"""Whether a policy fits the GPUs and the host it is given: whole on every rank, sharded, or an error before it is loaded."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any
+
+import msgspec
+import structlog
+import torch
+
+from swarmq.config import Train
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner import preflight
+from swarmq.learner.memory import host
+from swarmq.learner.memory.estimate import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
+from swarmq.learner.memory.host import Room
+from swarmq.learner.model.loading import load_config, named_by, outline_of
+
+log = structlog.get_logger()
+
+
+class Gpu(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of its memory."""
+
+    total: int
+    free: int
+
+
+class Sharding(msgspec.Struct, frozen=True, kw_only=True):
+    full: bool
+    reason: str
+
+
+@cache
+def shape_of(source: str) -> Shape:
+    """Raises LearnerError when there is no such model."""
+    config: Any = load_config(source)
+    lm = outline_of(source, config)
+    text = config.get_text_config()
+    ends = [lm.get_input_embeddings().weight, lm.get_output_embeddings().weight]
+    matrices = [
+        (name, p.shape) for name, p in lm.named_parameters() if p.ndim > 1 and not any(p is end for end in ends)
+    ]
+    return Shape(
+        parameters=sum(p.numel() for p in lm.parameters()),
+        hidden=text.hidden_size,
+        layers=text.num_hidden_layers,
+        fans=sum(_fans(name, matrix) for name, matrix in matrices),
+    )
+
+
+def _fans(name: str, matrix: Sequence[int]) -> int:
+    """PEFT gives stacked experts whose gates are fused the rank of both matrices."""
+    *stacked, fan_out, fan_in = matrix
+    return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
+
+
+def num_ranks() -> int:
+    """Of this process's world."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def looked_at(train: Train) -> Train:
+    """The settings for one rank that goes over what several have trained (a replay, the doctor): no offload, and whole passes."""
+    return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
+
+
+def check_groups(train: Train) -> None:
+    """Raises LearnerError when the ranks of this process's world do not make whole groups of those that share passes."""
+    preflight.check_groups(train, num_ranks())
+
+
+def shard(source: str, train: Train) -> Sharding:
+    """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
+    ranks = num_ranks()
+    preflight.check_offload(train, ranks)
+    if train.cpu_offload and not torch.cuda.is_available():
+        raise SetUpError(
+            "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "
+            "train.cpu_offload out, or see why the GPU is not found (nvidia-smi, CUDA_VISIBLE_DEVICES)"
+        )
+    if ranks == 1 or train.sharding == "none":
+        return Sharding(full=False, reason="one rank" if ranks == 1 else "each rank holds the whole model")
+    if train.sharding == "full":
+        return Sharding(full=True, reason="train.sharding asks for it")
+    if not torch.cuda.is_available():
+        return Sharding(full=False, reason="no GPU whose memory could be short")
+    gpu = torch.cuda.get_device_properties(0).total_memory
+    needed = learner_bytes(shape_of(source), train, ranks=ranks, full=False, judged_by=_judged_by(source, train))
+    said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
+    return Sharding(full=needed > HEADROOM * gpu, reason=said)
+
+
+def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str:
+    """How `ranks`, which share a model out or else hold the whole of it each, fit their GPUs, in words.
+
+    Raises LearnerError where they do not, saying how much is missing and what to change.
+    """
+    return check_shape(shape_of(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
+
+
+def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu | None) -> bool:
+    """Whether there is room for all weights and the whole gradient between the passes of a step, beside one rank's share of
+    everything. `gpu`: None where a rank computes on none."""
+    if train.cpu_offload:
+        return False
+    if gpu is None:
+        return True
+    shape = shape_of(source)
+    needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
+    return needed <= gpu.free
+
+
+def check_shape(
+    shape: Shape, train: Train, *, ranks: int, full: bool = True, gpu: Gpu, judged_by: Sequence[int] | None = None
+) -> str:
+    """As `check`, for a model of this shape; `judged_by` as `learner_bytes` has it."""
+    needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
+    others = gpu.total - gpu.free
+    said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
+    if needed <= gpu.free:
+        return said
+    raise LearnerError(
+        f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
+        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {or_less(train)}"
+        + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
+    )
+
+
+def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[Room] | None = None) -> None:
+    """That this host's ranks can load their models and write checkpoints; the first of them looks, and warns of memory that
+    is short now and may not be later. `rooms`: by default what there is.
+
+    Raises LearnerError where there cannot be enough, saying how much is missing and what to change: a kernel kills without a word.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    here, shape, judged_by = ranks_here(), shape_of(source), _judged_by(source, train)
+    taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
+    needed = taking(full=full)
+    instead = "raise the limit of the container, or take a host with more"
+    if taking(full=True) < needed:
+        instead += "; or set train.sharding = 'full', with which one rank loads for all"
+    if full and train.cpu_offload:
+        instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
+    if judged_by:
+        instead += "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
+    for room in host.rooms() if rooms is None else rooms:
+        total = f"of {room.total / GIB:.1f}"
+        said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.whose} has "
+        if room.bound is not None and needed > room.bound:
+            raise LearnerError(
+                f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit the host: {said}{room.bound / GIB:.1f} "
+                f"{total} for them, {(needed - room.bound) / GIB:.1f} are missing; {instead}"
+            )
+        if needed > room.free:
+            what = f"{said}{room.free / GIB:.1f} {total} free, {(needed - room.free) / GIB:.1f} are missing"
+            log.warning("host_memory_short", what=what, consequence="the kernel may kill a rank", instead=instead)
+
+
+def ranks_here() -> range:
+    """Those of this process's host."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
+
+
+def _judged_by(source: str, train: Train) -> list[int]:
+    return [_judge(role, judge).parameters for role, judge in judges(train, source).items()]
+
+
+def _judge(role: str, source: str) -> Shape:
+    with named_by(f"train.{role}"):
+        return shape_of(source)

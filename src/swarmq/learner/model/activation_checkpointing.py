@@ -1,0 +1,189 @@
+"""Gradient checkpointing that computes again only what a GPU's memory cannot hold.
+
+A pass keeps, as far as there is room: first what attention saves for its backward pass, which costs little memory for its
+time, then whole layers from the first one on. All others are checkpointed as transformers would do it. What a layer
+takes is not estimated but seen, pass by pass, on its first layer. Elsewhere than on CUDA every layer is checkpointed.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from swarmq.learner.memory.estimate import GPU_SHARE, layer_bytes
+
+log = structlog.get_logger()
+
+SHARE = 0.8
+"""Of what will be free beside gradients, one layer's recomputation and the inputs of all others, which may be kept: the head
+needs some, and memory is never without gaps."""
+
+GATHERED = 2
+"""Layers that are gathered at a time where they do not stay so: the one that is computed and the one after it."""
+
+
+class Kept:
+    """What the backward pass of one layout finds ready."""
+
+    def __init__(self) -> None:
+        self.layers: int | None = None
+        """How many more are kept whole; None before the first."""
+        self.whole = False
+        """Whether the layer that is computed now is kept whole."""
+        self.room = 0.0
+        """Bytes that attention may keep in each layer."""
+        self.attention_bytes: int = 0
+        """What attention keeps of each checkpointed layer."""
+        self._outputs: dict[nn.Module, Tensor] = {}
+        self._fits: bool | None = None
+
+    def output(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
+        """The attention that `compute` makes, or made before if `module` is computed again. Its backward pass needs `saved` bytes.
+
+        The tensors that it saves are exempt from checkpointing, and the recomputation is given the output that there was.
+        """
+        recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
+        if recomputing and module in self._outputs:
+            return self._outputs.pop(module)
+        if not torch.is_grad_enabled() or not self._may_keep(saved) or self.whole:
+            return compute()
+        with torch.autograd.graph.saved_tensors_hooks(_itself, _itself):
+            output = compute()
+        self._outputs[module] = output.detach().requires_grad_(output.requires_grad)
+        return output
+
+    def _may_keep(self, size: int) -> bool:
+        if self._fits is None:
+            self._fits = size < self.room
+            self.attention_bytes = size if self._fits else 0
+        return self._fits
+
+
+class Checkpointing:
+    """Stands where transformers has a layer checkpointed, and decides which are."""
+
+    @classmethod
+    def enable(cls, lm: Any) -> None:
+        """Let this decide for every layer of a transformers model."""
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
+        decide = cls(len(layers), lm.parameters)
+        for layer in layers:
+            layer._gradient_checkpointing_func = decide  # noqa: SLF001 - transformers has no public place for it
+
+    @staticmethod
+    def share_out(lm: Any, *, held: bool) -> None:
+        """Say that ranks share the layers out, where this decides for them; `held`: they stay gathered from pass to pass."""
+        for layer in lm.modules():
+            if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), Checkpointing):
+                decide.held = held
+
+    def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        """`parameters` are those that the model has now: sharding puts others in their places."""
+        self._num_layers, self._parameters = num_layers, parameters
+        self.held: bool | None = None
+        """Whether ranks that share the layers out keep them gathered from pass to pass; None where each has them all."""
+        self._passes = 0
+        """With gradients, since layers that stay gathered were gathered."""
+        self._told: int | None = None
+
+    def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
+        """`layer` of `inputs`, the first of which are the hidden states [1, T, hidden]."""
+        visibility = layer.keywords.get("visibility")
+        if visibility is None or not visibility.compiled:
+            return checkpoint(layer, *inputs, use_reentrant=False)
+        kept, hidden, context = visibility.kept, inputs[0], visibility.context
+        if kept.layers is None:
+            self._begin()
+            free = context.least(self._room(hidden, context.ranks))
+            kept.layers, kept.room = 0, free / self._num_layers
+            if layer_bytes(hidden.numel(), context.ranks) < free:
+                before = allocated(hidden.device)
+                outputs = _whole(kept, layer, inputs)
+                taken = allocated(hidden.device) - before
+                left = self._room(hidden, context.ranks)
+                more = self._how_many(left, taken - hidden.nbytes, kept.attention_bytes)
+                kept.layers = int(context.least(more))  # what is computed again gathers again, on all ranks or on none
+                self._tell(kept.layers + 1, hidden)
+                return outputs
+            self._tell(0, hidden)
+        if kept.layers > 0:
+            kept.layers -= 1
+            return _whole(kept, layer, inputs)
+        return checkpoint(layer, *inputs, use_reentrant=False)
+
+    def _how_many(self, room: float, whole: int, attention: int) -> int:
+        """Layers beside the first that may be kept, when one takes `whole` bytes besides its input, and the `attention` that
+        is kept anyway a part of it."""
+        others = self._num_layers - 1
+        return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
+
+    def _room(self, hidden: Tensor, ranks: int) -> float:
+        """Bytes that may be kept beside what cannot be helped: weights and gradients that are not there yet, the input of every
+        layer, and one layer when it is computed again, by one of the `ranks` that share the pass."""
+        later = self._later(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
+        return SHARE * (room(hidden.device) - later)
+
+    def _begin(self) -> None:
+        """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient that a pass has left."""
+        if any(isinstance(p, DTensor) for p in self._parameters()):
+            self._passes = 0
+        self._passes += torch.is_grad_enabled()
+
+    def _later(self, hidden: Tensor) -> int:
+        """Bytes that weights, as computed with, and gradients will take beside what they take now, before the first layer."""
+        parameters = list(self._parameters())
+        trained = [p for p in parameters if p.requires_grad and p.grad is None]
+        if self.held is None:
+            wide = sum(p.numel() for p in parameters if p.dtype == torch.float32)
+            cast = 2 * wide if torch.is_autocast_enabled("cuda") else 0
+            return cast + sum(4 * p.numel() for p in trained)
+        apart = sum(p.numel() for p in parameters if isinstance(p, DTensor))
+        ends = sum(p.numel() for p in parameters) - apart  # which are gathered by now
+        learned = sum(p.numel() for p in parameters if p.requires_grad)
+        if self.held:
+            return hidden.itemsize * apart + (0 if self._passes > 1 else 4 * learned)
+        shares = sum(p.to_local().numel() for p in trained if isinstance(p, DTensor) and p.device == hidden.device)
+        together = ends + GATHERED * apart // self._num_layers
+        return 4 * shares + hidden.itemsize * together + 4 * together * learned // (apart + ends)
+
+    def _tell(self, kept: int, hidden: Tensor) -> None:
+        if kept != self._told:
+            log.info("gradient_checkpointing", layers_kept=kept, layers=self._num_layers, tokens=hidden.shape[-2])
+            self._told = kept
+
+
+def _whole(kept: Kept, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+    kept.whole = True
+    try:
+        return layer(*inputs)
+    finally:
+        kept.whole = False
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process could allocate."""
+    return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
+
+
+def room(device: torch.device) -> int:
+    """Bytes that it may fill with what it could do without."""
+    mine = float(os.environ.get(GPU_SHARE, "1")) * torch.cuda.mem_get_info(device)[1]
+    return min(free_memory(device), int(mine) - allocated(device))
+
+
+def allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device)

@@ -1,0 +1,66 @@
+"""Weights by the names and in the shapes that the model's folder has, which engines and checkpoints want.
+
+transformers keeps some of them otherwise: the experts of a layer stacked in one tensor, parts under other names. It knows
+the way back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
+
+from swarmq.weights.format.packing import Deferred, FromFolder, NamedTensors, Weight, held, made
+
+Sources = dict[str, Weight]
+
+
+def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
+    """`named`, by the names of `lm`, as the folder that it was loaded from has them. What has to be taken apart or put together is
+    made when it is asked for; all else is passed on as it is."""
+    together: dict[tuple[str, ...], Sources] = {}
+    for name, tensor in named:
+        parts = _reverted(lm, {name: _outline(tensor)})
+        together.setdefault(tuple(parts), {})[name] = tensor
+    for sources in together.values():
+        yield from _parts(lm, sources)
+
+
+def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
+    outlines = {name: _outline(tensor) for name, tensor in sources.items()}
+    known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
+    apart, bases = Apart(lm, sources), [held(tensor) for tensor in sources.values()]
+    unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
+    tensors = tuple(base for base in bases if isinstance(base, Tensor))
+    for name, part in _reverted(lm, outlines).items():
+        if id(part) in known:
+            yield name, known[id(part)]
+        else:
+            one = Deferred(part.shape, part.dtype, some.device, partial(apart.part, name))
+            yield name, FromFolder(one._replace(sources=tensors)) if unchanged else one
+
+
+class Apart:
+    """What becomes of some tensors; all of it is made for the first part that is asked for, none is kept after the last."""
+
+    def __init__(self, lm: Any, sources: Sources) -> None:
+        self._lm, self._sources = lm, sources
+        self._parts: dict[str, Tensor] = {}
+
+    def part(self, name: str) -> Tensor:
+        if name not in self._parts:
+            self._parts = _reverted(self._lm, {name: made(tensor) for name, tensor in self._sources.items()})
+        return self._parts.pop(name)
+
+
+def _reverted(lm: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    parts: dict[str, Tensor] = revert_weight_conversion(lm, dict(tensors))
+    return parts
+
+
+def _outline(tensor: Weight) -> Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")

@@ -1,0 +1,390 @@
+"""Train any Hugging Face decoder on layouts: packed rows without cross-talk, and trees.
+
+`LayoutModel` owns a model and answers one question: the log-probability of every sampled token of a layout. A model
+whose attention can be replaced computes all of a layout in one pass. One that cannot (its state runs along the
+tokens, it has attention of its own making, or the check on a small tree fails) computes row after row, and says why.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
+from transformers import AttentionInterface, PreTrainedModel
+
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.memory import host
+from swarmq.learner.model import layout_attention, rotary_embeddings
+from swarmq.learner.model.attention_check import Call, Recorded, agreed, of_rank_0, refusal
+from swarmq.learner.model.context_parallel import ALONE, Context, cut
+from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, placed
+from swarmq.learner.model.logprob_head import Scored, head_of, score, score_logits
+from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
+
+log = structlog.get_logger()
+
+EAGER = "eager"
+"""transformers' attention that leaves nothing out: its faster ones drop soft-capping and sinks without a word."""
+
+LAYERS = {"full_attention", "sliding_attention"}
+"""Kinds of layers for which who sees whom is all there is to know."""
+
+EXPERTS = "experts"
+"""The module of those that tokens are routed to, in transformers; those that every token goes through are in another."""
+EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configurations have for their numbers."""
+
+EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
+"""Prompts and samples that fork, to check a model with."""
+GPU_FAILS = (torch.OutOfMemoryError, torch.AcceleratorError)
+"""Errors that say nothing about the model."""
+TOLERATED = 1e-3
+"""Nats by which log-probabilities of `EXAMPLE` may differ."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """The part of a layout that the model needs, on its device: all T tokens and S sampled ones, or those of one of the ranks that
+    share the pass."""
+
+    input_ids: Tensor  # [1, T]
+    position_ids: Tensor  # [1, T]
+    predictors: Tensor  # [S]
+    targets: Tensor  # [S]
+    visibility: Visibility
+    sampled: Tensor | None = None  # [S] which of the layout's these are; None: all
+    num_sampled: int = 0
+    """Of the layout, where that is not S."""
+
+    @classmethod
+    def of(
+        cls, layout: Layout, device: torch.device, *, compiled: bool | None = None, context: Context = ALONE
+    ) -> Placed:
+        """Copies to `device`. `compiled` chooses FlexAttention, by default where there is CUDA. `context` shares the pass."""
+        compiled = device.type == "cuda" if compiled is None else compiled
+        part = cut(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
+        mine = part or layout
+        ids, positions, predictors, targets = (
+            placed(values.astype(np.int64), device)
+            for values in (mine.token_ids, mine.positions, mine.predictors, mine.targets)
+        )
+        return cls(
+            input_ids=ids[None],
+            position_ids=positions[None],
+            predictors=predictors,
+            targets=targets,
+            visibility=Visibility(layout, device, compiled=compiled, part=part, context=context),
+            sampled=placed(part.sampled.astype(np.int64), device) if part else None,
+            num_sampled=layout.num_trained,
+        )
+
+
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """By the names that transformers gives; FSDP2 puts a class of its own in front of a layer's."""
+    names = set(model._no_split_modules or ())  # noqa: SLF001 - it has no public name
+    return [module for module in model.modules() if not names.isdisjoint(c.__name__ for c in type(module).__mro__)]
+
+
+class LayoutModel(nn.Module):
+    """A causal language model that scores the sampled tokens of layouts.
+
+    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered
+    where the head reads them. The model's attention is replaced by ours where that gives the model's own results.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        pass_tokens: int = 0,
+        ranks: int = 1,
+        max_model_len: int | None = None,
+    ) -> None:
+        """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now.
+        `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come. `ranks` share
+        each pass. `max_model_len`: tokens that the engine has room for, which positions may be turned by; None: as many as
+        the model was made for."""
+        super().__init__()
+        rotary_embeddings.pin(model, max_model_len)
+        self.model: Any = model
+        self.head_apart = True
+        """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
+        self.head_chunk: int | None = None
+        """Tokens whose logits exist at once then; None: as many as there is room for."""
+        self.rows_only: str | None = "not checked yet"
+        """Why trees cannot be computed; None when they can."""
+        self._windows: list[int | None] = []
+        """How far back each layer sees, where that was found out."""
+        self._own: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
+        """transformers' attention that computes rows one after another."""
+        self.ranks, self.max_model_len = ranks, max_model_len
+        self._device = device or self.model.device
+        self._check(self._device, dtype or self.model.dtype, pass_tokens)
+
+    @property
+    def cost(self) -> Cost:
+        """Floating-point operations of a forward pass, for `swarmq.timeline.layout_plan`."""
+        config = self.model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 0)
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1))
+        ends = {id(end.weight) for end in (self.model.get_input_embeddings(), self.model.get_output_embeddings())}
+        inner = [(name, each) for name, each in self.model.named_parameters() if id(each) not in ends]
+        share = _share_of_experts(config)
+        prices = [2.0 * each.numel() * (share if EXPERTS in name.split(".") else 1) for name, each in inner]
+        frozen = sum(price for price, (_, each) in zip(prices, inner, strict=True) if not each.requires_grad)
+        layers, pair = Counter(self._windows or [None] * config.num_hidden_layers), 4.0 * width
+        windowed = {window: pair * count for window, count in layers.items() if window is not None}
+        return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
+
+    def compile_layers(self) -> None:
+        """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
+        lengths, in the first pass. A layer that the compiler refuses is computed as it is, and torch says so."""
+        if self.rows_only or self._device.type != "cuda":  # weights may be kept in host memory meanwhile
+            return
+        config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
+        config.suppress_errors = True
+        config.optimize_ddp = False  # which cuts a layer up for the sake of overlaps that there are from layer to layer
+        for layer in decoder_layers(self.model):
+            layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
+
+    def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
+        """Log-probabilities of the layout's S targets, also those that other ranks score, at `temperatures`, one for all or [S]."""
+        temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
+        shared = placed.sampled
+        if shared is not None and temperatures.ndim:
+            temperatures = temperatures[shared]
+        temperatures = temperatures.expand(len(placed.targets))
+        run = _row_by_row if self.rows_only else _together
+        outputs = run(self.model.get_decoder() if self.head_apart else self.model, placed)
+        # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
+        chosen = F.embedding(placed.predictors, outputs)
+        if self.head_apart:
+            scored = score(chosen, head_of(self.model), placed.targets, temperatures, chunk=self.head_chunk)
+        else:
+            scored = score_logits(chosen, placed.targets, temperatures)
+        if shared is None:
+            return scored
+        logprobs, entropies = placed.visibility.context.together(torch.stack(scored), shared, placed.num_sampled)
+        return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
+
+    def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
+        """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
+        turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
+        rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
+        calls = [] if self.model.device.type == "meta" else self._tried(rows, tree)
+        self.head_apart, self.rows_only, self._windows, self._own, calls = of_rank_0(
+            (self.head_apart, self.rows_only, self._windows, self._own, calls)
+        )
+        if self.rows_only is None and device.type == "cuda":
+            trained = any(parameter.requires_grad for parameter in self.parameters())
+            self.rows_only = refusal(
+                calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens, ranks=self.ranks
+            )
+        self.rows_only = agreed(self.rows_only)
+        if self.rows_only is None:
+            self._attend_over_layouts()
+        else:
+            self._attend_with(self._own)
+        if self.rows_only or not self.head_apart:
+            log.warning(
+                "slower_than_could_be",
+                model=type(self.model).__name__,
+                rows_only=self.rows_only,
+                head_apart=self.head_apart,
+                attention=self.model.config._attn_implementation,  # noqa: SLF001 - it has no public name
+            )
+
+    def _tried(self, rows: Layout, tree: Layout) -> list[Call]:
+        """Find out what can be computed, and what it asks of attention."""
+        few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
+        recorded = Recorded(tree, self.model.device)
+        with torch.no_grad(), precisely(self.model):
+            as_trained = _by_the_book(self.model, few)
+        with evaluating(self.model), precisely(self.model):
+            expected = _by_the_book(self.model, few)
+            _check_noise(self.model, float((as_trained - expected).abs().max()))
+            expected = self._eagerly(few, expected)
+            self.head_apart = self._flaw(few, expected) is None
+            self.rows_only = why_not(self.model)
+            if self.rows_only is None:
+                self._attend_over_layouts()
+                self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
+                self.rows_only = self.rows_only or _kept_back(self.model, recorded.windows)
+                self._windows = [] if self.rows_only else recorded.windows
+        if any(call.form.softcap is not None or call.form.sinks is not None for call in recorded.calls):
+            self._own = EAGER  # only eager attention has both; an example this small need not show it
+        return recorded.calls
+
+    def _eagerly(self, few: Placed, expected: Tensor) -> Tensor:
+        """Log-probabilities by transformers' eager attention, which has every feature of the configuration, as its faster ones have not.
+        `expected` are those of the implementation that the model was loaded with, which is kept for rows where both agree."""
+        if self._own == EAGER:
+            return expected
+        try:
+            self._attend_with(EAGER)
+        except (ValueError, NotImplementedError):  # a model with one attention of its own
+            self._attend_with(self._own)
+            return expected
+        eagerly = _by_the_book(self.model, few)
+        if not float((eagerly - expected).abs().max()) < TOLERATED:
+            self._own = EAGER
+        self._attend_with(self._own)
+        return eagerly
+
+    def _attend_with(self, implementation: str) -> None:
+        if self.model.config._attn_implementation != implementation:  # noqa: SLF001 - it has no public name
+            self.model.set_attn_implementation(implementation)
+
+    def _attend_over_layouts(self) -> None:
+        AttentionInterface.register(layout_attention.NAME, layout_attention.attend)
+        self._attend_with(layout_attention.NAME)
+
+    def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
+        try:
+            off = float((self(placed).logprobs - expected).abs().max())
+        except GPU_FAILS:
+            raise
+        except NoLayoutError:
+            return "its layers do not hand the layout (visibility) on to their attention"
+        except Exception as error:
+            return f"a small example fails: {_words(error)}"
+        return None if off < TOLERATED else f"a small example is off by {off:.2g}"
+
+
+def _share_of_experts(config: Any) -> float:
+    """The share of a layer's routed experts that compute a token; 1 where the configuration does not say."""
+    chosen, there = (
+        next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
+        for names in (EXPERTS_OF_A_TOKEN, EXPERTS_OF_A_LAYER)
+    )
+    return chosen / there if chosen and there else 1.0
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """Why a model cannot compute trees, as far as class and configuration tell; None when nothing speaks against it."""
+    config = model.config.get_text_config()
+    strange = set(getattr(config, "layer_types", None) or ()) - LAYERS
+    if strange:
+        return f"it has layers of kind {', '.join(sorted(strange))}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    return None
+
+
+def _kept_back(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
+    """Why a model cannot compute trees that has a sliding window which only its own masks know: the example is too short to show it.
+    None where it can. `windows`: what each layer told its attention."""
+    config = model.config.get_text_config()
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    made_for = getattr(config, "max_position_embeddings", None)
+    if any(windows) or not window or (kinds and "sliding_attention" not in kinds) or (made_for and window >= made_for):
+        return None
+    return f"its layers do not hand their sliding window ({window} tokens) on to their attention"
+
+
+def _words(error: Exception) -> str:
+    if isinstance(error, LearnerError):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
+    """What `network` puts out for all T tokens, in one pass."""
+    return network(
+        input_ids=placed.input_ids,
+        position_ids=placed.position_ids,
+        attention_mask=None,
+        use_cache=False,
+        visibility=placed.visibility,
+    )[0][0]
+
+
+def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
+    """The same for packed rows, a pass each, with the model's own attention."""
+    visibility = placed.visibility
+    if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
+        raise LearnerError("this model computes packed rows only, each on one rank: plan with only='rows'")
+    return torch.cat([network(input_ids=placed.input_ids[:, a:b], use_cache=False)[0][0] for a, b in visibility.nodes])
+
+
+def _check_noise(model: PreTrainedModel, noise: float) -> None:
+    """Raises LearnerError where a model is another one while it is trained."""
+    if noise > TOLERATED:
+        raise SetUpError(
+            f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
+            "example: take the noise out of its config.json, or train another model"
+        )
+
+
+def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
+    """Log-probabilities as the model itself computes them. Raises LearnerError when it cannot."""
+    try:
+        logits = _row_by_row(model, placed)[placed.predictors]
+    except GPU_FAILS:
+        raise
+    except Exception as error:
+        if host.refuses(error):
+            raise LearnerError(
+                f"the host has no memory for a small example of {type(model).__name__}: {_words(error)}; free some of it, or raise "
+                "the limit of this process (ulimit -v, the container's)"
+            ) from error
+        raise SetUpError(
+            f"{type(model).__name__} cannot compute a small example: {_words(error)}; train another model"
+        ) from error
+    return score_logits(logits, placed.targets, torch.ones(len(logits), device=logits.device)).logprobs
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without gradients and as a model that is not trained; afterwards as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def precisely(model: PreTrainedModel) -> Iterator[None]:
+    """Compute in FP32 where weights are kept in less: rounding would hide flaws, or look like one. A decoder layer's weights are widened
+    only while it is computed."""
+    narrow: dict[int, Tensor] = {}
+    layers = decoder_layers(model)
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+
+    def widen(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            if parameter.is_floating_point() and parameter.itemsize < torch.float32.itemsize:
+                narrow[id(parameter)] = parameter.data
+                parameter.data = parameter.data.float()
+
+    def put_back(parameters: Iterable[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.data = narrow.pop(id(parameter), parameter.data)
+
+    hooks = [layer.register_forward_pre_hook(lambda own, _: widen(own.parameters())) for layer in layers]
+    hooks += [
+        layer.register_forward_hook(lambda own, *_: put_back(own.parameters()), always_call=True) for layer in layers
+    ]
+    widen(outside)
+    try:
+        yield
+    finally:
+        put_back(outside)
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,228 @@
+"""Log-probabilities of chosen tokens without ever holding [S, vocabulary] logits.
+
+The head runs over chunks of tokens. Of the first ones, as many as fit a fixed share of memory, the gradient of the
+log-probabilities is kept in the dtype of the matrix products; the logits of the others are made again for the backward
+pass. Logits are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling
+and soft-capping of logits are part of the head.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from swarmq.learner.model.activation_checkpointing import free_memory
+
+CPU_CHUNK = 1 << 22
+"""Most logits at once on a CPU: 16 MiB. And most of their gradients that are kept."""
+GPU_SHARE = 1 / 10
+"""Share of a GPU's memory that FP32 logits may take at once, and as much their gradients that are kept. Few large chunks,
+because each one costs a pass over the gradient of the head's weight."""
+FREE_SHARE = 1 / 4
+"""The same of what is free, where that is less."""
+FIXED_ROOM = 1 << 30
+"""The same in bytes where a step that is made again comes out the same to the bit, whatever else is in the memory then."""
+
+
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Names that configurations have for it: Gemma's, RecurrentGemma's, xLSTM's. A small example of a fresh model would not show it."""
+
+
+class Form(NamedTuple):
+    """What some models do to the product W h + b: softcap * tanh(multiplier * product / softcap)."""
+
+    multiplier: float = 1.0
+    softcap: float | None = None
+
+
+class Head(NamedTuple):
+    """What turns a hidden state into logits."""
+
+    weight: Tensor  # [V, H]
+    bias: Tensor | None  # [V]
+    form: Form = Form()
+
+
+class Scored(NamedTuple):
+    logprobs: Tensor  # [S] float32, natural log, differentiable
+    entropies: Tensor  # [S] float32, nats, without gradient
+
+
+def head_of(model: PreTrainedModel) -> Head:
+    """The head of a transformers causal language model, with what its configuration does to logits."""
+    linear = model.get_output_embeddings()
+    config = model.config.get_text_config()
+    multiplier = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    caps = (cap for name in SOFTCAPS if (cap := getattr(config, name, None)))
+    return Head(linear.weight, linear.bias, Form(multiplier, next(caps, None)))
+
+
+def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk: int | None = None) -> Scored:
+    """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S]). `chunk`: tokens whose
+    logits exist at once, by default as many as there is room for."""
+    learning = torch.is_grad_enabled()  # which a Function's own forward cannot tell
+    logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning, chunk)  # type: ignore[no-untyped-call]
+    return Scored(logprobs, entropies)
+
+
+def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scored:
+    """The same of logits [S, V] that exist already."""
+    logprobs, entropies, _ = _reduce(logits.float(), targets, temperatures, Form())
+    return Scored(logprobs, entropies.detach())
+
+
+class _Score(torch.autograd.Function):
+    """The gradient of a log-probability with respect to the logits does not depend on what comes after it but for a
+    factor per token, so it can be had while the logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        form: Form,
+        targets: Tensor,
+        temperatures: Tensor,
+        learning: bool,
+        chunk: int | None,
+    ) -> tuple[Tensor, Tensor]:
+        device = hidden.device
+        ctx.dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else weight.dtype
+        ctx.form, ctx.chunk = form, chunk
+        factor = weight.to(ctx.dtype).t()
+        logprobs, entropies, norms = (torch.empty(len(targets), device=device) for _ in range(3))
+        room = _most_kept(device, ctx.dtype) // len(weight) if learning else 0
+        kept = torch.empty(min(room, len(targets)), len(weight), dtype=ctx.dtype, device=device)
+        for part in _chunks(len(targets), weight, size=chunk):
+            logits = _product(hidden[part].to(ctx.dtype), factor, bias)
+            logprobs[part], entropies[part], norms[part] = _reduce(logits, targets[part], temperatures[part], form)
+            held = slice(part.start, min(part.stop, len(kept)))
+            if held.start < held.stop:
+                chosen = Chosen(targets[held], temperatures[held], norms[held])
+                _slope(logits[: held.stop - held.start], chosen, form, kept[held])
+            del logits  # before there are those of the next chunk
+        ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, kept)
+        ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperatures, norms, kept = ctx.saved_tensors
+        factor = weight.to(ctx.dtype)
+        hidden_grad = torch.empty_like(hidden)
+        _, learns, bias_learns, *_ = ctx.needs_input_grad
+        weight_grad = torch.zeros_like(weight) if learns and not len(targets) else None
+        bias_grad = torch.zeros(bias.shape, dtype=torch.float32, device=bias.device) if bias_learns else None
+        by_scaled = (gradients[0] / temperatures)[:, None]
+        for part in _kept_and_chunks(len(kept), len(targets), weight, ctx.chunk):
+            inputs, above = hidden[part].to(ctx.dtype), by_scaled[part]
+            if part.stop <= len(kept):
+                by_product = kept[part]
+            else:
+                logits = _product(inputs, factor.t(), bias)
+                by_product = torch.empty_like(logits, dtype=ctx.dtype)
+                _slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
+                del logits
+            hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
+            if learns:
+                weight_grad = _add_product(weight_grad, by_product.t(), (inputs * above).to(ctx.dtype))
+            if bias_grad is not None:
+                bias_grad += by_product.float().t() @ above[:, 0]
+        return (
+            hidden_grad,
+            None if weight_grad is None else weight_grad.to(weight.dtype),
+            None if bias_grad is None else bias_grad.to(bias.dtype),
+            *[None] * 5,
+        )
+
+
+class Chosen(NamedTuple):
+    """Of the tokens of one chunk."""
+
+    targets: Tensor
+    temperatures: Tensor
+    norms: Tensor
+    """Log of the sum of exponentials."""
+
+
+def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of each target, entropy, and log of the sum of exponentials."""
+    if logits.is_cuda and not torch.is_grad_enabled():
+        logprobs, entropies, norms = _kernels().reduce_rows(logits, targets, temperatures, *form)
+        return logprobs, entropies, norms
+    scaled = _formed(logits, form) / temperatures[:, None]
+    norms = torch.logsumexp(scaled, dim=-1)
+    chosen = scaled.gather(1, targets[:, None])[:, 0]
+    expected = (torch.exp(scaled - norms[:, None]) * scaled).sum(-1)
+    return chosen - norms, norms - expected, norms
+
+
+def _slope(logits: Tensor, chosen: Chosen, form: Form, out: Tensor) -> None:
+    """Into `out`: the gradient of each log-probability times its temperature with respect to the product W h + b."""
+    if logits.is_cuda:
+        _kernels().slope_rows(logits, *chosen, *form, out)
+        return
+    formed = _formed(logits, form)
+    gap = -torch.exp(formed / chosen.temperatures[:, None] - chosen.norms[:, None])
+    gap[torch.arange(len(gap)), chosen.targets] += 1
+    gap *= form.multiplier
+    if form.softcap is not None:
+        gap *= 1 - (formed / form.softcap) ** 2
+    out.copy_(gap)
+
+
+def _formed(logits: Tensor, form: Form) -> Tensor:
+    scaled = logits if form.multiplier == 1.0 else logits * form.multiplier
+    return scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap)
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """a @ b + bias in FP32, from factors of the compute dtype."""
+    product = torch.mm(a, b, out_dtype=torch.float32) if _mixed(a) else (a @ b).float()
+    return product if bias is None else product + bias.float()
+
+
+def _add_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
+    """to + a @ b in FP32."""
+    if to is None:
+        return _product(a, b)
+    return torch.addmm(to, a, b, out_dtype=torch.float32) if _mixed(a) else to.add_(_product(a, b))
+
+
+def _mixed(factor: Tensor) -> bool:
+    return factor.is_cuda and factor.dtype != torch.float32
+
+
+def _chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None = None) -> list[slice]:
+    size = size or max(1, _most_logits(weight.device) // len(weight))
+    return [slice(at, min(at + size, num_tokens)) for at in range(start, num_tokens, size)]
+
+
+def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
+    """Those kept are one chunk, however many."""
+    return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept, size=size)]
+
+
+def _most_logits(device: torch.device) -> int:
+    return _room(device) // 4 if device.type == "cuda" else CPU_CHUNK
+
+
+def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
+    return _room(device) // dtype.itemsize if device.type == "cuda" else CPU_CHUNK
+
+
+def _room(device: torch.device) -> int:
+    """Bytes of a GPU: a share of all, or less where others left little."""
+    if torch.are_deterministic_algorithms_enabled():
+        return FIXED_ROOM
+    return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * free_memory(device)))
+
+
+def _kernels() -> Any:
+    from swarmq.learner.model import logprob_kernel  # noqa: PLC0415 - needs Triton, which is where CUDA is
+
+    return logprob_kernel

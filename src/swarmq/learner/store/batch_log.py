@@ -1,0 +1,342 @@
+"""The append-only, fsynced record of every batch: what makes an acknowledged episode safe before it is trained.
+
+    <folder>/000000000001.log   named by its first record
+    segment = "SQSEGM1\\n", length, crc, Head (schema, identity)          then records
+    record  = "SQRC", number, index length, body length, index crc, body crc, header crc; index; zstd(body)
+
+A record counts once its fsync returned. What a crash may leave is a torn last record: it was never acknowledged, so
+it is moved into a file beside the log. Damage anywhere else is an error, never skipped. Checksums are CRC-32.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import structlog
+import zstandard
+
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.records import SCHEMA, BatchRecord, Identity, Index, decode_record, encode_record
+from swarmq.runtime.files import fsync_folder, write_whole
+
+log = structlog.get_logger()
+
+SEGMENT_MAGIC = b"SQSEGM1\n"
+RECORD_MAGIC = b"SQRC"
+SEGMENT = struct.Struct("<8sII")
+RECORD = struct.Struct("<4sQIIIII")
+SEGMENT_BYTES = 64 * 1024 * 1024
+SEGMENT_RECORDS = 256
+"""A segment that has grown beyond either is followed by a new one, so that old ones can go."""
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """Written at the start of every segment."""
+
+    schema: int
+    identity: Identity
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a record lies."""
+
+    segment: Path
+    offset: int
+    size: int
+    index: Index
+
+
+class BatchLog:
+    """An open log. `append` is the only way in; `indices` is what is kept of it in memory."""
+
+    def __init__(
+        self, folder: Path, identity: Identity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """Open for writing, setting a torn tail aside; what is there then is on disk. Raises LearnerError: of another run, newer,
+        damaged, not writable; also when the tail holds a batch up to version `needed`, which a checkpoint has seen."""
+        self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
+        self._descriptor: int | None = None
+        with mapped(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.places = scan(folder, identity, needed=needed)
+            if segments := _segments(folder):
+                self._open(segments[-1])
+
+    @property
+    def last(self) -> Index | None:
+        return self.places[-1].index if self.places else None
+
+    @property
+    def version(self) -> int:
+        """What its newest batch made. Records of drops come between batches, those of a replay's time after newer ones."""
+        return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
+
+    @property
+    def indices(self) -> Iterator[Index]:
+        return (place.index for place in self.places)
+
+    def append(self, record: BatchRecord) -> None:
+        """Return once `record` is on disk. After a LearnerError it is not in the log."""
+        expected = self.last.record + 1 if self.last else 1
+        assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
+        data = _pack(record)
+        with mapped(self.folder):
+            if self._descriptor is None or self._is_full(record.index.record):
+                self._start_segment(record.index.record)
+            assert self._descriptor is not None
+            try:
+                _write_all(self._descriptor, data, self._size)
+                os.fsync(self._descriptor)
+            except OSError:
+                os.ftruncate(self._descriptor, self._size)
+                os.fsync(self._descriptor)
+                raise
+        self.places.append(Place(self._path, self._size, len(data), record.index))
+        self._size += len(data)
+
+    def after(self, version: int) -> Iterator[BatchRecord]:
+        """The batches to train after the weights of `version`, in order; records of drops alone are left out."""
+        versions = [place.index.version for place in self.places if place.index.trained]
+        if versions and versions[0] > version + 1:
+            raise SetUpError(
+                f"{self.folder}: the log begins with version {versions[0]}, but the newest usable checkpoint is "
+                f"{version}: bring back a checkpoint of {versions[0] - 1} or later, or the removed segments"
+            )
+        if version > (versions[-1] if versions else 0):
+            raise SetUpError(
+                f"{self.folder}: the checkpoint is of version {version}, the log ends with {versions[-1] if versions else 0}:"
+                " the log was removed or belongs elsewhere; bring it back, or start a run of another name"
+            )
+        return (read(place) for place in self.places if place.index.trained and place.index.version > version)
+
+    def step(self, version: int) -> tuple[BatchRecord, list[Index]]:
+        """The batch that made `version`, and the records of drops between it and the batch before."""
+        at = next((n for n in reversed(range(len(self.places))) if self._makes(n, version)), None)
+        if at is None:
+            raise LearnerError(f"{self.folder}: the log has no batch of version {version}")
+        before = (place.index for place in reversed(self.places[:at]))
+        return read(self.places[at]), list(takewhile(lambda index: not index.trained, before))
+
+    def prune(self, version: int, *, reported: int, spare: int) -> int:
+        """Remove whole segments of which nobody needs anything any more; how many.
+
+        Needed are the batches after the weights of `version`, the records after `reported`, and the ids of the newest
+        `spare` episodes: these may yet be delivered again. The last segment always stays.
+        """
+        needed = {self._path} if self._descriptor is not None else set()
+        for place in reversed(self.places):
+            if spare > 0 or place.index.version > version or place.index.record > reported:
+                needed.add(place.segment)
+            spare -= len(place.index.trained) + len(place.index.dropped)
+        gone = list(takewhile(lambda path: path not in needed, _segments(self.folder)[:-1]))
+        with mapped(self.folder):
+            for path in gone:
+                path.unlink()
+            if gone:
+                fsync_folder(self.folder)
+        self.places = [place for place in self.places if place.segment not in gone]
+        return len(gone)
+
+    def _is_full(self, record: int) -> bool:
+        return self._size >= self._segment_bytes or record - int(self._path.stem) >= SEGMENT_RECORDS
+
+    def _makes(self, position: int, version: int) -> bool:
+        index = self.places[position].index
+        return index.version == version and bool(index.trained)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self, path: Path) -> None:
+        self.close()
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        os.fsync(self._descriptor)  # who wrote to it last may have been killed before
+        fsync_folder(self.folder)
+        self._size = os.fstat(self._descriptor).st_size
+
+    def _start_segment(self, record: int) -> None:
+        """Complete before it gets its name, so a segment never has half a head."""
+        head = msgspec.msgpack.encode(Head(schema=SCHEMA, identity=self.identity))
+        path = self.folder / f"{record:012d}.log"
+        write_whole(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
+        self._open(path)
+
+
+def scan(folder: Path, identity: Identity | None = None, *, needed: int | None = None) -> list[Place]:
+    """Every record's place and index. A torn tail is left out, and with `needed` moved from the log into a file beside it, if the batches
+    up to that version are all there without it.
+
+    Raises LearnerError when the log cannot be read, is damaged, newer than this reader, or not of `identity`.
+    """
+    places: list[Place] = []
+    with mapped(folder):
+        segments = _segments(folder)
+        for segment in segments:
+            end = _scan_segment(segment, identity, places, is_last=segment == segments[-1])
+            torn = segment.stat().st_size - end
+            if torn and needed is not None:
+                _set_aside(segment, end, places, needed)
+            elif torn:
+                log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=torn)
+    for before, place in pairwise(places):
+        if place.index.record != before.index.record + 1:
+            raise _damaged(place.segment, place.offset, f"record {place.index.record} follows {before.index.record}")
+    return places
+
+
+def _set_aside(segment: Path, end: int, places: list[Place], needed: int) -> None:
+    """A tail that a crash tore was never acknowledged; a checkpoint that has seen it shows that this one is damage of another kind."""
+    last = max((place.index.version for place in places if place.index.trained), default=0)
+    if last < needed:
+        raise _damaged(segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}")
+    with segment.open("rb+") as file:
+        file.seek(end)
+        aside = segment.with_name(f"{segment.name}.{end}.torn")
+        write_whole(aside, tail := file.read())
+        log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=len(tail), moved_to=aside.name)
+        file.truncate(end)
+        os.fsync(file.fileno())
+
+
+def read(place: Place) -> BatchRecord:
+    """The whole record. Raises LearnerError when its checksum is wrong."""
+    with mapped(place.segment), place.segment.open("rb") as file:
+        file.seek(place.offset)
+        data = file.read(place.size)
+    if len(data) < place.size or not _sound(data):
+        raise _damaged(place.segment, place.offset, "wrong checksum")
+    _, _, index_size, *_ = RECORD.unpack_from(data)
+    try:
+        return decode_record(zstandard.decompress(data[RECORD.size + index_size :]))
+    except (zstandard.ZstdError, msgspec.MsgspecError) as error:
+        raise _damaged(place.segment, place.offset, str(error)) from error
+
+
+def records(folder: Path) -> Iterator[BatchRecord]:
+    """All records of a log that nobody need own: for inspection and replay. Writes nothing."""
+    return (read(place) for place in scan(folder))
+
+
+def _scan_segment(segment: Path, identity: Identity | None, places: list[Place], *, is_last: bool) -> int:
+    """Append the segment's places; the offset where sound records end."""
+    size = segment.stat().st_size
+    with segment.open("rb") as file:
+        offset = _check_head(file.read(SEGMENT.size + 65536), segment, identity)
+        while offset < size:
+            file.seek(offset)
+            header = file.read(RECORD.size)
+            lengths = _lengths(header)
+            whole = lengths is not None and offset + RECORD.size + sum(lengths) <= size
+            data = b""
+            if lengths is not None and whole:
+                data = header + file.read(sum(lengths) if is_last else lengths[0])
+            if lengths is None or not whole or not _sound(data, body=is_last):
+                if is_last and not _later_record(file, offset + 1, size):
+                    return offset
+                raise _damaged(segment, offset, "wrong checksum in the middle of the log")
+            index = _decode_index(data[RECORD.size : RECORD.size + lengths[0]], segment, offset)
+            places.append(Place(segment, offset, RECORD.size + sum(lengths), index))
+            offset += RECORD.size + sum(lengths)
+    return offset
+
+
+def _check_head(data: bytes, segment: Path, identity: Identity | None) -> int:
+    try:
+        magic, size, checksum = SEGMENT.unpack_from(data)
+        raw = data[SEGMENT.size : SEGMENT.size + size]
+        if magic != SEGMENT_MAGIC or zlib.crc32(raw) != checksum:
+            raise _damaged(segment, 0, "not a segment of a batch log")
+        head = msgspec.msgpack.decode(raw, type=Head)
+    except (struct.error, msgspec.MsgspecError) as error:
+        raise _damaged(segment, 0, f"its head cannot be read: {error}") from error
+    if head.schema > SCHEMA:
+        raise SetUpError(
+            f"{segment}: written by a newer swarmq (schema {head.schema}, ours is {SCHEMA}): upgrade swarmq"
+        )
+    if identity is not None and (difference := identity.difference(head.identity)):
+        raise SetUpError(
+            f"{segment}: the batch log belongs to something else: {difference}; nothing was changed. "
+            "Use another run name or folder"
+        )
+    return SEGMENT.size + int(size)
+
+
+def _pack(record: BatchRecord) -> bytes:
+    index = msgspec.msgpack.encode(record.index)
+    body = zstandard.ZstdCompressor(level=3).compress(encode_record(record))
+    header = RECORD.pack(
+        RECORD_MAGIC, record.index.record, len(index), len(body), zlib.crc32(index), zlib.crc32(body), 0
+    )
+    return header[:-4] + struct.pack("<I", zlib.crc32(header[:-4])) + index + body
+
+
+def _lengths(header: bytes) -> tuple[int, int] | None:
+    """Sizes of index and body; None when this is no sound record header."""
+    if len(header) < RECORD.size:
+        return None
+    magic, _, index_size, body_size, _, _, checksum = RECORD.unpack(header)
+    if magic != RECORD_MAGIC or zlib.crc32(header[:-4]) != checksum:
+        return None
+    return index_size, body_size
+
+
+def _sound(data: bytes, *, body: bool = True) -> bool:
+    """Whether the checksums of a record hold: of its header, its index, and its body if that was read."""
+    lengths = _lengths(data[: RECORD.size])
+    if lengths is None:
+        return False
+    *_, index_checksum, body_checksum, _ = RECORD.unpack_from(data)
+    edge = RECORD.size + lengths[0]
+    return zlib.crc32(data[RECORD.size : edge]) == index_checksum and (
+        not body or zlib.crc32(data[edge : edge + lengths[1]]) == body_checksum
+    )
+
+
+def _later_record(file: BinaryIO, offset: int, size: int) -> bool:
+    """Whether a sound record header stands anywhere in [offset, size): then what is before it is no torn tail."""
+    file.seek(offset)
+    rest = file.read(size - offset)
+    at = rest.find(RECORD_MAGIC)
+    while at >= 0:
+        if _lengths(rest[at : at + RECORD.size]) is not None:
+            return True
+        at = rest.find(RECORD_MAGIC, at + 1)
+    return False
+
+
+def _decode_index(raw: bytes, segment: Path, offset: int) -> Index:
+    try:
+        return msgspec.msgpack.decode(raw, type=Index)
+    except msgspec.MsgspecError as error:
+        raise _damaged(segment, offset, str(error)) from error
+
+
+def _segments(folder: Path) -> list[Path]:
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".log")
+    except FileNotFoundError:
+        return []
+
+
+def _write_all(descriptor: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        written = os.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _damaged(segment: Path, offset: int, what: str) -> LearnerError:
+    return LearnerError(
+        f"{segment}: damaged at byte {offset} ({what}). Bring the file back from a copy; what follows cannot be trusted"
+    )

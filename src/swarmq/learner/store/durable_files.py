@@ -1,0 +1,47 @@
+"""Durable file operations, and what the operating system says in words a person can act on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmq.errors import LearnerError
+from swarmq.runtime.files import fsync_folder
+
+
+class DiskFullError(LearnerError):
+    """There is no room; what was tried can be tried again."""
+
+
+@contextlib.contextmanager
+def mapped(path: Path) -> Iterator[None]:
+    """Raise LearnerError for an OSError at `path`, DiskFullError where it is one of room."""
+    try:
+        yield
+    except OSError as error:
+        what = f"{error.filename2 or error.filename or path}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise DiskFullError(f"{what}: free space there, nothing is lost") from error
+        raise LearnerError(f"{what}: check the folder and its rights") from error
+
+
+def fsync_tree(folder: Path) -> None:
+    """Make every file and name below `folder` durable."""
+    for path in [*folder.rglob("*"), folder]:
+        if path.is_dir():
+            fsync_folder(path)
+        else:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

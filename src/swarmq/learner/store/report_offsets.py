@@ -1,0 +1,62 @@
+"""Which log records the collector has been told about: a number on disk, so a restart forgets none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from swarmq.learner.store.batch_log import BatchLog
+from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.records import Index
+from swarmq.runtime.files import write_whole
+
+
+class Reports:
+    """All records up to `through` are confirmed; some after it may be, and are told again after a restart."""
+
+    def __init__(self, path: Path, log: BatchLog) -> None:
+        self.path, self.log = path, log
+        self.through = max(_number(path), log.places[0].index.record - 1 if log.places else 0)
+        self._confirmed: set[int] = set()
+
+    def due(self, version: int) -> list[Index]:
+        """Records to tell about now that the weights are of `version`, in order."""
+        if not self.log.last or self.log.last.record == self.through:
+            return []
+        first = self.log.places[0].index.record
+        places = self.log.places[max(0, self.through + 1 - first) :]
+        return [
+            place.index
+            for place in places
+            if place.index.version <= version and place.index.record not in self._confirmed
+        ]
+
+    def told(self, num_episodes: int) -> list[Index]:
+        """The newest records that were told of, oldest first, as many as hold `num_episodes`."""
+        newest: list[Index] = []
+        for place in reversed(self.log.places):
+            index = place.index
+            if num_episodes <= 0:
+                break
+            if index.record <= self.through or index.record in self._confirmed:
+                newest.append(index)
+                num_episodes -= len(index.trained) + len(index.dropped)
+        return newest[::-1]
+
+    def confirm(self, record: int) -> None:
+        """The broker has it. Losing this file repeats reports, which the collector recognises.
+
+        Raises LearnerError when the disk refuses.
+        """
+        self._confirmed.add(record)
+        while self.through + 1 in self._confirmed:
+            self.through += 1
+            self._confirmed.discard(self.through)
+        with mapped(self.path):
+            write_whole(self.path, str(self.through).encode())
+
+
+def _number(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return 0

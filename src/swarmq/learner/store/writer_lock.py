@@ -1,0 +1,83 @@
+"""One learner per policy folder: an advisory lock that ends with its holder, however that dies.
+
+A holder that only stands still keeps its lock, and others are told who it is. Where the lock was given away all the
+same (a network file system let it lapse while its holder's machine slept, somebody removed the file), the file names
+the new holder, and the old one finds that out when it wakes, before it touches anything: that is the fence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from swarmq.errors import LearnerError
+from swarmq.learner.store.durable_files import mapped
+
+LOOK_S = 0.05
+
+
+class Fence:
+    """Checks that whoever held the lock file when this was made holds it still."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._ours = path, _content(path)
+
+    def check(self) -> None:
+        """Raises LearnerError when another process has taken our place."""
+        if _content(self._path) != self._ours:
+            raise LearnerError(
+                f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still: it ends "
+                "here and changes nothing"
+            )
+
+
+@contextlib.contextmanager
+def exclusive(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+    """Hold the lock file `path`. Raises LearnerError that names the holder when it is not free within `wait_s`, and where it cannot
+    be opened."""
+    with mapped(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        if not _lock(descriptor, wait_s):
+            raise LearnerError(
+                f"{path.parent} is in use by {_holder(path)}: stop it first, or give this run another name or folder"
+            )
+        os.ftruncate(descriptor, 0)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.time_ns()}
+        os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _content(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+
+
+def _lock(descriptor: int, wait_s: float) -> bool:
+    until = time.monotonic() + wait_s
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        if (left_s := until - time.monotonic()) <= 0:
+            return False
+        time.sleep(min(LOOK_S, left_s))
+
+
+def _holder(path: Path) -> str:
+    try:
+        holder = json.loads(path.read_text())
+        return f"process {holder['pid']} on {holder['host']}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"

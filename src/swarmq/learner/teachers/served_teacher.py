@@ -1,0 +1,149 @@
+"""A teacher that an engine serves: its log-probability of every sampled token, asked for by whole timelines.
+
+The engine is any vLLM server that speaks OpenAI's completions. It says what its own distribution is at temperature 1; so
+what is to learn from it must have been sampled at that temperature.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Annotated, Any, TypeVar
+
+import aiohttp
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from swarmq.config import JUDGED_AT
+from swarmq.engine.auth import authorized
+from swarmq.errors import LearnerError
+from swarmq.learner.batching.micro_batches import Pass, Work
+from swarmq.learner.model.layout_attention import placed
+from swarmq.learner.teachers.availability import base_of, teacher_key
+from swarmq.learner.teachers.tokenizer_checks import check_served_judge
+from swarmq.messages import Episode
+from swarmq.timeline import Timeline, fold, resolve
+
+FloatArray = NDArray[np.float32]
+
+T = TypeVar("T")
+
+
+class Model(msgspec.Struct, frozen=True):
+    id: str
+
+
+class Models(msgspec.Struct, frozen=True):
+    """What `/v1/models` answers, as far as it is read here."""
+
+    data: Annotated[tuple[Model, ...], msgspec.Meta(min_length=1)]
+
+
+class Likelihood(msgspec.Struct, frozen=True):
+    logprob: float
+
+
+class Choice(msgspec.Struct, frozen=True):
+    prompt_logprobs: tuple[dict[int, Likelihood] | None, ...] | None = None
+    """Of each token of the prompt by its id; the first has none."""
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """What `/v1/completions` answers, as far as it is read here."""
+
+    choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
+
+
+AT_ONCE = 32
+"""Timelines that the engine is asked about at a time."""
+ASK_S = 600.0
+
+
+class ServedTeacher:
+    """Of the server at `url`. `policy`: the model that it teaches."""
+
+    def __init__(self, url: str, policy: str) -> None:
+        self._policy = policy
+        self._url = base_of(url)
+
+    def scores(self, episodes: Sequence[Episode], work: Work) -> Scores:
+        """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
+        wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
+        for index in wanted:
+            if any(turn.sampling.temperature != JUDGED_AT for turn in episodes[index].turns):
+                raise LearnerError(
+                    "train.teacher: a served teacher judges what was sampled at temperature 1 only; set "
+                    "sampling.temperature to 1, or name the teacher's model folder, which the learner then loads"
+                )
+        check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
+        return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
+
+    async def _scores(self, episodes: dict[int, Episode]) -> Scores:
+        limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
+        async with aiohttp.ClientSession(timeout=limits, headers=authorized(teacher_key())) as http:
+            model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
+
+            async def ask(index: int, row: Timeline) -> tuple[int, Timeline, FloatArray]:
+                async with gate:
+                    return index, row, await self._row(http, model, row)
+
+            rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
+            answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
+        return Scores(answers)
+
+    async def _row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
+        """[T] of the row's tokens; 0 for the first, which nothing predicts."""
+        ids = row.token_ids.tolist()
+        body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
+        told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
+        values = [
+            entry[token].logprob for token, entry in zip(ids[1:], told[1:], strict=False) if entry and token in entry
+        ]
+        if len(told) != len(ids) or len(values) != len(ids) - 1:
+            raise LearnerError(
+                f"train.teacher: {self._url} does not say how likely prompts are (of {len(ids)} tokens it told {len(values)}): "
+                "serve it with a vLLM that has prompt_logprobs"
+            )
+        return np.array([0.0, *values], np.float32)
+
+    async def _call(
+        self, http: aiohttp.ClientSession, method: str, path: str, body: dict[str, Any] | None, answer: type[T]
+    ) -> T:
+        try:
+            async with http.request(method, self._url + path, json=body) as response:
+                if response.status != 200:
+                    raise LearnerError(
+                        f"train.teacher: {self._url}{path} answered {response.status}: {(await response.text())[:300]}; "
+                        "it must know the policy's tokens and the longest episode"
+                    )
+                return msgspec.json.decode(await response.read(), type=answer)
+        except msgspec.MsgspecError as error:
+            raise LearnerError(f"train.teacher: {self._url}{path} does not answer as vLLM does: {error}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise LearnerError(
+                f"train.teacher: the engine at {self._url} does not answer ({str(error) or f'within {ASK_S:.0f} s'}): start it; "
+                "the learner waits for it when it is started again, and nothing is lost"
+            ) from error
+
+
+class Scores:
+    """What a teacher said of some episodes."""
+
+    def __init__(self, rows: Sequence[tuple[int, Timeline, FloatArray]]) -> None:
+        self._turns: dict[tuple[int, int], FloatArray] = {}
+        for episode, row, values in rows:
+            for turn in np.unique(row.turns[row.trained]):
+                self._turns[episode, int(turn)] = values[row.turns == turn]
+
+    def of(self, one: Pass, device: torch.device) -> Tensor:
+        """[S] float32, natural log, of the layout's targets; 0 in a pass that trains nothing."""
+        if one.idle:
+            return torch.zeros(one.layout.num_trained, device=device)
+        layout = one.layout
+        first = np.flatnonzero(layout.offsets == 0)  # passes train turns whole, one after another
+        turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
+        values = np.concatenate([self._turns[turn] for turn in turns])
+        return placed(values, device)

@@ -1,0 +1,127 @@
+"""All who speak of a policy's tokens must mean the same by an id: its engines before anything of theirs is trained, a
+model that judges it before it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import structlog
+
+from swarmq.engine.client.tokenizer_compat import PROBE, difference, ids_of_all, room_of
+from swarmq.errors import SetUpError
+from swarmq.learner.teachers.availability import teacher_key
+
+log = structlog.get_logger()
+
+MOST_MARKUP = 1024
+"""Tokens of markup that are compared; some tokenizers keep thousands for later."""
+
+
+class EngineTokenizers:
+    """The engines of a policy, each compared with its model once: as soon as it answers."""
+
+    def __init__(
+        self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
+    ) -> None:
+        """`current` gives the urls of each moment: engines come and go. `max_model_len`: what the learner takes theirs for.
+        `secret`: what they ask every caller for."""
+        self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
+        self._same: set[str] = set()
+
+    def check(self) -> None:
+        """Raises LearnerError when an engine's tokenizer is not the model's. Who does not answer is asked again next time."""
+        urls = [url for url in self._current() if url not in self._same]
+        if not urls or (ids := own_ids(self._model, text := probe_of(self._model))) is None:
+            return
+        for url, told in asyncio.run(ids_of_all(urls, text, secret=self._secret)).items():
+            if (how := difference(told, ids)) is not None:
+                raise SetUpError(
+                    f"the engine at {url} has another tokenizer than {self._model}: {how}; serve the model that is trained, "
+                    "or name the model that is served in policies.*.model. What agents have sampled there means something "
+                    "else to the model: if any have, begin a new run"
+                )
+            if self._turns_alike(url):
+                self._same.add(url)
+
+    def _turns_alike(self, url: str) -> bool:
+        """Whether the engine is known to turn positions as the learner does. Raises LearnerError for one that does not, because of its
+        room for calls."""
+        from swarmq.learner.model.loading import load_config  # noqa: PLC0415 - slow to import
+        from swarmq.learner.model.rotary_embeddings import turns_long  # noqa: PLC0415
+
+        config = load_config(self._model)
+        ours = turns_long(config, self._max_model_len)
+        if ours is None:
+            return True
+        if (room := asyncio.run(room_of(url, secret=self._secret))) is None:
+            return False
+        if turns_long(config, room) != ours:
+            ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
+            raise SetUpError(
+                f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len {ours_is}: "
+                f"{self._model} turns positions (longrope) by other factors there; set it to {room}"
+            )
+        return True
+
+
+def check_served_judge(model: str, url: str, *, role: str) -> None:
+    """Raises LearnerError when the engine at `url` has another tokenizer than the policy `model`. Who does not answer is not
+    judged."""
+    if (ids := own_ids(model, text := probe_of(model))) is None:
+        return
+    for told in asyncio.run(ids_of_all([url], text, secret=teacher_key())).values():
+        if (how := difference(told, ids)) is not None:
+            raise SetUpError(_other_family(model, url, role, how))
+
+
+def check_judge(model: str, source: str, *, role: str) -> None:
+    """Raises LearnerError when the model `source` has another tokenizer than the policy `model`; one without any passes."""
+    ids, told = (own_ids(each, probe_of(model)) for each in (model, source))
+    if ids is not None and told is not None and (how := difference(told, ids)) is not None:
+        raise SetUpError(_other_family(model, source, role, how))
+
+
+@functools.cache
+def probe_of(model: str) -> str:
+    """`PROBE` with the markup of the policy `model`: families of one vocabulary differ in it."""
+    tokenizer = _tokenizer(model)
+    return PROBE if tokenizer is None else PROBE + "".join(islice(_markup(tokenizer), MOST_MARKUP))
+
+
+@functools.cache
+def own_ids(model: str, text: str) -> tuple[int, ...] | None:
+    """Of `text`; None for a model without a tokenizer."""
+    tokenizer = _tokenizer(model)
+    return None if tokenizer is None else _ids(tokenizer, text)
+
+
+def _markup(tokenizer: Any) -> Iterator[str]:
+    """Special and other added tokens, by their ids; without those that no text is encoded to."""
+    for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
+        if _ids(tokenizer, str(token)) == (id_,):
+            yield str(token)
+
+
+def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+@functools.cache
+def _tokenizer(model: str) -> Any:
+    """None for a model without one."""
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        log.info("tokenizers_not_compared", model=model, reason=str(error).partition("\n")[0])
+        return None
+    return tokenizer if _ids(tokenizer, PROBE) else None  # without files it is one of no words
+
+
+def _other_family(model: str, source: str, role: str, how: str) -> str:
+    return f"train.{role}: {source} has another tokenizer than {model}: {how}; take a model of the policy's family"

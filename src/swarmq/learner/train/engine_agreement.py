@@ -1,0 +1,52 @@
+"""Whether engines sample from the model that is trained: two programs compute it, and either may leave a feature of it out.
+
+Tokens that the engine sampled with the very weights of the learner differ by rounding alone. Where they differ by more on average, no
+ratio corrects it and no later step repairs it, so the run stops before it takes such a step. Pure, no torch in here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from swarmq.config import Policy
+from swarmq.errors import SetUpError
+from swarmq.learner.batching.unsupported_sampling import altered
+from swarmq.messages import Turn
+
+EXACT = 0.005
+"""Nats, where engine and learner compute in FP32: fifty times what the tests of families allow."""
+ROUNDED = 0.1
+"""Where one of them does not. BF16 comes to 0.01 to 0.03 with dense models, mixtures of experts and FP8 engines to 0.05."""
+FEWEST = 100
+"""Tokens that make a mean."""
+
+
+def is_plain(turn: Turn) -> bool:
+    """Whether nothing but arithmetic can make the learner, with the weights that sampled the turn, compute other probabilities: one version,
+    a prompt as rendered, and the whole vocabulary to choose from."""
+    return len(turn.versions) < 2 and not turn.repaired and not turn.sampling.grammar and not altered(turn.sampling)
+
+
+def limit_of(policy: Policy, *, cuda: bool) -> float:
+    """Nats that the mean difference may come to; 0: any. Without engines nobody could be told."""
+    train, engine = policy.train, policy.engine
+    if not engine.urls:
+        return 0.0
+    if train.engine_gap_max is not None:
+        return train.engine_gap_max
+    exact = engine.dtype == "float32" or (engine.dtype == "auto" and not cuda)
+    return EXACT if exact and train.precision(cuda=cuda) == "no" else ROUNDED
+
+
+def check(fields: Mapping[str, Any], limit: float, family: str) -> None:
+    """Raises LearnerError when the figures of a step, not taken yet, show that the engine samples from another model."""
+    gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
+    if not limit or tokens < FEWEST or not gap > limit:  # a step whose numbers are not finite is skipped later
+        return
+    raise SetUpError(
+        f"engine and learner compute {family} differently: the log-probabilities of {tokens} tokens, sampled with the very weights that "
+        f"the learner has, are {gap:.3g} nats apart on average (at most {limit:g} by rounding). Nothing was trained on them. See that "
+        "the engine serves the same model folder, in the precision that engine.dtype says and without quantisation; else one of "
+        f"transformers and vLLM leaves a feature of {family} out: report it. train.engine_gap_max sets the limit, and 0 trains all the same"
+    )

@@ -1,0 +1,392 @@
+"""The learner's main loop.
+
+              ┌───────────── I/O process: queue ──> batch log ──> ack ──────────────┐
+              │ Next                                                                │ Batch
+              │                                                                     v
+    rank 0 ───┴─ wait ──> broadcast to all ranks ──> step ──> push weights ──> tell Stepped ──> checkpoint? ──> wait
+               Save, Halt                                          │                  │
+                                                               engines        Consumed, events
+
+A checkpoint is copied between two steps, and written, checked, made durable and named while the next steps run; only then is the
+batch log cut. If the disk has no room for it, people are told and training goes on: the log still has every batch since the
+checkpoint before.
+
+A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
+the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
+weights come out the same. A learner that stood still while another took its place finds out before it saves anything or
+touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and to engines; the others follow its commands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
+
+import structlog
+import torch.distributed
+
+from swarmq.config import SwarmJob
+from swarmq.errors import EngineError, LearnerError
+from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.checkpoint.model_files import HostCopies
+from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT, make_accelerator
+from swarmq.learner.feed.ipc import Link, StopSignal
+from swarmq.learner.store import records, token_trace
+from swarmq.learner.store.durable_files import DiskFullError
+from swarmq.learner.store.records import Identity
+from swarmq.learner.store.writer_lock import Fence
+from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers
+from swarmq.learner.train import engine_agreement
+from swarmq.learner.train.engine_updates import Engines, Pusher
+from swarmq.learner.train.trackers import Trackers
+from swarmq.learner.train.trainer import Trainer
+
+log = structlog.get_logger()
+
+ENSURE_EVERY_S = 10.0
+"""While waiting for a batch: how often engines are asked whether they serve the current weights."""
+BEHIND_EVERY_S = 2.0
+"""The same while none is known to serve them, as when they are being started again."""
+
+TEACHER_TOLD_S = 60.0
+"""Between two warnings that a batch waits for its teacher."""
+
+ROOM_S = 10.0
+"""Between tries of a checkpoint that was asked for, while the disk has no room for it."""
+
+
+class Command(NamedTuple):
+    """What rank 0 tells the other ranks to do next."""
+
+    name: str
+    """`step`, `save` or `stop`."""
+    body: bytes = b""
+    """Of a step: the encoded BatchRecord."""
+    replayed: bool = False
+    asked: int = 0
+    """Of a save: the number of the `Save` that asked for it."""
+    figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
+
+
+class _Finishing(NamedTuple):
+    """A checkpoint that was copied and is being written."""
+
+    version: int
+    oldest: Future[int]
+    """Done when the checkpoint is whole: the version of the oldest one that is kept."""
+    asked: int
+    """Number of the `Save` that asked for it; 0 where it was due anyway."""
+    began: float
+    """Monotonic clock."""
+    drawn_s: float
+    """Seconds that training waited for the copy."""
+
+
+class Learner:
+    """One policy being trained, on this rank."""
+
+    def __init__(
+        self,
+        job: SwarmJob,
+        policy: str,
+        *,
+        pusher: Pusher | None,
+        stop: StopSignal,
+        tokenizers: EngineTokenizers | None = None,
+    ) -> None:
+        """Load the newest sound checkpoint or the initial model. Raises LearnerError."""
+        self.job, self.policy, self.stop = job, policy, stop
+        self._tokenizers = tokenizers
+        self.settings = job.policies[policy]
+        self.identity = Identity.of(job, policy)
+        self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
+        self.fence = Fence(self.folder.parent / "lock")
+        self.engines = Engines(pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence)
+        self.trainer = self._load()
+        self.saved = self.trainer.version
+        """On rank 0: the version of the newest checkpoint that is whole."""
+        self._no_room: int | None = None
+        """The version for whose checkpoint the disk has no room, once people were told."""
+        self._finishing: _Finishing | None = None
+        self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
+        self._reserving: Future[None] | None = None
+        """On rank 0: memory for the copy is allocated from halfway to the first checkpoint on."""
+        self._train = self.settings.train
+        """What the newest step was trained with; settings can change while the run is up."""
+        self._trackers = Trackers(
+            self.trainer.accelerator,
+            self.settings.train,
+            run=job.run,
+            policy=policy,
+            folder=job.run_folder.trackers(policy),
+        )
+
+    @property
+    def is_main(self) -> bool:
+        return bool(self.trainer.accelerator.is_main_process)
+
+    def _load(self) -> Trainer:
+        """Load the trainer. Engines that take turns with the learner sleep meanwhile, as in a step."""
+        settings, found = self.settings, discovery.newest(self.folder, self.identity)
+        accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
+        self._control = _control_group()
+        self.engines.sleep()
+        self._meet()
+        try:
+            limit = engine_agreement.limit_of(settings, cuda=accelerator.device.type == "cuda")
+            trainer = save_load.load(found, settings, accelerator, engine_gap_max=limit)
+        except LearnerError:
+            self.engines.wake()  # the next start may be long in coming
+            raise
+        path = str(found.path) if found else None
+        log.info("loaded", model=settings.model, version=trainer.version, checkpoint=path)
+        self._give_room_back()
+        return trainer
+
+    def hello(self) -> records.Hello:
+        return records.Hello(
+            job=self.job,
+            policy=self.policy,
+            version=self.trainer.version,
+            vocab_size=self.trainer.vocab_size,
+            max_length=self.trainer.max_length,
+        )
+
+    def run(self, link: Link | None) -> None:
+        """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
+        try:
+            self._run(link)
+        finally:  # the lock is held as long as anything is written
+            self._beside.shutdown(cancel_futures=True)
+
+    def _run(self, link: Link | None) -> None:
+        if link:
+            self.engines.repair(self.trainer)
+            if trouble := self._teacher_trouble():
+                self._warn(link, f"its teacher {trouble}: start it, batches wait for it")
+        while True:
+            began = time.monotonic()
+            command = self._broadcast(self._next(link) if link else None)
+            if command.name == "stop":
+                break
+            if command.name == "save":
+                self._save(link, asked=command.asked)
+                continue
+            self._step(link, command, wait_s=time.monotonic() - began, began=began)
+            if tokens := self.trainer.tokens:
+                token_trace.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
+            self._save_if_due(link)
+        self._save_last(link)
+        self._trackers.close()
+        if link:
+            if not self.stop.asked:  # who starts a run again that has reached its last step wants its weights served
+                self._while_waiting(link, again=False)
+            log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
+            link.finish()
+
+    def _next(self, link: Link) -> Command:
+        self._saved(link)
+        if self.stop.asked:
+            return Command("stop")
+        link.tell(records.Phase(phase="waiting"))
+        match link.next(idle=partial(self._while_waiting, link), idle_s=self._idle_s):
+            case records.Batch(record=record, replayed=replayed, figures=figures):
+                self._check_tokenizers()
+                if not self._teacher_answers(link):
+                    return Command("stop")  # the batch is in the log
+                self.engines.sleep()
+                return Command("step", record, replayed, figures=figures)
+            case records.Save(asked=asked):
+                return Command("save", asked=asked)
+            case None:
+                return Command("stop")
+
+    def _step(self, link: Link | None, command: Command, *, wait_s: float, began: float) -> None:
+        if link:
+            link.tell(records.Phase(phase="training"))
+        record = records.decode_record(command.body)
+        self._train = record.settings or self._train
+        fields = self.trainer.step(record)
+        self._give_room_back()
+        if link is None:
+            return
+        if fields["episodes_left_out"]:
+            what = f"{fields['episodes_left_out']} episodes of the batch hold numbers that cannot be computed with; they were left out"
+            link.tell(records.Warn(text=f"learner {self.policy}, step {self.trainer.version}: {what}"))
+        fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
+        fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
+        fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
+        link.tell(records.Stepped(version=self.trainer.version, fields=fields))
+        self._trackers.log(self.trainer.version, command.figures | fields)
+        log.info(
+            "step",
+            version=self.trainer.version,
+            layout=fields["layout"],
+            layout_reason=fields["layout_reason"],
+            **{
+                key: round(fields[key], 6)
+                for key in ("loss", "kl_k3", "grad_norm", "entropy", "wait_s", "train_s", "push_s")
+            },
+        )
+
+    def _meet(self) -> None:
+        """Wait for all ranks."""
+        if self._control is not None:
+            torch.distributed.barrier(group=self._control)
+
+    def _give_room_back(self) -> None:
+        """Engines that slept get their memory back, once no rank needs it."""
+        if not self.settings.engine.sleep:
+            return
+        torch.cuda.empty_cache()
+        self._meet()
+        self.engines.wake()
+
+    def _idle_s(self) -> float:
+        return BEHIND_EVERY_S if self.engines.behind else ENSURE_EVERY_S
+
+    def _while_waiting(self, link: Link, *, again: bool) -> None:
+        self._saved(link)
+        self._check_tokenizers()
+        self.engines.ensure(self.trainer, link, again=again)
+
+    def _check_tokenizers(self) -> None:
+        """Before anything is trained or pushed. Raises LearnerError when an engine that answers has another tokenizer."""
+        if self._tokenizers is None:
+            return
+        try:
+            self._tokenizers.check()
+        except EngineError as error:
+            log.warning("tokenizers_not_compared", reason=str(error))
+
+    def _teacher_trouble(self) -> str:
+        """Of a teacher that a server has, where it is and what is wrong; empty where it answers, or there is none."""
+        url = self.settings.train.served_teacher
+        return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
+
+    def _teacher_answers(self, link: Link) -> bool:
+        """Wait until it does; False when the learner is stopped first. People are told again and again, and engines are seen to."""
+        told = -TEACHER_TOLD_S
+        while trouble := self._teacher_trouble():
+            if self.stop.asked:
+                return False
+            if (now := time.monotonic()) - told >= TEACHER_TOLD_S:
+                told = now
+                self._warn(link, f"a batch waits for its teacher {trouble}: start it, nothing is lost")
+            self._while_waiting(link, again=True)
+            select.select([self.stop.wakeup], [], [], ENSURE_EVERY_S)
+        return True
+
+    def _warn(self, link: Link, what: str) -> None:
+        log.warning("teacher_away", what=what)
+        link.tell(records.Warn(text=f"learner {self.policy}: {what}"))
+
+    def _save_if_due(self, link: Link | None) -> None:
+        since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
+        if link and self._reserving is None and since >= interval // 2:
+            self._reserving = self._beside.submit(save_load.reserve(self.trainer, self._copies))
+        if since == 0:
+            self._save(link)
+
+    def _save(self, link: Link | None, *, asked: int = 0) -> None:
+        """Copy a checkpoint, which is written while training goes on."""
+        if link:
+            self._saved(link, wait=True)
+        with self._without_room(link, self.trainer.version, asked=asked):
+            self._draw(link, asked=asked)
+
+    def _draw(self, link: Link | None, *, asked: int = 0) -> None:
+        began = time.monotonic()
+        if self._reserving:
+            self._reserving.result()
+        self.fence.check()
+        draft = save_load.draw(self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies)
+        if link:
+            keep = self.settings.train.keep_checkpoints
+            oldest = self._beside.submit(save_load.finish, draft, keep=keep, check=self.fence.check)
+            self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
+
+    def _saved(self, link: Link, *, wait: bool = False) -> None:
+        """Report the checkpoint that is being written, if it is whole by now; wait for it if told to, or if somebody asked for it.
+
+        Raises LearnerError where it cannot be written.
+        """
+        now = self._finishing
+        if now is None or not (wait or now.asked or now.oldest.done()):
+            return
+        with self._without_room(link, now.version, asked=now.asked):
+            self._keep(link, now)
+
+    def _keep(self, link: Link, now: _Finishing) -> None:
+        self._finishing = None  # also of one that cannot be: what it holds is given back
+        oldest = now.oldest.result()
+        self.saved, self._no_room = now.version, None
+        link.tell(records.Kept(oldest=oldest, asked=now.asked))
+        if not self.settings.train.keep_batches:
+            token_trace.prune(self._tokens, oldest)
+        seconds = {"training_waited_s": now.drawn_s, "seconds": time.monotonic() - now.began}
+        log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
+
+    @contextlib.contextmanager
+    def _without_room(self, link: Link | None, version: int, *, asked: int) -> Iterator[None]:
+        """People are told of a checkpoint for which the disk has no room; the next one that is due is tried. One that somebody asked for
+        is tried until there is room or the learner is stopped, and nothing is trained before that."""
+        try:
+            yield
+        except DiskFullError as error:
+            self.fence.check()
+            if link and self._no_room != version:
+                self._say_no_room(link, version, error, asked=asked)
+            self._no_room = version
+            if link and asked:
+                select.select([self.stop.wakeup], [], [], ROOM_S)
+        except LearnerError:
+            self.fence.check()  # a learner that has taken our place removes the drafts that it finds
+            raise
+
+    def _say_no_room(self, link: Link, version: int, error: DiskFullError, *, asked: int) -> None:
+        due = self.trainer.version + 1
+        due += -due % self._train.checkpoint_every
+        then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
+        log.warning("checkpoint_without_room", version=version, error=str(error), consequence=then)
+        link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
+
+    def _save_last(self, link: Link | None) -> None:
+        """What was trained since the newest checkpoint that is whole. Raises LearnerError when it cannot be written."""
+        if link:
+            self._saved(link, wait=True)
+        due = "save" if self.trainer.version > self.saved else "stop"
+        if self._broadcast(Command(due) if link else None).name == "stop":
+            return
+        try:
+            self._draw(link)
+            if link and self._finishing:
+                self._keep(link, self._finishing)
+        except DiskFullError as error:
+            raise LearnerError(
+                f"the last checkpoint, of version {self.trainer.version}: {error}; then start the run again, which makes it from the "
+                "batch log"
+            ) from error
+
+    def _broadcast(self, command: Command | None) -> Command:
+        """Rank 0's command, on every rank."""
+        if self._control is None:
+            assert command is not None
+            return command
+        box = [command]
+        torch.distributed.broadcast_object_list(box, src=0, group=self._control)
+        assert box[0] is not None
+        return box[0]
+
+
+def _control_group() -> Any:
+    """Commands travel by CPU, so ranks that wait for a batch keep their GPUs idle; None for a single rank."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return None
+    return torch.distributed.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)

@@ -1,0 +1,126 @@
+"""Every figure of every step, to the trackers that people use, by accelerate.
+
+TensorBoard needs nothing else and writes into the run folder; the others are chosen by name, and configured by their own
+environment variables. What a tracker does wrong while the run goes on costs a warning, never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+from accelerate import Accelerator
+from accelerate.tracking import filter_trackers
+
+from swarmq.config import Train
+from swarmq.errors import LearnerError
+from swarmq.learner.preflight import check_trackers
+from swarmq.learner.store.durable_files import mapped
+
+log = structlog.get_logger()
+
+UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
+"""What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse or cut it."""
+LONGEST = 80
+"""Characters of a part. MLflow takes 250 for the whole, or refuses all figures of the step."""
+ENDS_WITH_AN_ERROR = "tensorboard"
+"""Its thread that writes has ended after the first one, a moment's full disk, say, and each later step would fail."""
+SELDOM = 64
+"""Failed steps after which it is tried again in any case; before, after 1, 2, 4, 8 and so on. Each leaves an empty file."""
+
+
+def folders_of(folder: Path) -> dict[str, str]:
+    """Environment variables that say where trackers write; without them some use the current directory. The user's own win."""
+    return {
+        "WANDB_DIR": str(folder),
+        "SWANLAB_LOG_DIR": str(folder / "swanlog"),
+        "MLFLOW_TRACKING_URI": f"sqlite:///{folder.absolute() / 'mlflow.db'}",
+    }
+
+
+class Trackers:
+    """Of one policy. Rank 0 alone logs."""
+
+    def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
+        """Raises LearnerError when a tracker's package is missing, or it cannot be started or write to its folder."""
+        self._accelerator = accelerator
+        self._failed: Counter[str] = Counter()
+        """Steps in a row, by tracker."""
+        check_trackers(train.trackers)
+        self._on = bool(train.trackers) and accelerator.is_main_process
+        if not self._on:
+            return
+        with mapped(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        accelerator.project_configuration.set_directories(str(folder))
+        for name, place in folders_of(folder).items():
+            os.environ.setdefault(name, place)
+        accelerator.log_with = filter_trackers(list(train.trackers), str(folder))
+        try:
+            accelerator.init_trackers(f"{run}.{policy}", config=dict(flat(msgspec.to_builtins(train), texts=True)))
+        except Exception as error:
+            raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
+
+    def log(self, version: int, fields: Mapping[str, Any]) -> None:
+        """The numbers among `fields`; those in dictionaries as `name/key`."""
+        if not self._on:
+            return
+        values = dict(flat(fields))
+        for tracker in self._accelerator.trackers:
+            try:
+                self._begin_again(tracker)
+                tracker.log(values, step=version)
+            except Exception as error:
+                self._failed[tracker.name] += 1
+                if self._failed[tracker.name] == 1:
+                    _warn(tracker, error, version=version, consequence="figures are in events until it is back")
+            else:
+                if failed := self._failed.pop(tracker.name, 0):
+                    log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
+
+    def _begin_again(self, tracker: Any) -> None:
+        """In another file of the same folder, which TensorBoard shows as one."""
+        failed = self._failed[tracker.name]
+        if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
+            with contextlib.suppress(Exception):  # the one that failed before
+                tracker.finish()
+            tracker.start()
+
+    def close(self) -> None:
+        if not self._on:
+            return
+        for tracker in self._accelerator.trackers:
+            try:
+                tracker.finish()
+            except Exception as error:
+                _warn(tracker, error, consequence="its newest figures may be missing there; they are in events")
+
+
+def _warn(tracker: Any, error: Exception, **what: Any) -> None:
+    log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
+
+
+def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
+    """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
+    for raw, value in fields.items():
+        name = _safe(raw)
+        if isinstance(value, Mapping):
+            yield from flat(value, prefix=f"{prefix}{name}/", texts=texts)
+        elif isinstance(value, int | float):
+            yield prefix + name, float(value) if not texts else value
+        elif texts:
+            yield prefix + name, str(value)
+
+
+def _safe(raw: str) -> str:
+    """One that every tracker takes; another for every other name, so that no figure hides one."""
+    name = UNSAFE.sub("_", raw)[:LONGEST] or "_"
+    return raw if name == raw else f"{name}-{hashlib.sha256(raw.encode(errors='backslashreplace')).hexdigest()[:6]}"

@@ -1,0 +1,485 @@
+"""One optimizer step from one batch record, on as many ranks as accelerate brings.
+
+    episodes --work_of--> passes --LayoutModel--> theta --loss--> backward ... clip, AdamW
+
+Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The
+gradient does not depend on ranks, passes, packing, folding or trees. A step whose gradient is not finite, or in
+which a filter left nothing, changes nothing but counts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import structlog
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch import Tensor
+
+from swarmq.config import Train
+from swarmq.errors import MessageError, SetUpError
+from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
+from swarmq.learner.algorithms.filters import filters, keep
+from swarmq.learner.algorithms.loss_weights import units
+from swarmq.learner.algorithms.losses import WITHOUT_RATIO, Tokens, policy_loss
+from swarmq.learner.batching.batch_split import merged, parts_of
+from swarmq.learner.batching.micro_batches import Pass, Traits, Work, reweighed, without, work_of
+from swarmq.learner.batching.token_trace_builder import Seen
+from swarmq.learner.checkpoint.discovery import check_goes_on
+from swarmq.learner.checkpoint.model_files import Adapters, HostCopies, ModelFiles
+from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, make_accelerator, stays_gathered
+from swarmq.learner.distributed.sharding import (
+    accumulate,
+    compute_dtype,
+    computed_with,
+    gathered,
+    hold,
+    is_sharded,
+    prepared,
+    without_weights,
+)
+from swarmq.learner.model import lora
+from swarmq.learner.model.activation_checkpointing import Checkpointing
+from swarmq.learner.model.context_parallel import Context
+from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.model.layout_attention import placed
+from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.loading import load_lm, vocab_size
+from swarmq.learner.store.records import BatchRecord
+from swarmq.learner.store.token_trace import EpisodeTokens
+from swarmq.learner.teachers.reference_models import FrozenModels
+from swarmq.learner.teachers.served_teacher import Scores, ServedTeacher
+from swarmq.learner.train import engine_agreement
+from swarmq.learner.train.gpu_errors import gpu_errors
+from swarmq.learner.train.metrics import Sums
+from swarmq.learner.train.throughput import head_flops, matrix_rate, model_flops
+from swarmq.messages import Episode, check
+from swarmq.timeline import resolve
+from swarmq.weights.format.packing import NamedTensors, Weight, made
+
+log = structlog.get_logger()
+
+CPU_ROW_PASS = 2048
+"""Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
+
+
+class Trainer:
+    """Model and optimizer of one policy. `version` counts the steps taken since the initial model."""
+
+    def __init__(
+        self,
+        source: str,
+        train: Train,
+        *,
+        version: int = 0,
+        accelerator: Accelerator | None = None,
+        initial: str | None = None,
+        max_model_len: int | None = None,
+        engine_gap_max: float = 0.0,
+    ) -> None:
+        """Load the weights in `source`; `initial` is the run's first model, where that is another; `max_model_len`: the
+        engine's, as for LayoutModel; `engine_gap_max`: mean nats between engine and learner beyond which no step is taken, 0: any.
+        Raises LearnerError when a model cannot be loaded or does not fit."""
+        set_seed(train.seed)
+        _repeat(train.deterministic)
+        self.accelerator = accelerator or make_accelerator(train, source)
+        self._held = stays_gathered(self.accelerator, train, source)
+        """Whether the layers of a sharded policy stay gathered from pass to pass."""
+        if self._held:
+            hold(self.accelerator)
+        self.train, self.version, self._engine_gap_max = train, version, engine_gap_max
+        self.context = Context.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
+        dtype = compute_dtype(self.accelerator)
+        lm = _policy_lm(source, initial or source, train, dtype, empty=without_weights(self.accelerator))
+        policy = LayoutModel(
+            lm,
+            device=self.accelerator.device,
+            dtype=dtype,
+            pass_tokens=train.micro_batch_tokens,
+            ranks=self.context.ranks,
+            max_model_len=max_model_len,
+        )
+        if train.layout == "tree" and policy.rows_only:
+            raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
+        policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
+        adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
+        self.model, self.optimizer = prepared(policy, self.accelerator, adamw)
+        if is_sharded(self.model):
+            Checkpointing.share_out(policy, held=self._held)
+        if not train.lora:  # adapters inside of layers are best left alone
+            policy.compile_layers()
+        self.num_parameters = sum(p.numel() for p in policy.parameters())
+        self._initial = initial or source
+        self.frozen = FrozenModels(self._initial, self.accelerator, policy, train.lora)
+        judges = self.frozen.of(train)
+        if self.context.ranks > 1:
+            _check_cut({source: policy.rows_only, **{f"the {role}": judge.rows_only for role, judge in judges.items()}})
+        limits = [policy.rows_only, *(judge.rows_only for judge in judges.values())]
+        self.traits = Traits(
+            cost=policy.cost,
+            rows_only=next(filter(None, limits), None),
+            row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
+        )
+        self._head_flops = head_flops(policy.model.get_output_embeddings().weight)
+        self.tokens: list[EpisodeTokens] = []
+        """What the last step saw of this rank's episodes, where `train.token_log`."""
+        self._whole: dict[str, Weight] = {}
+        """On rank 0 of a sharded policy: its weights for engines, gathered after the newest step."""
+        self._seen: Seen | None = None
+        self._taught: Scores | None = None
+        """By a teacher that an engine serves, of the episodes of the optimizer step."""
+        self._proximal: list[Tensor] | None = None
+        """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
+        self._infinite: list[tuple[Tensor, Tensor]] = []
+        """Of each pass of the optimizer step [S]: the episode of a token, and whether its loss is not finite."""
+        self.gather()
+
+    @property
+    def lm(self) -> Any:
+        """The transformers model inside all wrappers."""
+        return self.accelerator.unwrap_model(self.model).model
+
+    @property
+    def vocab_size(self) -> int:
+        return vocab_size(self.lm)
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Which of how many shares of a batch this rank computes; those that share each pass have the same one."""
+        ranks = self.context.ranks
+        return self.accelerator.process_index // ranks, self.accelerator.num_processes // ranks
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest call that can be trained."""
+        made_for = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
+        return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them. Of a sharded
+        policy on rank 0 alone, and in the type that it computes in or, where adapters add something, in theirs."""
+        return ((name, made(weight)) for name, weight in self._weights())
+
+    def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
+        """The same for engines, as in the model's folder: what is taken apart is made when it is packed, and so is what adapters add,
+        where it is not they who travel."""
+        return as_in_folder(self.lm, self._weights())
+
+    def _weights(self) -> NamedTensors:
+        return self._whole.items() if self._whole else self._as_named(self.lm.state_dict())
+
+    def save_weights(self, folder: Path) -> None:
+        """Write what `from_pretrained` loads, and the adapters if there are any. Every rank calls it, rank 0 writes."""
+        if (files := self.files()) is not None:
+            files.write(folder)
+
+    def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
+        """The same on rank 0, to be written; None elsewhere. Every rank calls it. Weights may be trained before that where
+        there are `copies`."""
+        sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
+        named: Mapping[str, Weight] = self._parameters()
+        adapters = lora.adapters(self.lm)
+        if sharded:
+            named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
+        if not is_main:
+            return None
+        own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
+        return ModelFiles(
+            # to the host one by one: a GPU has no room for all of it once more
+            weights={name: own(name, made(tensor).detach()) for name, tensor in self._to_write(named)},
+            configs=(self.lm.config, *([self.lm.generation_config] if self.lm.can_generate() else [])),
+            adapters=Adapters({name: own(name, each) for name, each in adapters.items()}, self.train.lora)
+            if self.train.lora
+            else None,
+        )
+
+    def weights_to_write(self) -> NamedTensors:
+        """What `files` holds of them, on a rank that has all of the policy."""
+        return self._to_write(self._parameters())
+
+    def _parameters(self) -> dict[str, Weight]:
+        """As they are trained, by the model's own names; of a sharded policy this rank's parts."""
+        return dict(self._as_named(self.lm.state_dict(keep_vars=True)))
+
+    def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
+        """By the names that the folder has; a tied head has none."""
+        tied = self.lm.config.get_text_config().tie_word_embeddings
+        left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
+        return as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
+
+    def gather(self) -> None:
+        """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
+        if is_sharded(self.model):
+            keep = self.accelerator.is_main_process
+            self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole, as_named=self._as_named)
+
+    def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
+        """Some of the model's, under its own names and with what adapters add."""
+        return lora.deferred(self.lm, weights) if self.train.lora else weights.items()
+
+    def step(self, record: BatchRecord) -> dict[str, Any]:
+        """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
+
+        Raises LearnerError when a GPU fails or is too small, or when the engine samples from another model; nothing that is on disk has
+        changed then.
+        """
+        assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
+        with gpu_errors(f"step {record.index.version}"):
+            return self._step(record)
+
+    def _step(self, record: BatchRecord) -> dict[str, Any]:
+        began = time.perf_counter()
+        train, (rank, world) = self.settings(record), self.share
+        sound = [episode for episode in record.episodes if _is_sound(episode)]
+        nothing: Credit = {episode.episode_id: [None] * len(episode.turns) for episode in record.episodes}
+        credit = {**nothing, **advantages(groups_of(sound), train, record.baselines)}
+        parts = parts_of(record.episodes, train.steps_per_batch)
+        works = [work_of(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
+        proximal = [self._logprobs(work) for work in works[1:]]
+        fields, self.tokens = [], []
+        for number, (part, work) in enumerate(zip(parts, works, strict=True)):
+            self._seen = Seen() if train.token_log and self.context.is_first else None
+            self._proximal = proximal[number - 1] if number else None
+            self.consult(part, work, train)
+            fields.append(self.optimize(work, train, step=record.index.version))
+            self.tokens += self._seen.by_episode(part) if self._seen else []
+        self._proximal = self._taught = None
+        self.gather()
+        self.version = record.index.version
+        whole = merged(fields)
+        whole["episodes_left_out"] += len(record.episodes) - len(sound)
+        return self._timed(whole, began)
+
+    def settings(self, record: BatchRecord) -> Train:
+        """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
+        little memory for it as it was, and a teacher that is served may have another address by now."""
+        assert record.settings is not None
+        teacher = self.train.served_teacher if record.settings.served_teacher else None
+        most = self.train.micro_batch_tokens
+        if most < record.settings.micro_batch_tokens:
+            most = max(most, *(len(turn) for episode in record.episodes for turn in resolve(episode.turns)))
+        return msgspec.structs.replace(
+            record.settings,
+            micro_batch_tokens=most,
+            layout=self.train.layout,
+            teacher=teacher or record.settings.teacher,
+        )
+
+    def _timed(self, fields: dict[str, Any], began: float) -> dict[str, Any]:
+        train_s = time.perf_counter() - began
+        available = self._matrix_rate() * train_s * self.accelerator.num_processes
+        return fields | {
+            "train_s": train_s,
+            "tokens_per_s": fields["tokens_computed"] / train_s,
+            "mfu": fields["flops"] / available,
+        }
+
+    def _matrix_rate(self) -> float:
+        return matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
+
+    def _logprobs(self, work: Work) -> list[Tensor]:
+        """Of each pass [S], under the weights as they are."""
+        with torch.no_grad():
+            return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
+
+    def laid(self, one: Pass) -> Placed:
+        """What this rank computes of a pass."""
+        return Placed.of(one.layout, self.accelerator.device, context=self.context)
+
+    def optimize(self, work: Work, train: Train, *, step: int) -> dict[str, Any]:
+        """One optimizer step on this rank's part of the work. Where the gradient is not finite, it is made once more without the episodes
+        whose losses are not."""
+        fields, left = self.accumulate(work, train)
+        engine_agreement.check(fields, self._engine_gap_max, type(self.lm).__name__)
+        norm, broken = self._clip(train), list[int]()
+        if not np.isfinite(norm) and (broken := self._broken(work.num_episodes)):
+            self.optimizer.zero_grad()
+            self._seen = self._seen and Seen()
+            fields, left = self.accumulate(without(work, broken), train)
+            norm = self._clip(train)
+        return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
+
+    def consult(self, episodes: Sequence[Episode], work: Work, train: Train) -> None:
+        """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
+
+        Raises LearnerError when it does not answer."""
+        served = train.served_teacher
+        self._taught = (
+            self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
+        )
+
+    def accumulate(self, work: Work, train: Train) -> tuple[dict[str, Any], int]:
+        """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
+        work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
+        sums = Sums(self.accelerator.device)
+        trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
+        self._infinite = []
+        for index, one in enumerate(work.passes):
+            with self._accumulating(last=index == len(work.passes) - 1):
+                self._backward(index, one, train, total, sums, trained)
+        fields = sums.reduced(self._sum) | {
+            "layout": work.plan.way,
+            "layout_reason": work.plan.reason,
+            "passes": len(work.plan.layouts),
+            "tokens_computed": work.plan.tokens,
+            "flops": model_flops(work.plan.layouts, self.traits.cost, self._head_flops),
+        }
+        if units(train.normalisation) == "tokens":
+            left = fields["tokens_trained"]
+        else:
+            left = int((self._sum(trained) > 0).sum())
+        if 0 < left != total:
+            fields["loss"] *= total / left
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(total / left)
+        return fields, left
+
+    def _as_filtered(self, work: Work, train: Train) -> Work:
+        """With the weights of what filters leave of each episode, where that decides what its tokens weigh.
+
+        What they leave depends on the weights as they are, and an episode may lie in several passes and on several ranks,
+        whose gradients cannot be told apart later: so it takes a forward pass more.
+        """
+        if train.normalisation != "episode" or not filters(train):
+            return work
+        left = torch.zeros(work.num_episodes, device=self.accelerator.device)
+        for one, theta in zip(work.passes, self._logprobs(work), strict=True):
+            mu, calls, weights = (self._placed(x) for x in (one.layout.logprobs, one.calls, one.weights))
+            filtered = keep(Tokens(theta, mu, mu, calls, one.num_calls), train, weights > 0)
+            if filtered and not one.idle:
+                left.index_add_(0, self._placed(one.layout.episodes), filtered.tokens.float())
+        return reweighed(work, train, self._sum(left).int().tolist())
+
+    def _backward(self, index: int, one: Pass, train: Train, total: int, sums: Sums, trained: Tensor) -> None:
+        """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
+        temperatures, mu, credit, calls, weights = (
+            self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
+        )
+        laid = self.laid(one)
+        scored = self.model(laid, temperatures)
+        tokens = Tokens(
+            scored.logprobs,
+            mu,
+            credit,
+            calls,
+            one.num_calls,
+            proximal=self._proximal[index] if self._proximal else None,
+            held=self._placed(one.held),
+            **{role: model.logprobs(laid, temperatures) for role, model in self.frozen.of(train).items()},
+        )
+        if self._taught:
+            tokens = tokens._replace(teacher=self._taught.of(one, self.accelerator.device))
+        result = policy_loss(tokens, train.loss)
+        kept = weights > 0
+        sums.add_mismatch(tokens, kept)
+        if train.loss.name not in WITHOUT_RATIO:
+            same = one.plain & (one.layout.versions == self.version)
+            sums.add_same(tokens.theta if tokens.proximal is None else tokens.proximal, mu, self._placed(same))
+        left_out = torch.zeros_like(kept)
+        if (filtered := keep(tokens, train, kept)) is not None:
+            left_out = kept & ~filtered.tokens
+            kept, weights = filtered.tokens, weights * filtered.tokens
+            sums.add_filtered(result, left_out)
+            sums.add(calls_left_out=filtered.calls_out, tokens_left_out=filtered.tokens_out)
+        objective = torch.where(weights > 0, result.per_token * weights, 0).sum() / total
+        self.accelerator.backward(objective * self.accelerator.num_processes)
+        sums.add_tokens(tokens, scored.entropies, result, kept)
+        if one.idle:
+            return
+        sums.add(loss=objective.detach())
+        whose = self._placed(one.layout.episodes)
+        trained.index_add_(0, whose, kept.float())
+        self._infinite.append((whose, kept & ~result.per_token.detach().isfinite()))
+        if self._seen:
+            self._seen.add(one, tokens.theta, result, left_out)
+
+    def _placed(self, values: np.ndarray) -> Tensor:
+        return placed(values, self.accelerator.device)
+
+    def _broken(self, num_episodes: int) -> list[int]:
+        """Episodes, on whichever rank, with a token whose loss is not finite."""
+        tokens = torch.zeros(num_episodes, device=self.accelerator.device)
+        for whose, infinite in self._infinite:
+            tokens.index_add_(0, whose, infinite.float())
+        found: list[int] = self._sum(tokens).nonzero().flatten().tolist()
+        return found
+
+    def _clip(self, train: Train) -> float:
+        """The gradient's norm before it is clipped."""
+        return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
+
+    def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
+        """Let the optimizer step unless that would do harm."""
+        rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
+        skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group.update(lr=rate, betas=train.betas, weight_decay=train.weight_decay)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return {"grad_norm": norm, "learning_rate": rate, **({"skipped": skipped} if skipped else {})}
+
+    def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
+        if self._held:
+            accumulate(self.model, last=last)
+        return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
+
+    def _sum(self, values: Tensor) -> Tensor:
+        """Over all ranks; of those that share each pass, and have the same numbers, the first one's count."""
+        values = values if self.context.is_first else torch.zeros_like(values)
+        return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
+
+
+def _is_sound(episode: Episode) -> bool:
+    """Whether it holds no number that would spoil its batch. None that does comes here but out of an old batch log."""
+    try:
+        check(episode)
+    except MessageError as error:
+        log.warning("episode_left_out", why=str(error))
+        return False
+    return True
+
+
+def _repeat(deterministic: bool) -> None:
+    """Make torch compute the same to the bit when it computes something again, or let it not."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
+    torch.use_deterministic_algorithms(deterministic)
+
+
+def _check_cut(reasons: Mapping[str, str | None]) -> None:
+    """Raises LearnerError where there is a reason why ranks cannot share the passes of a model."""
+    for model, reason in reasons.items():
+        if reason:
+            raise SetUpError(
+                f"train.context_parallel: ranks cannot share the passes of {model} ({reason}); set it to 1, and for long calls "
+                "train.sharding = 'full'"
+            )
+
+
+def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:
+    """The model to train, `empty` where rank 0 hands its weights out. A checkpoint's adapters go into the initial model, since its
+    weights hold them already; under them are weights of the type that layers compute in, which change by no small steps."""
+    resumes = source != initial
+    if resumes:
+        check_goes_on(Path(source), train.lora)
+    load = partial(load_lm, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
+    if not train.lora:
+        return load(source)
+    lm = load(initial, dtype=dtype)
+    lora.add_lora(lm, train.lora)
+    if resumes and not empty:
+        lora.load_adapter(lm, Path(source))
+    if train.gradient_checkpointing:
+        lm.enable_input_require_grads()
+    return lm

@@ -1,0 +1,327 @@
+"""Supervised warm start: a model learns from demonstrations what to sound like before rewards say what pays.
+
+    demonstrations (JSON lines of chats) --template--> turns --fold, pack--> the trainer's own steps with the `sft` loss --> folder
+
+What the assistant says in a demonstration is trained as if the model had sampled it, in the context in which it would have:
+the prompt that the chat template makes of what came before. So everything that holds for training holds here: folding,
+sharding, accumulation, memory. Under `accelerate launch` every process is a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors import SafetensorError
+
+from swarmq.config import Loss, Train
+from swarmq.errors import LearnerError, TaskError
+from swarmq.learner.distributed.processes import is_main
+from swarmq.learner.model.loading import load_config
+from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.writer_lock import exclusive
+from swarmq.learner.train.trainer import Trainer
+from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
+
+NOBODY = "warm"
+"""Run and policy of what no run has sampled."""
+RATE = 2e-5
+"""Learning rate of a warm start, whatever the run's: supervision bears far more than a policy gradient, ..."""
+ADAPTERS_RATE = 2e-4
+"""... and adapters more still."""
+RISE = 10
+"""The learning rate rises over at most this fraction of the steps."""
+ROLES = {"system", "user", "assistant", "tool"}
+"""That chat templates know."""
+
+
+class Chat(msgspec.Struct, frozen=True):
+    """A demonstration as it is written down."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+
+
+class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
+    """What to make of which model."""
+
+    model: str
+    demonstrations: Path
+    """JSON lines, each with `messages` as chat completions have them, and `tools` if the assistant was given any."""
+    out: Path
+    """A new folder that every engine and learner loads."""
+    max_model_len: int | None = None
+    """Of the engine that will serve it; None: as much as the model was made for."""
+    train: Train
+    """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says, and nobody sampled the tokens, so
+    what compares with an engine is left out."""
+    epochs: int = 1
+    batch: int = 32
+    """Demonstrations of an optimizer step."""
+
+
+class Progress(msgspec.Struct, frozen=True, kw_only=True):
+    step: int
+    steps: int
+    loss: float
+    """Mean negative log-probability of the assistant's tokens, in nats."""
+    left_out: int
+    """Demonstrations that are longer than `max_length` ..."""
+    max_length: int
+    """... tokens, which the model was made for and `train.micro_batch_tokens` lets a pass have."""
+
+
+def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
+    """Train and write `out`; of several ranks the first reports. Raises TaskError for demonstrations that cannot be used,
+    LearnerError for the model, for a step that would have done harm, and where `out` cannot be written."""
+    if plan.out.exists():
+        raise TaskError(f"{plan.out} exists already: name a new folder")
+    config = load_config(plan.model)  # which says best what is wrong with it
+    tokenizer = _tokenizer(plan.model)
+    episodes = list(read(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
+    if not episodes:
+        raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
+    with _draft(plan.out) as draft:
+        trainer = Trainer(plan.model, _supervised(plan.train), max_model_len=plan.max_model_len)
+        if is_main():
+            _check_room(draft, 4 * trainer.num_parameters)
+        _train(trainer, episodes, plan, report if is_main() else lambda _: None)
+        try:
+            trainer.save_weights(draft)
+            if is_main():
+                tokenizer.save_pretrained(draft)
+        except (OSError, SafetensorError) as error:
+            raise LearnerError(f"{plan.out} cannot be written ({error}): free space there, and start again") from error
+
+
+@contextlib.contextmanager
+def _draft(out: Path) -> Iterator[Path]:
+    """The folder that becomes `out` when all went well. Raises LearnerError where there can be none, or somebody else makes it."""
+    workshop = out.with_name(f".{out.name}.partial")
+    draft = workshop / "model"
+    if not is_main():
+        yield draft
+        return
+    with exclusive(workshop / "lock"):
+        with mapped(draft):
+            shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
+            draft.mkdir()
+        try:
+            yield draft
+        except BaseException:
+            shutil.rmtree(workshop, ignore_errors=True)
+            raise
+        try:
+            draft.rename(out)
+        except OSError as error:
+            raise TaskError(
+                f"{out} cannot be made ({error.strerror}): the model that was trained is {draft}"
+            ) from error
+        shutil.rmtree(workshop)
+
+
+def _check_room(folder: Path, needed: int) -> None:
+    """Raises LearnerError where as many bytes cannot be written, before anything is trained for it."""
+    if (free := shutil.disk_usage(folder).free) < needed:
+        raise LearnerError(
+            f"{folder}: {free / 1e9:.3g} GB are free there, and the model takes {needed / 1e9:.3g}: free space, or name another folder"
+        )
+
+
+def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: Callable[[Progress], None]) -> None:
+    short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
+    if not short:
+        raise TaskError(
+            f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, which the model was made for "
+            "and train.micro_batch_tokens lets a pass have"
+        )
+    batches = list(_batches(short, plan, seed=trainer.train.seed))
+    rise = min(trainer.train.warmup_steps, len(batches) // RISE)
+    train = msgspec.structs.replace(trainer.train, warmup_steps=rise)
+    for number, batch in enumerate(batches, start=1):
+        index = Index(record=number, version=number)
+        fields = trainer.step(BatchRecord(index=index, episodes=tuple(batch), settings=train))
+        if skipped := fields.get("skipped"):
+            raise LearnerError(
+                f"step {number} of {len(batches)} changed nothing ({skipped}), and {plan.out} is not written: "
+                f"try a smaller learning_rate than {train.learning_rate:g}, or other demonstrations"
+            )
+        report(
+            Progress(
+                step=number,
+                steps=len(batches),
+                loss=-fields["logprob"],
+                left_out=len(episodes) - len(short),
+                max_length=trainer.max_length,
+            )
+        )
+
+
+def _supervised(train: Train) -> Train:
+    return msgspec.structs.replace(
+        train,
+        loss=Loss(name="sft"),
+        teacher=None,
+        reference=None,
+        row_k3_max=0.0,
+        ratio_band=None,
+        steps_per_batch=1,
+        token_log=False,
+    )
+
+
+def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Episode]:
+    """An episode for every line. Raises TaskError naming file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
+    except OSError as error:
+        raise TaskError(f"{path} cannot be read ({error.strerror})") from error
+    except UnicodeDecodeError as error:
+        raise TaskError(f"{path}: not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield demonstration(line, tokenizer, where=f"{path}, line {number}", ends=ends)
+
+
+def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Episode:
+    """An episode with a turn for every message of the assistant, its prompt what the chat template makes of the messages before.
+    `ends`: the tokens that end an answer, beside the tokenizer's own. Raises TaskError, which begins with `where`."""
+    try:
+        chat = msgspec.json.decode(line, type=Chat)
+    except msgspec.MsgspecError as error:
+        raise TaskError(f'{where}: not a JSON object with "messages" ({error})') from error
+    spelling = _Spelling(tokenizer, chat, where)
+    turns: list[Turn] = []
+    for at, message in enumerate(chat.messages):
+        if (role := message.get("role")) not in ROLES and spelling.leaves_out(at):
+            raise TaskError(f"{where}: the chat template leaves message {at} out, whose role is {role!r}")
+        if role == "assistant":
+            asked, said = _split(tokenizer, *spelling.around(at))
+            answer = _up_to_end(tokenizer, said, {tokenizer.eos_token_id, *ends})
+            turns.append(_turn(where, len(turns), asked, answer))
+    if not turns:
+        raise TaskError(f"{where}: the assistant says nothing")
+    return Episode(
+        run=NOBODY,
+        policy=NOBODY,
+        episode_id=where,
+        slot=Slot(task_id=where, repeat=0),
+        kind=NOBODY,
+        group_id=where,
+        group_members=1,
+        group_size=1,
+        reward=1.0,
+        turns=tuple(turns),
+    )
+
+
+class _Spelling:
+    """A chat as the model's template writes it. Raises TaskError where the template cannot."""
+
+    def __init__(self, tokenizer: Any, chat: Chat, where: str) -> None:
+        self._tokenizer, self._chat, self._where = tokenizer, chat, where
+
+    def around(self, at: int) -> tuple[str, str]:
+        """The prompt that asks for message `at`, and the text up to that message's end, which begins with the prompt."""
+        messages = self._chat.messages
+        prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
+        if not whole.startswith(prompt):
+            raise TaskError(
+                f"{self._where}: the chat template writes message {at} otherwise than it asks for it: {whole[-80:]!r}"
+            )
+        return prompt, whole
+
+    def leaves_out(self, at: int) -> bool:
+        """Whether the text is the same without message `at`."""
+        messages = self._chat.messages
+        rest = messages[:at] + messages[at + 1 :]
+        try:
+            return self._spelled(messages, prompt=False) == self._spelled(rest, prompt=False)
+        except TaskError:  # other messages depend on this one, so the template does read it
+            return False
+
+    def _spelled(self, some: list[dict[str, Any]], *, prompt: bool) -> str:
+        options = {"tools": self._chat.tools, "add_generation_prompt": prompt, "tokenize": False}
+        try:
+            return str(self._tokenizer.apply_chat_template(some, **options))
+        except Exception as error:  # templates raise what they like
+            raise TaskError(
+                f"{self._where}: the chat template cannot spell the first {len(some)} messages: {error}"
+            ) from error
+
+
+def longest(episode: Episode) -> int:
+    """Tokens of its longest call."""
+    return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
+
+
+def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
+    return Turn(
+        run=NOBODY,
+        episode_id=where,
+        policy=NOBODY,
+        call_id=str(number),
+        request_id=str(number),
+        prompt_ids=pack_ids(prompt),
+        sampled_ids=pack_ids(said),
+        logprobs=pack_floats([0.0] * len(said)),
+        versions=(VersionSpan(version=0, start=0, end=len(said)),),
+    )
+
+
+def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int]]:
+    """Tokens of the prompt and of what follows it: spelled in its place, for some tokenizers put a space before a text's first word."""
+    asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, whole)
+    if ids[: len(asked)] == asked:
+        return asked, ids[len(asked) :]
+    return asked, _ids(tokenizer, whole[len(prompt) :])
+
+
+def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
+    """Without what the template writes after the end of the turn, which a model never samples."""
+    if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
+        return said[:end]
+    # a base model names no token that ends turns, yet its template has one, and white space after it
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    last = max((at for at, token in enumerate(said, start=1) if token in special), default=len(said))
+    return said if tokenizer.decode(said[last:]).strip() else said[:last]
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+def _tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise TaskError(f"model {model}: its tokenizer cannot be loaded: {error}") from error
+    if not tokenizer.chat_template:
+        raise TaskError(f"model {model}: its tokenizer has no chat template, so demonstrations cannot be spelled")
+    return tokenizer
+
+
+def _ends(model: str, config: Any) -> set[int]:
+    """Tokens at which engines end an answer, beside the tokenizer's own."""
+    from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
+
+    try:
+        named = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # there is no such file
+        named = GenerationConfig.from_model_config(config).eos_token_id
+    return set(named if isinstance(named, list) else [] if named is None else [named])
+
+
+def _batches(episodes: Sequence[Episode], plan: WarmStart, *, seed: int) -> Iterator[list[Episode]]:
+    dice = random.Random(seed)
+    for _ in range(plan.epochs):
+        order = dice.sample(list(episodes), len(episodes))
+        yield from (order[at : at + plan.batch] for at in range(0, len(order), plan.batch))

@@ -1,0 +1,205 @@
+"""Which settings can change while a run is up, and what such changes make of a job. Pure.
+
+A change stays in effect across restarts of every part. Once the job file itself says something else than it did when
+the change was made, the file counts again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError
+from swarmq.messages import Change
+from swarmq.task_mix import Stretch
+
+MIX = ("mix", "mix_schedule")
+
+LIVE = (
+    *MIX,
+    "kinds.*.group_size",
+    "kinds.*.advantage",
+    "kinds.*.max_tokens",
+    "kinds.*.episode_tokens",
+    "kinds.*.episode_calls",
+    "groups.group_size",
+    "groups.min_group",
+    "groups.deadline_s",
+    "groups.max_staleness",
+    "groups.silence_s",
+    "groups.when_dry",
+    "groups.dry_after_s",
+    "groups.flat_after",
+    "eval.every",
+    "eval.k",
+    "eval.deadline_s",
+    "policies.*.sampling.temperature",
+    "policies.*.sampling.max_tokens",
+    "policies.*.train.advantage",
+    "policies.*.train.ema_decay",
+    "policies.*.train.call_discount",
+    "policies.*.train.length_penalty",
+    "policies.*.train.overlong",
+    "policies.*.train.loss.name",
+    "policies.*.train.loss.ratio_cap",
+    "policies.*.train.loss.mask_delta",
+    "policies.*.train.loss.pull",
+    "policies.*.train.loss.clip_low",
+    "policies.*.train.loss.clip_high",
+    "policies.*.train.loss.dual_clip",
+    "policies.*.train.normalisation",
+    "policies.*.train.constant_length",
+    "policies.*.train.row_k3_max",
+    "policies.*.train.ratio_band",
+    "policies.*.train.learning_rate",
+    "policies.*.train.warmup_steps",
+    "policies.*.train.betas",
+    "policies.*.train.weight_decay",
+    "policies.*.train.grad_clip",
+    "policies.*.train.max_steps",
+    "policies.*.train.checkpoint_every",
+)
+"""Paths that can change while a run is up; `*` is one name."""
+
+
+def is_live(path: str) -> bool:
+    return any(fnmatchcase(path, pattern) and path.count(".") == pattern.count(".") for pattern in LIVE)
+
+
+def concerns(path: str) -> str | None:
+    """The policy whose learner or sampling a path is about; None: the whole run."""
+    first, _, rest = path.partition(".")
+    return rest.partition(".")[0] if first == "policies" else None
+
+
+def proposed(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
+    """`job` with all of `settings`. Raises ConfigError that names what is wrong; then nothing is to be changed."""
+    if not settings:
+        raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
+    if shares := [path for path in settings if path.startswith("mix.")]:
+        raise ConfigError(f"{shares[0]}: shares sum to 1, so set all of them at once: mix={{math = 0.6, code = 0.4}}")
+    changed, known = _build(job, settings), set(job.task_kinds)
+    for path, value in settings.items():
+        if not is_live(path):
+            raise ConfigError(f"{path}: cannot change while the run is up; put it into the job file and start again")
+        parts = path.split(".")
+        if parts[0] == "policies" and parts[2] == "train" and not job.policies[parts[1]].trained:
+            raise ConfigError(f"{path}: policy {parts[1]!r} is frozen, it has no learner")
+        if unknown := set(_named_kinds(parts, changed)) - known:
+            raise ConfigError(
+                f"{path}: kind {min(unknown)!r} is unknown; those of the run are {', '.join(sorted(known))} "
+                "(a new one needs [kinds.NAME] in the job file and a restart)"
+            )
+        if parts[-1] == "max_steps" and value and value <= versions.get(parts[1], 0):
+            raise ConfigError(f"{path}: {value} is not after the present step {versions.get(parts[1], 0)}")
+    return changed
+
+
+def changes_between(
+    before: SwarmJob, after: SwarmJob, file: SwarmJob, paths: Iterable[str], *, number: int, **when: Any
+) -> list[Change]:
+    """What differs at `paths`, as changes of this number; `when` goes to those of the mix."""
+    found = []
+    for path in paths:
+        old, new = value_at(before, path), value_at(after, path)
+        if old != new:
+            timing = when if path in MIX else {}
+            found.append(Change(number=number, path=path, before=old, value=new, base=value_at(file, path), **timing))
+    return found
+
+
+def applied(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
+    """The job as it is now. Changes that a newer job file or release no longer allows are left out."""
+    live = job
+    for number in sorted({change.number for change in changes}):
+        together = {one.path: one.value for one in changes if one.number == number and _holds(job, one)}
+        with contextlib.suppress(ConfigError):
+            live = _build(live, together)
+    return live
+
+
+def lifted(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
+    """The changes without which policies that have ended train on: last steps that are reached, and are not the job file's own.
+
+    `steps` maps each trained policy to the steps that it has made.
+    """
+    ours = {f"policies.{policy}.train.max_steps": (policy, made) for policy, made in steps.items()}
+    return [
+        change
+        for change in changes
+        if change.path in ours
+        and _holds(job, change)
+        and 0 < change.value <= ours[change.path][1]
+        and not has_ended(job, *ours[change.path])
+    ]
+
+
+def has_ended(job: SwarmJob, policy: str, made: int) -> bool:
+    """Whether a policy that has made so many steps has made its last one."""
+    return 0 < job.policies[policy].train.max_steps <= made
+
+
+def stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change], int]) -> tuple[Stretch, ...]:
+    """The mix over the run; `start` says from which step a change holds."""
+    mix, schedule = job.mix, job.mix_schedule
+    found = [Stretch(from_step=0, mix=mix, schedule=schedule)]
+    of_mix = [change for change in changes if change.path in MIX and _holds(job, change)]
+    for number in sorted({change.number for change in of_mix}):
+        ours = {change.path: change for change in of_mix if change.number == number}
+        tree = {"mix": mix, "mix_schedule": schedule} | {path: change.value for path, change in ours.items()}
+        try:
+            checked = _build(job, tree)
+        except ConfigError:
+            continue
+        mix, schedule = checked.mix, checked.mix_schedule
+        found.append(Stretch(from_step=max(map(start, ours.values())), mix=mix, schedule=schedule))
+    return tuple(found)
+
+
+def value_at(job: SwarmJob, path: str) -> Any:
+    """The setting at `path`, as plain data; None where there is none."""
+    node = msgspec.to_builtins(job)
+    for part in path.split("."):
+        node = node.get(part) if isinstance(node, dict) else None
+    return node
+
+
+def shown(value: Any) -> str:
+    """A value of `value_at` for people."""
+    return "not set" if value is None else str(value)
+
+
+def _holds(file: SwarmJob, change: Change) -> bool:
+    return bool(value_at(file, change.path) == change.base)
+
+
+def _build(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
+    tree = copy.deepcopy(msgspec.to_builtins(job))
+    for path, value in settings.items():
+        *sections, key = path.split(".")
+        node = tree
+        for depth, section in enumerate(sections):
+            if section not in node and sections[:depth] == ["policies"]:
+                raise ConfigError(f"{path}: there is no policy {section!r}; the job has {', '.join(node)}")
+            node = node.get(section) if node.get(section) is not None else node.setdefault(section, {})
+            if not isinstance(node, dict):
+                what = "a value, not a section" if node is not None else "not set: give all of it at once"
+                raise ConfigError(f"{path}: {'.'.join(sections[: depth + 1])} is {what}")
+        node[key] = msgspec.to_builtins(value)
+    return SwarmJob.build(tree, origin="set")
+
+
+def _named_kinds(parts: Sequence[str], changed: SwarmJob) -> Iterable[str]:
+    if parts[0] == "kinds":
+        return [parts[1]]
+    if parts[0] == "mix":
+        return changed.mix
+    if parts[0] == "mix_schedule" and changed.mix_schedule:
+        return [kind for point in changed.mix_schedule.points for kind in point.mix]
+    return []

@@ -1,0 +1,163 @@
+"""Asking something of a run that is up, and waiting until collector and learners have said what came of it.
+
+    command ──> <run>.control (durable) ──> collector ──> <policy>.control (durable) ──> learners
+       ^──────────── `control` events: refused or accepted, then applied from step N ────────┘
+
+The command itself is durable and obeyed once; only the answers are events. So one that is not heard is asked for again
+under the same id, and running out of patience says nothing about whether the command was obeyed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq.broker import Broker, topology
+from swarmq.client.data.tasks import as_task, fed_id
+from swarmq.config import SwarmJob
+from swarmq.errors import ConfigError, SwarmqError, TaskError
+from swarmq.live_settings import shown
+from swarmq.messages import Action, Command, Event, Slot, Task, new_id
+
+AGAIN_S = 5.0
+PATIENCE_S = 60.0
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of a command."""
+
+    accepted: dict[str, Any]
+    """The collector's word."""
+    applied: dict[str, dict[str, Any]]
+    """Policy -> its learner's word."""
+    missing: tuple[str, ...] = ()
+    """Policies whose learners have not answered yet; they will when they are up."""
+
+
+async def ask(
+    broker: Broker,
+    run: str,
+    action: Action,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    sender: str = "",
+    patience_s: float = PATIENCE_S,
+    say: Callable[[str], None] = lambda _: None,
+) -> Answer:
+    """`say` is told when nothing has been heard for a while. Raises ConfigError when the run refuses, SwarmqError when its
+    collector does not answer in time."""
+    command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
+    accepted: dict[str, Any] = {}
+    applied: dict[str, dict[str, Any]] = {}
+    refused = ""
+    async with broker.events(run) as events:
+        sending = asyncio.create_task(_send(broker, run, command, say))
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(patience_s):
+                    async for fields in _answers(events, command.command_id):
+                        match fields["state"]:
+                            case "refused":
+                                refused = str(fields["text"])
+                            case "accepted":
+                                accepted = fields
+                            case _:
+                                applied[fields["policy"]] = fields
+                        if refused or (accepted and set(accepted["learners"]) <= applied.keys()):
+                            break
+        finally:
+            sending.cancel()
+    if refused:
+        raise ConfigError(refused)
+    if not accepted:
+        raise SwarmqError(
+            f"the collector of run {run!r} has not answered within {patience_s:g} s: is the run up? The command waits in "
+            f"{topology.control(run)} and will be obeyed"
+        )
+    missing = tuple(policy for policy in accepted["learners"] if policy not in applied)
+    return Answer(accepted=accepted, applied=applied, missing=missing)
+
+
+async def bring_eval_tasks(
+    broker: Broker, job: SwarmJob, tasks: Iterable[Any], kind: str, *, repeats: int, source: str = ""
+) -> int:
+    """Tasks for the evaluation rounds of a run; brought again, from the same `source`, they replace themselves. How many.
+
+    Raises TaskError for one that has no name, is of another kind or cannot be sent, before any is brought.
+    """
+    named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
+    if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:
+        raise TaskError(f"task id {repeated[0]!r} comes more than once: ids must differ")
+    bodies = []
+    for task in named:
+        name = fed_id(task, kind, source)
+        try:
+            bodies.append((name, msgspec.msgpack.encode(task.payload)))
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise TaskError(f"task {task.id!r}: its data cannot be sent: {error}") from error
+    for name, body in bodies:
+        message = Task(
+            run=job.run,
+            slot=Slot(task_id=name),
+            kind=kind,
+            group_size=repeats,
+            mode="eval",
+            payload=msgspec.Raw(body),
+        )
+        await broker.publish(topology.control(job.run), message)
+    return len(named)
+
+
+async def _send(broker: Broker, run: str, command: Command, say: Callable[[str], None]) -> None:
+    for sent in itertools.count():
+        await broker.publish(topology.control(run), command)
+        if sent == 1:
+            say(
+                f"no answer yet: the command waits in {topology.control(run)} and will be obeyed, also by who is started later"
+            )
+        await asyncio.sleep(AGAIN_S)
+
+
+async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterator[dict[str, Any]]:
+    async for event in events:
+        if event.name == "control" and event.fields.get("command_id") == command_id:
+            yield event.fields
+
+
+def lines(answer: Answer) -> list[str]:
+    """For people: what changed, and from which step."""
+    stops = answer.accepted["action"] == "stop"
+    told = [
+        f"{change['path']}: {shown(change['before'])} -> {shown(change['value'])}"
+        for change in answer.accepted.get("changes", [])
+        if not stops  # a learner that is in the step after that one ends with it, and says so
+    ]
+    if "changes" in answer.accepted and not answer.accepted["changes"]:
+        told.append("nothing to change: the run has these settings already")
+    if pace := answer.accepted.get("pace"):
+        told.append(f"the run is {pace}")
+    for policy, fields in sorted(answer.applied.items()):
+        if "checkpoint" in fields:
+            told.append(f"{policy}: checkpoint of step {fields['checkpoint']} written")
+        if stops:
+            told += [
+                f"{policy}: ends after step {_last(change)}, with a checkpoint; `swarmq up` says there how it trains on"
+                for change in fields["changes"]
+            ]
+        else:
+            told += [f"{policy}: {change['path']} from step {change['from_step']} on" for change in fields["changes"]]
+        if pace:
+            told.append(f"{policy}: after step {fields['from_step'] - 1}")
+    told += [f"{policy}: its learner has not answered yet; it will obey when it is up" for policy in answer.missing]
+    return told
+
+
+def _last(change: Mapping[str, Any]) -> int:
+    """A learner may be in a later step than the one that it is to end after."""
+    return int(max(change["value"], change["from_step"] - 1))

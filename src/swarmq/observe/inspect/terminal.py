@@ -1,0 +1,217 @@
+"""Batches and episodes of a batch log as a terminal shows them: fixed columns within 80, nothing cut.
+
+Lines come in portions, so that an episode of many thousand tokens takes a second. `show` prints them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime
+from itertools import chain, groupby, islice, repeat
+
+import msgspec
+from rich.console import Console, RenderableType
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, TokenRow, narrower_rewards, strongest
+from swarmq.runtime.terminal import visible
+from swarmq.token_drift import Drift
+
+FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
+"""Sampled tokens above the first were near certain, below the second surprising."""
+STRONG = 0.5
+"""Tokens with at least this share of the episode's largest contribution stand out."""
+SHORT = 8
+"""Characters at the end of an id: random, so they name its episode as well as the whole."""
+PORTION = 256
+"""Pieces of text that are printed at once."""
+MARKS = {Effect.WHOLE: "1", Effect.MASKED: "masked", Effect.CLIPPED: "clipped", Effect.TRUNCATED: "trunc"}
+
+Styled = tuple[str, str]
+"""Text, and its style."""
+
+
+def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
+    """A row per batch, with what was dropped on the way to it; below, why episodes were dropped and how much drifted in all of them
+    together."""
+    log = list(batches)
+    rows, left = _steps_of(log)
+    headings = ("step", "episodes", "groups", "dropped", "reward trained", "drift", "logged", "episode")
+    cells = [
+        (
+            str(row.step),
+            str(row.episodes),
+            str(row.groups),
+            str(sum(row.dropped.values())),
+            "" if row.reward_trained is None else f"{row.reward_trained:.3f}",
+            f"{row.drift.rate:.1%}" if row.drift.continued else "",
+            datetime.fromtimestamp(row.at).astimezone().strftime("%H:%M:%S"),
+            row.first_episode[-SHORT:],
+        )
+        for row in rows
+    ]
+    yield from _portions(_columns(headings, cells))
+    last = rows[-1] if rows else None
+    dropped = sum((Counter(row.dropped) for row in log), Counter[str]())
+    since = f"; {left.total()} of them {f'since step {last.step}' if last else 'before the first step'}" if left else ""
+    yield Text(f"\ndropped: {_counts(dropped) or 'none'}{since}\nturns: {sum((row.drift for row in log), Drift())}\n")
+    if last:
+        yield Text(f"--step {last.step} lists the episodes of a step, {last.first_episode[-SHORT:]} shows one\n", "dim")
+
+
+def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
+    """Rows of batches, to each of which the records of drops before it are added; and what was dropped since the last one."""
+    rows, before = list[BatchRow](), Counter[str]()
+    for row in log:
+        before += Counter(row.dropped)
+        if row.step is not None:
+            rows.append(msgspec.structs.replace(row, dropped=dict(before)))
+            before = Counter()
+    return rows, before
+
+
+def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
+    """A row per episode that was trained, then those that were dropped."""
+    headings = ("reward", "turns", "orphans", "sampled", "episode", "group")
+    trained = [row for row in rows if not row.dropped]
+    cells = [
+        (f"{row.reward:.3f}", str(row.turns), str(row.orphan_turns), str(row.sampled_tokens), row.episode_id, row.group)
+        for row in trained
+    ]
+    yield from _portions(_columns(headings, cells, words=2))
+    if dropped := [row for row in rows if row.dropped]:
+        yield Text(f"\ndropped: {_counts(Counter(row.dropped for row in dropped))}\n")
+        yield from _portions(
+            _columns(("reason", "episode"), [(row.dropped, row.episode_id) for row in dropped], words=2)
+        )
+
+
+def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
+    """Head lines, then of each timeline the text, coloured by what each token contributed, then a row per token."""
+    yield Text.assemble(
+        (visible(view.episode_id), "bold"),
+        visible(
+            f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n"
+        ),
+        *(visible(f"{name}: {words}\n") for name, words in narrower_rewards(view).items()),
+        f"finished: {', '.join(view.finish_reasons)}\n",
+        f"turns: {view.drift}\n",
+    )
+    yield _legend(view)
+    top = strongest(view)
+    timelines = [list(rows) for _, rows in groupby(view.tokens, key=lambda row: row.timeline)]
+    for rows in timelines:
+        yield _heading(rows)
+        yield from _portions([*((row.text, _style(row, top)) for row in rows), ("\n", "")])
+    headings = ("pos", "id", "mask", "logprob", "trained", "gap", "advantage", "version", "turn", "token")
+    for rows in timelines:
+        yield _heading(rows)
+        yield from _portions(_columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
+
+
+def show(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print them; lines that are wider than the terminal are wrapped by the terminal, and never where it is a pipe."""
+    for part in parts:
+        console.print(part, soft_wrap=True, end="")
+
+
+def gap(row: TokenRow) -> float | None:
+    """How much likelier the weights that trained find the token than those that sampled it, as a logarithm."""
+    if row.logprob is None or row.logprob_trained is None:
+        return None
+    return row.logprob_trained - row.logprob
+
+
+def mark(row: TokenRow) -> str:
+    """Whether the token is trained, and if not or not as it is, why."""
+    return "out" if row.left_out else MARKS[row.effect] if row.trained else "0"
+
+
+def _heading(rows: Sequence[TokenRow]) -> Text:
+    trained = sum(row.trained for row in rows)
+    return Text(f"\ntimeline {rows[0].timeline}: {len(rows)} tokens, {trained} trained\n", "bold")
+
+
+def _cells(row: TokenRow) -> tuple[str, ...]:
+    return (
+        str(row.position),
+        str(row.token_id),
+        mark(row),
+        *(
+            "" if value is None else f"{value:.4f}"
+            for value in (row.logprob, row.logprob_trained, gap(row), row.advantage)
+        ),
+        "" if row.version is None else str(row.version),
+        "" if row.turn is None else str(row.turn),
+        repr(row.text)[1:-1],
+    )
+
+
+def _columns(
+    headings: Sequence[str], cells: Sequence[Sequence[str]], styles: Iterable[str] | None = None, *, words: int = 1
+) -> Iterator[Styled]:
+    """Lines of a table whose last `words` columns are text, the others figures; `styles` are of the last column."""
+    table = [headings, *cells]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    figures = len(headings) - words
+    for row, style in zip(table, chain(["bold"], styles or repeat("", len(cells))), strict=True):
+        before = [
+            cell.ljust(width) if number >= figures else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(row[:-1], widths[:-1], strict=True))
+        ]
+        yield " ".join(before) + " ", "bold" if row is headings else ""
+        yield row[-1], style
+        yield "\n", ""
+
+
+def _portions(pieces: Iterable[Styled]) -> Iterator[Segments]:
+    merged = (
+        Segment(visible("".join(text for text, _ in run)), Style.parse(style))
+        for style, run in groupby(pieces, key=operator.itemgetter(1))
+    )
+    while portion := list(islice(merged, PORTION)):
+        yield Segments(portion)
+
+
+def _counts(reasons: Counter[str]) -> str:
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.most_common())
+
+
+def _legend(view: EpisodeView) -> Text:
+    if view.training_recorded:
+        return Text.assemble(
+            "colour: ",
+            ("made likelier", "green"), ", ", ("less likely", "red"), ", ",
+            ("no advantage", "cyan"), ", ", ("masked or clipped by the loss", "magenta"), ",\n        ",
+            ("left out by a filter", "yellow strike"), ", ", ("given", "dim"), "\n",
+        )  # fmt: skip
+    return Text.assemble(
+        "training was not recorded (train.token_log)\ncolour: ",
+        ("near certain", "green"), ", ", ("likely", "yellow"), ", ", ("surprising", "bold red"), ", ", ("given", "dim"), "\n",
+    )  # fmt: skip
+
+
+def _style(row: TokenRow, top: float) -> str:
+    if row.logprob is None:
+        return "dim"
+    if row.left_out:
+        return "yellow strike"
+    if row.effect.cuts:
+        return "magenta"
+    if row.contribution is None:
+        return _by_surprise(row.logprob)
+    if row.contribution == 0:
+        return "cyan"
+    colour = "green" if row.contribution > 0 else "red"
+    return f"bold {colour}" if abs(row.contribution) >= STRONG * top else colour
+
+
+def _by_surprise(logprob: float) -> str:
+    if logprob > FAINT_LOGPROB:
+        return "green"
+    return "yellow" if logprob > STRONG_LOGPROB else "bold red"

@@ -1,0 +1,135 @@
+"""Which recorded answers reached their agents. A turn is confirmed before its answer leaves, so that alone proves nothing.
+
+    turn confirmed ──> last byte written ──> left for the agent's host ──> sent ──────┐
+                  └──refused, cut, or the agent had gone ──> withdrawn ───────────────┴──> Served ──> in
+
+Nobody waits for this: it is told behind the answers, many at a time, until the broker has confirmed it. What a proxy that was
+killed had not told counts as not answered, so nothing depends on it but the turns that it is about.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import msgspec
+import structlog
+
+from swarmq.broker import topology
+from swarmq.errors import BrokerError
+from swarmq.messages import Served, new_id
+from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.completions.recorder import Publisher
+
+HAS_LEFT = "swarmq.has_left"
+"""In a request's scope: says whether its answer has left for the agent's host; None where that is not known yet."""
+
+PAUSE_S = 0.05
+"""Answers that are told together."""
+LONGEST_PAUSE_S = 5.0
+"""Between two looks at an answer that does not leave, because its agent does not read."""
+RETRY_S = 1.0
+DRAIN_S = 5.0
+"""How long a proxy that stops waits for the broker to confirm the last ones."""
+MOST_CALLS = 20_000
+"""Of one message, which bounds its size."""
+
+log = structlog.get_logger()
+
+
+class Answer(msgspec.Struct):
+    """One that was written, and may not have left."""
+
+    episode_id: str
+    calls: tuple[str, ...]
+    has_left: Callable[[], bool | None]
+    pause_s: float
+    due: float
+
+
+class Serving:
+    """Of one proxy. `tell` must run."""
+
+    def __init__(self, run: str, broker: Publisher, *, pause_s: float = PAUSE_S) -> None:
+        self._run = run
+        self._broker = broker
+        self._pause_s = pause_s
+        self._written: list[Answer] = []
+        self._known: list[tuple[str, tuple[str, ...], bool]] = []
+        """Episode, calls, and whether they were sent."""
+        self._wake = asyncio.Event()
+
+    @contextmanager
+    def answering(self, begun: Begun, scope: Mapping[str, Any]) -> Iterator[None]:
+        """Around everything that is done to answer a call. What is raised through it refuses the call, and so does `begun.failed`;
+        but an agent that hangs up after the end of each choice has all that it wanted of a stream."""
+        has_left: Callable[[], bool | None] = scope.get(HAS_LEFT, lambda: True)
+        is_whole = False
+        try:
+            yield
+            is_whole = not begun.failed
+        except BaseException:
+            is_whole = 0 < begun.rendered.sampling.get("n", 1) == begun.ended
+            has_left = lambda: True  # noqa: E731
+            raise
+        finally:
+            if begun.recorded and begun.call.claims.mode == "train":
+                self._add(begun, has_left if is_whole else lambda: False)
+
+    async def tell(self) -> None:
+        """Tell until cancelled; then what is left, for a while."""
+        try:
+            while True:
+                await self._wake.wait()
+                await asyncio.sleep(self._pause_s)
+                self._look()
+                if not self._written:
+                    self._wake.clear()
+                while self._known:
+                    await self._publish()
+        finally:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_S):
+                    self._look(every=True)
+                    while self._known:
+                        await self._publish()
+
+    def _add(self, begun: Begun, has_left: Callable[[], bool | None]) -> None:
+        calls, due = tuple(begun.recorded), asyncio.get_running_loop().time()
+        self._written.append(Answer(begun.call.claims.episode_id, calls, has_left, self._pause_s, due))
+        self._wake.set()
+
+    def _look(self, *, every: bool = False) -> None:
+        """Learn which answers have left."""
+        now = asyncio.get_running_loop().time()
+        written, self._written = self._written, []
+        for answer in written:
+            has_left = answer.has_left() if every or answer.due <= now else None
+            if has_left is not None:
+                self._known.append((answer.episode_id, answer.calls, has_left))
+                continue
+            if answer.due <= now:
+                answer.due = now + answer.pause_s
+                answer.pause_s = min(2 * answer.pause_s, LONGEST_PAUSE_S)
+            self._written.append(answer)
+
+    async def _publish(self) -> None:
+        """Tell what is known now; returns when the broker has confirmed it."""
+        told, self._known = self._known[:MOST_CALLS], self._known[MOST_CALLS:]
+        sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
+        for episode_id, calls, is_sent in told:
+            (sent if is_sent else withdrawn)[episode_id] += calls
+        served = Served(run=self._run, served_id=new_id(), sent=dict(sent), withdrawn=dict(withdrawn))
+        while True:
+            try:
+                await self._broker.publish(topology.inbox(self._run), served)
+                return
+            except BrokerError as error:  # the collector makes a queue again that somebody deleted
+                log.warning("answers_not_told", error=str(error), answers=len(told), retry_s=RETRY_S)
+            except BaseException:
+                self._known = told + self._known
+                raise
+            await asyncio.sleep(RETRY_S)

@@ -1,0 +1,48 @@
+"""The time by which a call must be over: one timer, however many thousand times a stream waits for its next token."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import TracebackType
+
+from swarmq.proxy.http_errors import DeadlineError
+
+
+class Deadline:
+    """`with deadline:` around every wait that it may cut off, of the task that made it; raises DeadlineError then.
+
+    Between two waits it cuts nothing off, so an async generator may yield there. Close it in the end.
+    """
+
+    def __init__(self, began: float, timeout_s: float) -> None:
+        """`began`: of the call, on the monotonic clock."""
+        self._timeout_s = timeout_s
+        task = asyncio.current_task()
+        assert task
+        self._task = task
+        self._waiting = self._passed = False
+        left_s = max(began + timeout_s - time.monotonic(), 0.0)
+        self._timer = asyncio.get_running_loop().call_later(left_s, self._pass)
+
+    def __enter__(self) -> None:
+        if self._passed:
+            raise self._error()
+        self._waiting = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._waiting = False
+        # As in asyncio.timeout: who else has cancelled the task gets their own CancelledError.
+        if self._passed and not self._task.uncancel() and kind is asyncio.CancelledError:
+            raise self._error() from error
+
+    def close(self) -> None:
+        self._timer.cancel()
+
+    def _pass(self) -> None:
+        self._passed = True
+        if self._waiting:
+            self._task.cancel()
+
+    def _error(self) -> DeadlineError:
+        return DeadlineError(f"the answer took longer than {self._timeout_s:g} s")

@@ -1,0 +1,228 @@
+"""The engines of one policy, and which of them a call goes to. Probes tell who is well; calls tell it sooner.
+
+An episode stays with the engine that has its prefix cached, unless far more is open there than elsewhere. New ones go
+where least is open; where that is the same, every proxy makes the same choice for an episode. An engine that is being
+drained gets nothing new; one that failed, or serves weights too old to train from, is asked last.
+
+Calls wait where they would be in vain: while no engine answers (one that died is being started again), and while all that answer
+have weights too old to train from. An engine that was started again has the initial model until the learner has pushed to it, as
+all have where a run goes on: what they sample before would be dropped as stale.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import time
+from collections.abc import Iterator, Sequence
+
+import msgspec
+import structlog
+
+from swarmq.engine.client.protocol import Engine
+from swarmq.errors import EngineError
+from swarmq.proxy.completions.tool_parser_probe import finds_calls
+
+SHUN_S = 5.0
+"""An engine that failed is asked last for this long."""
+PORTION_S = 0.03
+"""Streams of an engine that is quicker bring as many tokens at a time as it samples meanwhile: nobody sees the difference,
+and every portion costs the engine's server and this one as much as a token."""
+MOST_TOGETHER = 8
+"""Tokens."""
+MOST_TEXTS = 4096
+"""Whose tokens are remembered."""
+LATELY = 0.2
+"""Weight of the newest answer in an engine's pace."""
+CROWDED = 16
+"""An episode leaves its engine when so many calls more are open there than twice those of the idlest."""
+
+WAIT_S = 540.0
+"""For so long calls wait for an engine that answers and has weights to train from; then they go on without, as where no learner
+comes. The collector gives an episode without a model call up a little later (`groups.silence_s`)."""
+TELL_AFTER_S = 2.0
+"""People hear of an outage that lasts longer."""
+START_S = 60.0
+"""The same where a run goes on, which begins with one."""
+
+log = structlog.get_logger()
+
+
+class EngineView(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine as a proxy sees it."""
+
+    url: str
+    healthy: bool
+    draining: bool
+    version: int | None
+    """Weights it serves; None where it does not say."""
+    open_calls: int
+    """Of this proxy."""
+
+
+class Lane:
+    """One engine and what we know of it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.open_calls = 0
+        self.healthy = True
+        self.draining = False
+        self.version: int | None = None
+        self.failed_at = float("-inf")
+        self.token_s: float | None = None
+        """Of a stream here, lately."""
+        self.idle = asyncio.Event()
+        """Nothing is open."""
+        self.idle.set()
+        self._is_token: dict[str, bool] = {}
+        self._finds_calls: bool | None = None
+        self._rehearsing = asyncio.Lock()
+
+    @contextlib.contextmanager
+    def occupied(self) -> Iterator[None]:
+        self.open_calls += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.open_calls -= 1
+            if not self.open_calls:
+                self.idle.set()
+
+    def streamed(self, num_tokens: int, seconds: float) -> None:
+        """So many tokens came after the first one of a stream, in that time."""
+        if num_tokens > 0:
+            newest = seconds / num_tokens
+            self.token_s = newest if self.token_s is None else self.token_s + LATELY * (newest - self.token_s)
+
+    @property
+    def together(self) -> int:
+        """Tokens that a stream may bring at a time after its first one."""
+        return 1 if not self.token_s else max(1, min(MOST_TOGETHER, int(PORTION_S / self.token_s)))
+
+    async def finds_calls(self) -> bool:
+        """Whether its parsers may be given streams in large portions; found out on first use."""
+        async with self._rehearsing:
+            if self._finds_calls is None:
+                self._finds_calls = await finds_calls(self.engine)
+            return self._finds_calls
+
+    async def is_token(self, text: str) -> bool:
+        """Whether its tokenizer has one token for the text."""
+        if text not in self._is_token:
+            if len(self._is_token) >= MOST_TEXTS:
+                self._is_token.clear()
+            self._is_token[text] = len(await self.engine.tokenize(text)) == 1
+        return self._is_token[text]
+
+    def fail(self) -> None:
+        self.failed_at = time.monotonic()
+        self._is_token.clear()
+        self._finds_calls = None  # what comes up again may have other parsers
+
+    async def probe(self) -> None:
+        self.healthy = await self.engine.healthy()
+        if self.healthy:
+            with contextlib.suppress(EngineError):  # in the middle of an update, say
+                self.version = await self.engine.weight_version()
+
+    @property
+    def view(self) -> EngineView:
+        return EngineView(
+            url=self.engine.url,
+            healthy=self.healthy,
+            draining=self.draining,
+            version=self.version,
+            open_calls=self.open_calls,
+        )
+
+
+class Pool:
+    def __init__(
+        self, engines: Sequence[Engine], *, max_behind: int = 1_000_000, resumed_at: int = 0, wait_s: float = WAIT_S
+    ) -> None:
+        """`max_behind`: how many weight versions an engine may be behind the newest one and still be a first choice.
+        `resumed_at`: the version that the run goes on with; 0 for one that begins. `wait_s`: how long calls wait in an outage."""
+        self.lanes = [Lane(engine) for engine in engines]
+        self._max_behind = max_behind
+        self._oldest = resumed_at
+        """The first version that can be trained from."""
+        self._wait_s = wait_s
+        self._out_since = time.monotonic()
+        """Of the present outage, or the newest one."""
+        self._ready = asyncio.Event()
+        if not resumed_at:
+            self._ready.set()
+        self._waiting = 0
+        self._told = False
+        self._tell_after_s = START_S
+        self._probing = asyncio.Lock()
+        self._probed_at = float("-inf")
+
+    def order(self, favourite: Lane | None, episode_id: str = "") -> list[Lane]:
+        """Lanes in the order to try them; none that is draining."""
+        lanes = [lane for lane in self.lanes if not lane.draining]
+        now = time.monotonic()
+        newest = max((lane.version or 0 for lane in lanes), default=0)
+        crowd = 2 * min((lane.open_calls for lane in lanes), default=0) + CROWDED
+
+        def rank(lane: Lane) -> tuple[bool, bool, bool, int, bytes]:
+            return (
+                not lane.healthy or now - lane.failed_at < SHUN_S,
+                lane.version is not None and newest - lane.version > self._max_behind,
+                lane is not favourite or lane.open_calls > crowd,
+                lane.open_calls,
+                hashlib.blake2b(f"{episode_id} {lane.engine.url}".encode(), digest_size=8).digest(),
+            )
+
+        return sorted(lanes, key=rank)
+
+    @property
+    def num_healthy(self) -> int:
+        return sum(lane.healthy and not lane.draining for lane in self.lanes)
+
+    async def ready(self) -> bool:
+        """Whether an engine answers that has weights to train from; waits for one in an outage, which may last `wait_s` in all."""
+        if not self._ready.is_set():
+            self._waiting += 1
+            try:
+                async with asyncio.timeout(self._out_since + self._wait_s - time.monotonic()):
+                    await self._ready.wait()
+            except TimeoutError:
+                pass
+            finally:
+                self._waiting -= 1
+        return self._ready.is_set()
+
+    async def out(self) -> bool:
+        """Whether there is an outage, as of now: asks the engines, together for all who ask at the same time."""
+        asked_at = time.monotonic()
+        async with self._probing:
+            if self._probed_at < asked_at:
+                await self.probe()
+        return not self._ready.is_set()
+
+    async def probe(self) -> None:
+        began = time.monotonic()
+        await asyncio.gather(*(lane.probe() for lane in self.lanes))
+        self._probed_at = began
+        self._oldest = max([self._oldest, *((lane.version or 0) - self._max_behind for lane in self.lanes)])
+        if any(lane.healthy and not lane.draining and (lane.version or 0) >= self._oldest for lane in self.lanes):
+            self._ready.set()
+        elif self._ready.is_set():
+            self._ready.clear()
+            self._out_since, self._tell_after_s = time.monotonic(), TELL_AFTER_S
+
+    def news(self) -> str:
+        """What people should hear of an outage that has begun or ended since this was last asked; empty for nothing."""
+        out_s = time.monotonic() - self._out_since
+        if self._ready.is_set():
+            told, self._told = self._told, False
+            return f"an engine answers again after {out_s:.0f} s: calls go on" if told else ""
+        if self._told or out_s < self._tell_after_s:
+            return ""
+        self._told = True
+        why = f"has weights of version {self._oldest} or later yet" if self.num_healthy else "answers"
+        return f"no engine {why}: calls wait for one, at most {self._wait_s:.0f} s in all ({self._waiting} do)"

@@ -1,0 +1,143 @@
+"""The engines of all policies, as they come and go while the proxy serves.
+
+roster (run folder) ──look──> add: open, probe, use
+                              remove: drain ──nothing open──> closed, forgotten
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+import structlog
+
+from swarmq.engine.client.protocol import Engine
+from swarmq.engine.client.tokenizer_compat import check_joins, ids_of
+from swarmq.errors import EngineError
+from swarmq.proxy.completions.engine_pool import WAIT_S, EngineView, Lane, Pool
+from swarmq.proxy.http_errors import RefusedError
+from swarmq.registries.engines import Roster
+
+Opener = Callable[[str], contextlib.AbstractAsyncContextManager[Engine]]
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    """`async with fleet.kept():` probes and follows the roster."""
+
+    def __init__(
+        self,
+        engines: Mapping[str, Sequence[Engine]],
+        *,
+        roster: Roster,
+        max_behind: int,
+        probe_every_s: float,
+        opener: Opener | None = None,
+        resumed_at: Mapping[str, int] | None = None,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        """`engines` are opened and closed by the caller, those that come later with `opener`. `resumed_at`: policy -> the
+        version that it goes on with, where it was trained before. `wait_s`: how long calls wait for an engine in an outage."""
+        versions = resumed_at or {}
+        self.pools = {
+            name: Pool(given, max_behind=max_behind, resumed_at=versions.get(name, 0), wait_s=wait_s)
+            for name, given in engines.items()
+        }
+        self.roster = roster
+        self._probe_every_s = probe_every_s
+        self._opener = opener
+        self._following = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def kept(self) -> AsyncIterator[None]:
+        async with contextlib.AsyncExitStack() as opened, asyncio.TaskGroup() as tasks:
+            self._opened, self._tasks = opened, tasks
+            keeper = tasks.create_task(self._keep())
+            try:
+                yield
+            finally:
+                keeper.cancel()
+                for pool in self.pools.values():
+                    for lane in pool.lanes:
+                        lane.idle.set()  # who drains need not wait
+
+    def views(self) -> dict[str, list[EngineView]]:
+        return {name: [lane.view for lane in pool.lanes] for name, pool in self.pools.items()}
+
+    def news(self) -> list[str]:
+        """A line for each policy whose engines went away or came back since this was last asked."""
+        return [f"policy {name}: {line}" for name, pool in self.pools.items() if (line := pool.news())]
+
+    async def follow(self) -> None:
+        """Make the pools what the roster says. Raises EngineError for a roster that cannot be read."""
+        async with self._following:  # one after another: to open an engine takes a while
+            for policy, urls in self.roster.urls().items():
+                pool = self.pools[policy]
+                present = {lane.engine.url: lane for lane in pool.lanes if not lane.draining}
+                if not urls:
+                    continue  # engines that were given, not named: they are not the roster's
+                for url in urls:
+                    if url.rstrip("/") not in present and self._opener:
+                        await self._add(policy, url)
+                for url, lane in present.items():
+                    if url not in {one.rstrip("/") for one in urls}:
+                        self._drain(policy, lane)
+
+    async def change(self, policy: str, *, add: str | None = None, remove: str | None = None) -> None:
+        """Write it into the roster and follow. Raises RefusedError for what makes no sense."""
+        pool = self.pools.get(policy)
+        if pool is None:
+            raise RefusedError(f"policy {policy!r}: those of the run are {', '.join(self.pools)}", param="policy")
+        present = {lane.engine.url for lane in pool.lanes if not lane.draining}
+        if remove is not None and remove.rstrip("/") not in present:
+            raise RefusedError(f"{remove} serves no {policy}: its engines are {', '.join(present)}", param="url")
+        if remove is not None and len(present) == 1:
+            raise RefusedError(f"{remove} is the only engine of {policy}: add another one first", param="url")
+        if add is not None:
+            await self._check_tokenizer(pool, add)
+            self.roster.add(policy, add)
+        if remove is not None:
+            self.roster.remove(policy, remove)
+        await self.follow()
+
+    async def _check_tokenizer(self, pool: Pool, url: str) -> None:
+        """Who does not answer is not judged. Raises RefusedError."""
+        if not self._opener:
+            return
+        async with self._opener(url) as engine:
+            told = await ids_of(engine)
+        if told is None:
+            return
+        answers = {lane.engine.url: await ids_of(lane.engine) for lane in pool.lanes if lane.healthy}
+        try:
+            check_joins(url, told, {other: ids for other, ids in answers.items() if ids})
+        except EngineError as error:
+            raise RefusedError(str(error), param="url") from error
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self.follow()
+            except EngineError as error:
+                log.warning("roster_unreadable", error=str(error))
+            await asyncio.gather(*(pool.probe() for pool in self.pools.values()))
+            await asyncio.sleep(self._probe_every_s)
+
+    async def _add(self, policy: str, url: str) -> None:
+        assert self._opener
+        lane = Lane(await self._opened.enter_async_context(self._opener(url)))
+        await lane.probe()
+        self.pools[policy].lanes.append(lane)
+        log.info("engine_added", policy=policy, engine=url, healthy=lane.healthy)
+
+    def _drain(self, policy: str, lane: Lane) -> None:
+        lane.draining = True
+        log.info("engine_draining", policy=policy, engine=lane.engine.url, open_calls=lane.open_calls)
+        self._tasks.create_task(self._remove(policy, lane))
+
+    async def _remove(self, policy: str, lane: Lane) -> None:
+        await lane.idle.wait()
+        self.pools[policy].lanes.remove(lane)
+        log.info("engine_removed", policy=policy, engine=lane.engine.url)

@@ -1,0 +1,79 @@
+"""Bounded queueing: so many calls at a time, so many more that wait their turn, and the rest are told when to come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+
+from swarmq.proxy.http_errors import RefusedError
+
+SMOOTHING = 0.1
+MAX_RETRY_AFTER_S = 60
+
+
+class Gate:
+    """First come, first served."""
+
+    def __init__(self, *, max_open: int, max_waiting: int) -> None:
+        self._max_open = max_open
+        self._max_waiting = max_waiting
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.open = 0
+        self._mean_s = 1.0
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    async def enter(self) -> Pass:
+        """A pass, to be given back. Raises RefusedError (429) when too many wait already."""
+        if self.open < self._max_open:
+            self.open += 1
+            return Pass(self)
+        if len(self._waiting) >= self._max_waiting:
+            raise RefusedError(
+                f"{self.open} calls are open at this proxy and {self.waiting} wait; come back later",
+                status=429, code="proxy_overloaded", retry_after_s=self._retry_after_s(),
+            )  # fmt: skip
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.leave()  # it was our turn at the same moment
+            else:
+                with contextlib.suppress(ValueError):
+                    self._waiting.remove(turn)
+            raise
+        return Pass(self)
+
+    def leave(self, held_s: float | None = None) -> None:
+        if held_s is not None:
+            self._mean_s += SMOOTHING * (held_s - self._mean_s)
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)  # our place is theirs
+                return
+        self.open -= 1
+
+    def _retry_after_s(self) -> int:
+        """When what waits now will have been let in, if calls go on as they have."""
+        return min(max(math.ceil(self.waiting * self._mean_s / self._max_open), 1), MAX_RETRY_AFTER_S)
+
+
+class Pass:
+    """A place inside; giving it back twice does nothing."""
+
+    def __init__(self, gate: Gate) -> None:
+        self._gate: Gate | None = gate
+        self._since = time.monotonic()
+
+    def give_back(self) -> None:
+        if self._gate is not None:
+            self._gate.leave(time.monotonic() - self._since)
+            self._gate = None

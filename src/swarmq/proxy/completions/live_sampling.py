@@ -1,0 +1,53 @@
+"""How a policy is sampled now: the job's settings, and what was changed while the run is up.
+
+The collector repeats the changes in its `state` event, so a proxy that missed one, or has just started, knows them
+within seconds. Nothing depends on the moment: every turn records the sampling it had.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import structlog
+
+from swarmq import live_settings
+from swarmq.config import SamplingDefaults, SwarmJob
+from swarmq.keys import Claims
+from swarmq.messages import Change, Event
+
+log = structlog.get_logger()
+
+
+class Tuning:
+    """The settings in effect at this proxy."""
+
+    def __init__(self, file: SwarmJob) -> None:
+        self._file = self.job = file
+        self.number = 0
+
+    def sampling(self, policy: str, kind: str) -> SamplingDefaults:
+        """Of an episode of this kind; empty: the client did not say."""
+        setting, own = self.job.policies[policy].sampling, self.job.kinds.get(kind)
+        limit = _least(setting.max_tokens, own.max_tokens if own else None)
+        return msgspec.structs.replace(setting, max_tokens=limit or None)
+
+    def episode_tokens(self, claims: Claims) -> int:
+        """Tokens that the episode may sample: the least of what its key and its kind allow; 0: no limit."""
+        own = self.job.kinds.get(claims.kind)
+        return _least(claims.max_tokens, own.episode_tokens if own else None)
+
+    def episode_calls(self, claims: Claims) -> int:
+        """Calls that the episode may make, in the same way."""
+        own = self.job.kinds.get(claims.kind)
+        return _least(claims.max_calls, own.episode_calls if own else None)
+
+    def hear(self, event: Event) -> None:
+        """An event of the run, to learn what was changed."""
+        if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
+            return
+        changes = msgspec.convert(event.fields.get("changes", []), list[Change])
+        self.job, self.number = live_settings.applied(self._file, changes), event.fields["control"]
+        log.info("settings", control=self.number)
+
+
+def _least(*limits: int | None) -> int:
+    return min((limit for limit in limits if limit), default=0)

@@ -1,0 +1,73 @@
+"""Streams that the engine has to parse: few portions, so that parsing costs little, soon enough that nobody minds.
+
+vLLM keeps nothing between two portions of a stream: for each it parses anew all that went before, on the thread that also
+renders the prompts of other calls. So after each portion a stream rests, for `PATIENCE` times as long as that one took, at
+most `LONGEST_S`; what is sampled meanwhile makes one portion. The first tokens of a call rest never, the last ones neither.
+
+    engine --token, token, token--> paced() --one portion when the rest is over--> derender --> agent
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Iterator
+
+from swarmq.engine.client.protocol import Delta
+from swarmq.proxy.deltas import merged
+
+PATIENCE = 9.0
+"""A stream is parsed for a tenth of its time."""
+LONGEST_S = 1.0
+"""The longest rest, which only answers of many thousand tokens reach: the longest pause that an agent notices."""
+
+
+class Pace:
+    """How long one stream is to rest. What waits behind other streams takes longer, and rests longer."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._rests_until = clock()
+
+    @property
+    def rest_s(self) -> float:
+        return max(self._rests_until - self._clock(), 0.0)
+
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Around the parsing of a portion; that of several choices adds up."""
+        began = self._clock()
+        try:
+            yield
+        finally:
+            ended = self._clock()
+            rest_s = max(self._rests_until - ended, 0.0) + PATIENCE * (ended - began)
+            self._rests_until = ended + min(rest_s, LONGEST_S)
+
+
+async def paced(portions: AsyncGenerator[list[Delta], None], pace: Pace) -> AsyncGenerator[list[Delta], None]:
+    """What a stream brings, merged per choice while `pace` has it rest. Closing it closes `portions`."""
+    waiting: dict[int, list[Delta]] = {}
+    reading = asyncio.create_task(_next(portions))
+    try:
+        while True:
+            await asyncio.wait([reading], timeout=pace.rest_s if waiting else None)
+            if reading.done():
+                if (portion := reading.result()) is None:
+                    break
+                for delta in portion:
+                    waiting.setdefault(delta.index, []).append(delta)
+                reading = asyncio.create_task(_next(portions))
+            if due := [i for i in sorted(waiting) if not pace.rest_s or waiting[i][-1].finish_reason]:
+                yield [merged(waiting.pop(index)) for index in due]
+        if waiting:
+            yield [merged(waiting[index]) for index in sorted(waiting)]
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await portions.aclose()
+
+
+async def _next(portions: AsyncGenerator[list[Delta], None]) -> list[Delta] | None:
+    return await anext(portions, None)

@@ -1,0 +1,57 @@
+"""Whether an engine's parsers may be given a stream in large portions: tried once, on tool calls as its model writes them.
+
+Most parsers find the same calls however a stream is cut. Some look for one thing in each portion and lose what else it holds
+(vLLM's `llama3_json`): theirs has to come as it was sampled.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from swarmq.engine.client.protocol import Answer, Engine, Json
+from swarmq.errors import EngineError
+from swarmq.proxy.deltas import extend
+
+_CALLS = [("add", {"a": 17, "b": "25"}), ("look", {"at": ["it", {"deep": True}]})]
+_TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name, _ in _CALLS]
+_ASKED = {"role": "user", "content": "Add 17 and 25."}
+_SAID = {
+    "role": "assistant",
+    "content": "Both.",
+    "tool_calls": [
+        {"id": f"call{index:05}", "type": "function", "function": {"name": name, "arguments": json.dumps(arguments)}}
+        for index, (name, arguments) in enumerate(_CALLS)
+    ],
+}
+CUTS = (1000, 16, 5)
+"""Tokens of a portion."""
+
+
+async def finds_calls(engine: Engine) -> bool:
+    """False also where the model's template does not show how it would write two calls."""
+    chat = {"messages": [_ASKED], "tools": _TOOLS}
+    try:
+        prompt = (await engine.render(chat)).token_ids
+        spoken = (await engine.render({**chat, "messages": [_ASKED, _SAID], "add_generation_prompt": False})).token_ids
+        same = next((i for i, pair in enumerate(zip(prompt, spoken, strict=False)) if pair[0] != pair[1]), len(prompt))
+        answer = spoken[same:]
+        [message] = await engine.derender(chat, prompt, [Answer(token_ids=answer, finish_reason="stop")])
+        found = [_calls(message)]
+        for size in CUTS:
+            message, state = {}, None
+            for at in range(0, len(answer), size):
+                ended = "stop" if at + size >= len(answer) else None
+                delta, state = await engine.derender_delta(
+                    chat, prompt, answer[at : at + size], finish_reason=ended, state=state
+                )
+                extend(message, delta)
+            found.append(_calls(message))
+    except (EngineError, ValueError):
+        return False
+    return all(calls == _CALLS for calls in found)
+
+
+def _calls(message: Json) -> list[tuple[str, Any]]:
+    functions = [call["function"] for call in message.get("tool_calls") or ()]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]

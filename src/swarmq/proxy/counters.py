@@ -1,0 +1,144 @@
+"""What the proxy counts, for its `state` event, and when what it counts deserves a warning."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from swarmq.errors import EngineAnswerError
+from swarmq.messages import Turn
+from swarmq.token_drift import EDITED, LOST, Drift
+
+REMEDIES = {
+    "answer_cut": "ask with include_stop_str_in_output, or with stop_token_ids in place of stop strings",
+    "character_cut": "ask for longer answers, or send answers back as they came",
+    "token_dropped": "send answers back as they came, and serve a chat template that writes them so",
+    "drift": "please report it with the model's name: its text cannot be continued exactly",
+    "history_edited": "keep every message as it was, and what changes (a clock, a step number) in the newest one alone",
+    "template_rewrote_history": "send reasoning back, or serve a chat template that keeps history as it was sampled",
+    "tools_changed": "send the same tools and chat_template_kwargs in every call of a conversation",
+}
+"""Reason of a branch -> what avoids it."""
+
+OFTEN = 0.5
+"""An agent that edits its history in a larger share of its turns than this rarely means to."""
+
+
+@dataclasses.dataclass
+class Meter:
+    alert: float = 1.0
+    """Share of lost continuations above which there is a warning; at 1 there is none, about edits neither."""
+    window: int = 100
+    """Of so many newest turns of a policy that had one to continue."""
+    open_calls: int = 0
+    by_kind: dict[str, Counter[str]] = dataclasses.field(default_factory=lambda: defaultdict(Counter))
+    """Task kind, as keys name it -> `calls`, `episodes`, `prompt_tokens`, `sampled_tokens`, `turns`."""
+    errors: int = 0
+    unusable: Counter[str] = dataclasses.field(default_factory=Counter)
+    """Answers of engines that nothing can be learned from, by reason."""
+    left_out: Counter[str] = dataclasses.field(default_factory=Counter)
+    """What was left out of requests -> of how many: tools that only a provider could run, parameters that nobody knows."""
+    watchers: list[Callable[[Turn, float], None]] = dataclasses.field(default_factory=list)
+    """Called for each turn that is confirmed, with the seconds that took."""
+    drift: Drift = dataclasses.field(default_factory=Drift)
+    _recent: dict[str, deque[Drift]] = dataclasses.field(default_factory=dict)
+    _warned: set[str] = dataclasses.field(default_factory=set)
+    _left_out_told: set[str] = dataclasses.field(default_factory=set)
+    _flaws: dict[tuple[str, str, str], list[str]] = dataclasses.field(default_factory=dict)
+    """Policy, engine, reason -> what was wrong, since the last look at alerts."""
+    _cuts: dict[tuple[str, int], int] = dataclasses.field(default_factory=dict)
+    """Policy and its longest answer -> the `max_tokens` that an agent asked for, since the last look at alerts."""
+    _cuts_told: set[tuple[str, int]] = dataclasses.field(default_factory=set)
+
+    def total(self, name: str) -> int:
+        """Over all kinds."""
+        return sum(counts[name] for counts in self.by_kind.values())
+
+    def take(self, turn: Turn, confirm_s: float = 0.0, *, kind: str = "") -> None:
+        """Count a turn that is confirmed."""
+        for watch in self.watchers:
+            watch(turn, confirm_s)
+        one = Drift.of_turn(turn)
+        self.by_kind[kind].update(turns=1, sampled_tokens=turn.num_sampled)
+        self.drift += one
+        if one.continued:
+            self._recent.setdefault(turn.policy, deque(maxlen=self.window)).append(one)
+
+    def refuse_answer(self, policy: str, engine: str, error: EngineAnswerError) -> None:
+        self.unusable[error.reason] += 1
+        self._flaws.setdefault((policy, engine, error.reason), []).append(str(error))
+
+    def cut(self, policy: str, *, asked: int, limit: int) -> None:
+        """An agent asked for longer answers than the settings allow."""
+        if (policy, limit) not in self._cuts_told:
+            self._cuts[policy, limit] = max(asked, self._cuts.get((policy, limit), 0))
+
+    def leave_out(self, kinds: Iterable[str]) -> None:
+        """Count a request that these were left out of."""
+        self.left_out.update({kind if kind.startswith("tools.") else "unknown parameters" for kind in kinds})
+
+    def fields(self) -> dict[str, Any]:
+        return {
+            "calls": self.total("calls"),
+            "open_calls": self.open_calls,
+            "prompt_tokens": self.total("prompt_tokens"),
+            "sampled_tokens": self.total("sampled_tokens"),
+            "kinds": {kind: dict(counts) for kind, counts in self.by_kind.items()},
+            "errors": self.errors,
+            "unusable_answers": dict(self.unusable),
+            "left_out": dict(self.left_out),
+            "continued": self.drift.continued,
+            "repaired": self.drift.repaired,
+            "drift_rate": self.drift.rate,
+            "branches": self.drift.branches,
+        }
+
+    def alerts(self) -> list[str]:
+        """A line for each engine whose answers could not be used since the last look, for each limit that cuts what agents ask
+        for and all that was left out of requests (once), and for each policy whose drift has come above the threshold; the
+        last again only after it was well below."""
+        lines = [
+            f"policy {policy}: {len(said)} answers of the engine at {engine} could not be used ({reason}): {said[-1]}; their "
+            "agents got an error. Look at the engine's log and weights (not a number?), then start it again"
+            for (policy, engine, reason), said in self._flaws.items()
+        ]
+        self._flaws.clear()
+        lines += [
+            f"policy {policy}: agents ask for answers of {asked} tokens (max_tokens) and get {limit} at most, as "
+            f"policies.{policy}.sampling.max_tokens or their kind's max_tokens says: raise it, leave it out, or ask for fewer"
+            for (policy, limit), asked in self._cuts.items()
+        ]
+        self._cuts_told |= self._cuts.keys()
+        self._cuts.clear()
+        for name in sorted(self.left_out.keys() - self._left_out_told):
+            self._left_out_told.add(name)
+            lines.append(
+                f"{name}: left out of agents' requests and named in x-swarmq-overridden; only a provider could run such a tool, and "
+                "nobody knows such a parameter. Take them out of the agent, or refuse them (proxy.server_tools, "
+                "proxy.unknown_parameters)"
+            )
+        for policy, window in self._recent.items():
+            if len(window) < self.window:
+                continue
+            recent = sum(window, Drift())
+            edited = recent.share(EDITED)
+            often = max(OFTEN, self.alert)
+            if (recent.lost > self.alert or edited > often) and policy not in self._warned:
+                self._warned.add(policy)
+                branched = recent.share(LOST | EDITED)
+                lines.append(
+                    f"policy {policy}: {branched:.0%} of the last {self.window} turns could not continue their "
+                    f"conversation token by token ({recent}); each of them computes its whole context again. "
+                    f"Most often: {_remedy(recent)}. All reasons: docs/proxy.md, 'Branches'"
+                )
+            elif recent.lost <= self.alert / 2 and edited <= often / 2:
+                self._warned.discard(policy)
+        return lines
+
+
+def _remedy(drift: Drift) -> str:
+    """What to do about the most frequent branch."""
+    reason = max(LOST | EDITED, key=lambda name: (drift.branches.get(name, 0), name))
+    return f"{reason}: {REMEDIES[reason]}"

@@ -1,0 +1,140 @@
+"""OpenAI's chat completions: the form that everything else is translated to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from swarmq.engine.client.protocol import Logprob
+from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.dialects import known_parameters, openapi_schemas
+from swarmq.proxy.dialects.base import (
+    MAX_TOP_LOGPROBS,
+    count,
+    flag,
+    listed,
+    not_served,
+    options,
+    served_tools,
+    string,
+    top_logprobs,
+)
+from swarmq.proxy.dialects.openai_chunks import ChunkWriter, head, usage
+from swarmq.proxy.episodes.conversations import Conversations
+from swarmq.proxy.http_errors import Refusal, RefusedError
+from swarmq.proxy.requests import Ask, Ended, Gained
+
+Json = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SAYING = ("tool_calls", "reasoning", "reasoning_content", "refusal", "function_call")
+"""What an assistant's message may have in place of content."""
+
+
+class Chat:
+    path = "/v1/chat/completions"
+    summary = "OpenAI's chat completions"
+    body = openapi_schemas.CHAT
+    fields: frozenset[str] | None = known_parameters.CHAT
+
+    def ask(self, body: Json, told: Conversations) -> Ask:  # noqa: ARG002
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
+            raise RefusedError("messages must be a list of at least one message", param="messages")
+        for at, message in enumerate(messages):
+            _check_message(message, f"messages[{at}]")
+        tools, left_out = served_tools(listed(body, "tools"))
+        for name in ("stream_options", "response_format"):
+            options(body, name)
+        if not isinstance(body.get("tool_choice"), str):
+            options(body, "tool_choice")
+        for name in ("logprobs", "parallel_tool_calls"):
+            flag(body, name)
+        count(body, "top_logprobs", low=0, high=MAX_TOP_LOGPROBS)
+        if body.get("stream_options") is not None and not flag(body, "stream"):
+            raise RefusedError("stream_options is only allowed when stream is true", param="stream_options")
+        not_served(body, "functions", "function_call", why="use tools and tool_choice")
+        not_served(body, "audio", "web_search_options", why="the engine answers with text alone")
+        if (body.get("modalities") or ["text"]) != ["text"]:
+            raise RefusedError("modalities must be ['text']", code="unsupported_parameter", param="modalities")
+        names = {"max_tokens": "max_completion_tokens"} if body.get("max_completion_tokens") else {}
+        chat = {name: value for name, value in body.items() if name != "prompt"}
+        if left_out:
+            chat["tools"] = tools or None
+            if not tools and chat.get("tool_choice") in ("auto", "none"):
+                del chat["tool_choice"]
+        return Ask(chat=chat, names=names, left_out=left_out)
+
+    def answer(self, begun: Begun, choices: Sequence[Ended]) -> Json:
+        return {
+            **head(begun, "chat.completion"),
+            "choices": [
+                {
+                    "index": choice.index,
+                    "message": _message(choice.message),
+                    "logprobs": _logprobs(begun, choice.logprobs),
+                    "finish_reason": choice.finish_reason,
+                    "stop_reason": choice.stop_reason,
+                }
+                for choice in choices
+            ],
+            "usage": usage(begun, choices),
+        }
+
+    def writer(self, begun: Begun) -> ChatWriter:
+        return ChatWriter(begun)
+
+    def refusal(self, refusal: Refusal) -> Json:
+        return refusal.body
+
+
+class ChatWriter(ChunkWriter):
+    def __init__(self, begun: Begun) -> None:
+        super().__init__(begun, "chat.completion.chunk")
+        self._asked_logprobs = bool(begun.call.chat.get("logprobs"))
+        self._greeted: set[int] = set()
+
+    def gain(self, gain: Gained) -> bytes:
+        greeting = self._greet(gain.index)
+        if not gain.delta and not self._asked_logprobs:
+            return greeting
+        delta = {key: value for key, value in gain.delta.items() if key != "role"}
+        logprobs = _logprobs(self.begun, gain.logprobs)
+        return greeting + self.chunk(gain.index, {"delta": delta}, logprobs=logprobs)
+
+    def end(self, ended: Ended) -> bytes:
+        self.ended.append(ended)
+        why = {"finish_reason": ended.finish_reason, "stop_reason": ended.stop_reason}
+        return self._greet(ended.index) + self.chunk(ended.index, {"delta": {}}, **why)
+
+    def _greet(self, index: int) -> bytes:
+        if index in self._greeted:
+            return b""
+        self._greeted.add(index)
+        return self.chunk(index, {"delta": {"role": "assistant", "content": ""}})
+
+
+def _check_message(message: Json, where: str) -> None:
+    """Raise RefusedError for a role that there is not, and for a message that says nothing at all."""
+    role = string(message, "role", where)
+    if role not in ROLES:
+        raise RefusedError(f"{where}.role must be one of {', '.join(ROLES)}, not {role!r:.100}", param=f"{where}.role")
+    content = message.get("content")
+    if content is None and not (role == "assistant" and any(message.get(name) for name in SAYING)):
+        raise RefusedError(f"{where}.content is missing", code="missing_required_parameter", param=f"{where}.content")
+    if content is not None and not isinstance(content, (str, list)):
+        raise RefusedError(
+            f"{where}.content must be text or a list of parts", code="invalid_type", param=f"{where}.content"
+        )
+
+
+def model_card(name: str) -> Json:
+    return {"id": name, "object": "model", "created": 0, "owned_by": "swarmq"}
+
+
+def _message(message: Json) -> Json:
+    return {**message, "content": message["content"] or (None if message.get("tool_calls") else ""), "refusal": None}
+
+
+def _logprobs(begun: Begun, logprobs: Sequence[Logprob]) -> Json | None:
+    return {"content": top_logprobs(begun, logprobs)} if begun.call.chat.get("logprobs") else None

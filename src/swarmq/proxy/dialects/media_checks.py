@@ -1,0 +1,49 @@
+"""Images and other media that a request names by url: an engine would fetch them with its own rights, from inside. Pure."""
+
+from __future__ import annotations
+
+import binascii
+from typing import Any
+
+from swarmq.proxy.http_errors import RefusedError
+
+Json = dict[str, Any]
+
+
+def check_media(chat: Json, *, remote: bool) -> None:
+    """Raise RefusedError for a url that is not the content itself (`data:`), nor https where that is `remote`; for an image
+    that is not base64; and for a name under which an engine would look among what others have sent."""
+    served = ("data:", "https:") if remote else ("data:",)
+    for at, message in enumerate(chat.get("messages") or ()):
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict):
+                continue
+            if part.get("uuid") is not None:
+                raise RefusedError(
+                    f"messages[{at}]: a uuid would be looked for among what all episodes have sent: send the content without it",
+                    code="unsupported_parameter", param="messages",
+                )  # fmt: skip
+            for url in _urls(part):
+                if not url.lower().startswith(served):
+                    raise RefusedError(
+                        f"messages[{at}]: the url {url!r:.100} is not served, only {' and '.join(served)} urls: send the "
+                        "content itself, in base64",
+                        code="unsupported_parameter", param="messages",
+                    )  # fmt: skip
+                _check_base64(url, at)
+
+
+def _check_base64(url: str, at: int) -> None:
+    head, _, data = url.partition(",")
+    if head.startswith("data:image/") and head.endswith(";base64"):
+        try:
+            binascii.a2b_base64(data, strict_mode=True)
+        except ValueError as error:
+            raise RefusedError(f"messages[{at}]: the image is not base64 ({error})", param="messages") from error
+
+
+def _urls(part: Json) -> list[str]:
+    named = [value for key, value in part.items() if key == "url" or key.endswith("_url")]
+    found = [value.get("url") if isinstance(value, dict) else value for value in named]
+    return [url for url in found if isinstance(url, str)]

@@ -1,0 +1,60 @@
+"""What chat completions and completions have in common: the head of an answer, its usage, and a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.proxy.completions.pipeline import Begun
+from swarmq.proxy.dialects.base import answer_id, data, options
+from swarmq.proxy.http_errors import Refusal
+from swarmq.proxy.requests import Ended
+
+Json = dict[str, Any]
+
+
+def head(begun: Begun, kind: str) -> Json:
+    return {
+        "id": answer_id(begun),
+        "object": kind,
+        "created": int(begun.call.began_at),
+        "model": begun.call.policy,
+    }
+
+
+def usage(begun: Begun, choices: Sequence[Ended]) -> Json:
+    sampled = sum(choice.num_tokens for choice in choices)
+    prompt = begun.prompt_tokens
+    told = {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+    thought = sum(choice.num_reasoning_tokens for choice in choices)
+    return {**told, "completion_tokens_details": {"reasoning_tokens": thought}} if thought else told
+
+
+class ChunkWriter:
+    """A `Writer` but for `gain` and `end`, which differ; `end` notes the choice in `ended`."""
+
+    def __init__(self, begun: Begun, kind: str) -> None:
+        self.begun = begun
+        self.ended: list[Ended] = []
+        self._head = head(begun, kind)
+        self._opening = b"data: " + msgspec.json.encode(self._head)[:-1] + b',"choices":['
+        """What all chunks begin with."""
+
+    def begin(self) -> bytes:
+        return b""
+
+    def close(self) -> bytes:
+        last = b"data: [DONE]\n\n"
+        if options(self.begun.call.body, "stream_options").get("include_usage"):
+            return data({**self._head, "choices": [], "usage": usage(self.begun, self.ended)}) + last
+        return last
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return data(refusal.body)
+
+    def chunk(self, index: int, gained: Json, *, logprobs: Any = None, finish_reason: Any = None, **more: Any) -> bytes:
+        """`gained`: the field that holds what the choice gained."""
+        choice = {"index": index, **gained, "logprobs": logprobs, "finish_reason": finish_reason, **more}
+        return self._opening + msgspec.json.encode(choice) + b"]}\n\n"

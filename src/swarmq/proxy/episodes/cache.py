@@ -1,0 +1,283 @@
+"""What the proxy remembers of running episodes, within bounds. Forgetting costs a turn its parent, never its exactness.
+
+    first call ──> remembered ──ended──> its id: calls that come later are refused
+                       ├──idle──> forgotten ──> its id and budget: the next call starts a branch, `memory_lost`
+                       └──no room, the least recently used first──> the same
+
+An episode has ended when the collector says so; whoever missed that (events may be lost) goes idle.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+
+from swarmq import keys
+from swarmq.config import SwarmJob
+from swarmq.messages import Event, made_at
+from swarmq.proxy.completions.engine_pool import Lane
+from swarmq.proxy.episodes.conversation_graph import Graph
+from swarmq.proxy.episodes.conversations import Conversations
+from swarmq.proxy.episodes.token_budget import Budget
+from swarmq.proxy.http_errors import RefusedError, foreign_episode
+from swarmq.registries.proxies import Proxies
+
+LIMIT_BYTES = 512 * 1024 * 1024
+OVERHEAD_BYTES = 1024
+"""Of a memory without any turns, by tracemalloc."""
+MAX_CALLS = 256
+"""Of an episode at a time."""
+MAX_GONE = 10_000
+"""Ids of ended episodes, and of forgotten ones, that are kept."""
+ENDINGS = frozenset({"episode", "eval"})
+"""Events of the collector that tell of an episode's end."""
+
+NOT_RECEIVED = ("orphan_turns", "unseen_turns", "rewards_uncredited")
+
+Kept = TypeVar("Kept")
+
+
+class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
+    """What this proxy knows of an episode."""
+
+    episode_id: str
+    policies: tuple[str, ...]
+    """That it has called here."""
+    calls: int
+    sampled_tokens: int
+    idle_s: float
+
+
+class Memory:
+    """Of one episode."""
+
+    __slots__ = (
+        "budget",
+        "client",
+        "conversations",
+        "counted_bytes",
+        "graphs",
+        "lanes",
+        "lost",
+        "open_calls",
+        "used_at",
+    )
+
+    def __init__(self, *, client: str = "", lost: bool = False, budget: Budget | None = None) -> None:
+        self.client = client
+        """Whose keys it was called with."""
+        self.lost = lost
+        """There may have been calls that we know nothing of."""
+        self.graphs: dict[str, Graph] = {}
+        self.lanes: dict[str, Lane] = {}
+        """Policy -> the engine that answered last."""
+        self.conversations = Conversations()
+        self.budget = budget or Budget()
+        self.open_calls = 0
+        self.used_at = 0.0
+        self.counted_bytes = 0
+        """Its share of what all of them are said to take."""
+
+    def graph(self, policy: str) -> Graph:
+        if policy not in self.graphs:
+            self.graphs[policy] = Graph()
+        return self.graphs[policy]
+
+    @property
+    def size_bytes(self) -> int:
+        return OVERHEAD_BYTES + self.conversations.size_bytes + sum(graph.size_bytes for graph in self.graphs.values())
+
+
+class Episodes:
+    """Memories by episode, in the order of their last use."""
+
+    def __init__(
+        self,
+        *,
+        idle_s: float,
+        limit_bytes: int = LIMIT_BYTES,
+        max_calls: int = MAX_CALLS,
+        clock: Callable[[], float] = time.monotonic,
+        is_home: Callable[[str], bool] = lambda _: True,
+    ) -> None:
+        """`is_home` says of an episode's id whether its first call was to come here, and not before we were there."""
+        self._idle_s = idle_s
+        self._limit_bytes = limit_bytes
+        self._max_calls = max_calls
+        self._clock = clock
+        self._is_home = is_home
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._forgotten: OrderedDict[str, tuple[str, Budget]] = OrderedDict()
+        """Client and budget."""
+        self.size_bytes = 0
+        """Tokens, keys and messages of all memories together."""
+        self.counts: Counter[str] = Counter()
+        """How often memory went because its episode had `ended`, was `idle`, or others needed the `room`."""
+        self.not_received: dict[str, int] = dict.fromkeys(NOT_RECEIVED, 0)
+        """What the collector counts, in the whole run."""
+        self._told = 0
+
+    @classmethod
+    def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> Episodes:
+        """Those of the proxy that clients find at `url`, or of this number where they were told of no other, from now on."""
+        started_at, proxies = now(), Proxies(job.run_folder.proxies)
+
+        def is_home(episode_id: str) -> bool:
+            made, urls = made_at(episode_id), proxies.urls()
+            place, count = (urls.index(url), len(urls)) if url in urls else (number, job.proxy.count)
+            return keys.home_of(episode_id, count) == place and (made is None or made >= started_at)
+
+        return cls(
+            idle_s=job.proxy.key_lifetime_s,
+            limit_bytes=job.proxy.max_memory_bytes,
+            max_calls=job.proxy.max_episode_calls,
+            is_home=is_home,
+        )
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    def of(self, episode_id: str, client: str = "") -> Memory:
+        """Raises RefusedError when the episode is known to have ended, or to be another client's."""
+        memory = self._memories.get(episode_id)
+        if memory is None:
+            memory = self._memories[episode_id] = self._begun(episode_id, client)
+            self._count(memory)
+        if memory.client != client:
+            raise foreign_episode(episode_id)
+        self._touch(episode_id, memory)
+        return memory
+
+    def open_call(self, episode_id: str, client: str = "") -> Memory:
+        """The memory, not to be forgotten before `close_call` as long as its episode goes on. Raises RefusedError."""
+        memory = self.of(episode_id, client)
+        if memory.open_calls >= self._max_calls:
+            raise RefusedError(
+                f"the episode has {memory.open_calls} calls open at this proxy, and may have no more",
+                status=429, code="episode_calls_open",
+            )  # fmt: skip
+        memory.open_calls += 1
+        return memory
+
+    def close_call(self, memory: Memory) -> None:
+        memory.open_calls -= 1
+        if memory.counted_bytes:
+            self._count(memory)
+            self._make_room()
+
+    @contextmanager
+    def arriving(self, claims: keys.Claims) -> Iterator[Memory]:
+        """The memory of a call whose body is still to come. Raises RefusedError."""
+        memory = self.open_call(claims.episode_id, claims.client)
+        try:
+            yield memory
+        finally:
+            memory.open_calls -= 1  # and no room is made yet: the call goes on in a moment
+
+    def hear(self, event: Event) -> None:
+        """An event of the run, to learn which episodes have ended, and how many turns their agents did not receive."""
+        if event.name == "state" and event.source == "collector":
+            self.not_received = {name: event.fields.get(name, 0) for name in NOT_RECEIVED}
+        if event.name in ENDINGS and event.source == "collector":
+            self.end(event.fields["episode_id"])
+
+    def end(self, episode_id: str) -> None:
+        """The episode is over: all that is kept of it is that."""
+        memory = self._memories.pop(episode_id, None)
+        if memory:
+            self._uncount(memory)
+            self.counts["ended"] += 1
+        if memory or self._forgotten.pop(episode_id, None):
+            _keep(self._ended, episode_id, None)
+
+    def sweep(self) -> None:
+        """Forget idle episodes."""
+        due = self._clock() - self._idle_s
+        self._forget("idle", lambda memory: memory.used_at <= due)
+        self._make_room()
+
+    def alerts(self) -> list[str]:
+        """A line when open episodes lose their memory to others: at the first one, and whenever their number has doubled."""
+        if (num := self.counts["room"]) < max(1, 2 * self._told):
+            return []
+        self._told = num
+        text = (
+            f"proxy.max_memory_bytes ({self._limit_bytes}) does not hold the conversations of all open episodes: {num} "
+            "were forgotten so far; the next call of each computes its whole context again"
+        )
+        return [text]
+
+    # ----------------------------------------------------------------------------------------------- looking
+
+    def fields(self) -> dict[str, Any]:
+        """For the `state` event."""
+        return {"episodes": len(self), "memory_bytes": self.size_bytes, "forgotten": dict(self.counts)}
+
+    def views(self, limit: int) -> list[EpisodeView]:
+        """The most recently used first."""
+        return [self._view(name, memory) for name, memory in islice(reversed(self._memories.items()), limit)]
+
+    def view(self, episode_id: str) -> EpisodeView | None:
+        memory = self._memories.get(episode_id)
+        return self._view(episode_id, memory) if memory else None
+
+    def _view(self, episode_id: str, memory: Memory) -> EpisodeView:
+        return EpisodeView(
+            episode_id=episode_id,
+            policies=tuple(memory.graphs),
+            calls=memory.budget.calls,
+            sampled_tokens=memory.budget.sampled_tokens,
+            idle_s=round(self._clock() - memory.used_at, 3),
+        )
+
+    # ---------------------------------------------------------------------------------------------- forgetting
+
+    def _begun(self, episode_id: str, client: str) -> Memory:
+        if episode_id in self._ended:
+            raise RefusedError(f"episode {episode_id} has ended; begin a new one", status=403, code="episode_ended")
+        owner, budget = self._forgotten.pop(episode_id, (client, None))
+        return Memory(client=owner, lost=budget is not None or not self._is_home(episode_id), budget=budget)
+
+    def _touch(self, episode_id: str, memory: Memory) -> None:
+        memory.used_at = self._clock()
+        self._memories.move_to_end(episode_id)
+
+    def _make_room(self) -> None:
+        if self.size_bytes > self._limit_bytes:
+            self._forget("room", lambda _: self.size_bytes > self._limit_bytes)
+
+    def _forget(self, reason: str, is_due: Callable[[Memory], bool]) -> None:
+        """The least recently used as long as they are due, except those with open calls: these are in use."""
+        for _ in range(len(self)):
+            episode_id, memory = next(iter(self._memories.items()))
+            if not is_due(memory):
+                return
+            if memory.open_calls:
+                self._touch(episode_id, memory)
+                continue
+            del self._memories[episode_id]
+            self._uncount(memory)
+            self.counts[reason] += 1
+            _keep(self._forgotten, episode_id, (memory.client, memory.budget))
+
+    def _count(self, memory: Memory) -> None:
+        self._uncount(memory)
+        memory.counted_bytes = memory.size_bytes
+        self.size_bytes += memory.counted_bytes
+
+    def _uncount(self, memory: Memory) -> None:
+        self.size_bytes -= memory.counted_bytes
+        memory.counted_bytes = 0
+
+
+def _keep(gone: OrderedDict[str, Kept], episode_id: str, value: Kept) -> None:
+    gone[episode_id] = value
+    if len(gone) > MAX_GONE:
+        gone.popitem(last=False)

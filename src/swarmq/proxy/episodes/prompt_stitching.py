@@ -1,0 +1,150 @@
+"""The prompt of a request: the exact tokens of what was said before, freshly rendered tokens for the rest.
+
+Tokens alone decide nearly always. Where a rendering spells the last answer in other tokens, texts are compared: the
+engine decodes both, the rest of the text is encoded apart, and the result must decode to the rendering's text. Tokenizers
+that begin every text with a space (SentencePiece) encode the rest otherwise when it stands alone; there it is the rendering's
+own tokens, from where what was said ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from swarmq.engine.client.protocol import Engine
+from swarmq.messages import pack_ids, unpack_ids
+from swarmq.proxy.episodes.conversation_graph import (
+    ID_BYTES,
+    Graph,
+    History,
+    Node,
+    Reason,
+    Stitched,
+    branched,
+    continued,
+    why_not,
+)
+from swarmq.proxy.episodes.special_tokens import MARKUP
+
+Json = dict[str, Any]
+
+REPLACED = "\ufffd"
+"""What a decoder writes for bytes that are no whole character."""
+
+
+async def stitch(
+    graph: Graph,
+    history: History,
+    fresh_ids: list[int],
+    engine: Engine,
+    *,
+    request_id: str,
+    lost: bool = False,
+    messages: Sequence[Json] = (),
+) -> Stitched:
+    """`lost`: earlier answers of this episode may be unknown here. `messages`: those of the history.
+
+    Raises EngineError when the engine cannot be asked about texts.
+    """
+    fresh = pack_ids(fresh_ids)
+    known = graph.known(history)
+    edited: Reason | None = "history_edited" if graph.edited(history) else None
+    if not known:
+        return Stitched(prompt=fresh, branch=edited or ("memory_lost" if lost and history.answered else None))
+    found = await _continuation(graph, known[0], history, fresh, engine, request_id, messages)
+    if isinstance(found, Stitched):
+        return msgspec.structs.replace(found, branch=edited) if edited else found
+    return branched(known, fresh, edited or found)
+
+
+async def _continuation(
+    graph: Graph,
+    twins: list[Node],
+    history: History,
+    fresh: bytes,
+    engine: Engine,
+    request_id: str,
+    messages: Sequence[Json],
+) -> Stitched | Reason:
+    """What continues the first of the twins that can be continued, or why the first cannot.
+
+    Those come first that no other request continues: of answers in the same words each is to be continued once.
+    """
+    reasons: list[Reason] = []
+    taken = [node for node in twins if graph.claimed(node, request_id)]
+    for some in ([node for node in twins if node not in taken], taken):
+        for node in some:
+            if found := continued(node, fresh):
+                graph.claim(node, request_id)
+                return found
+        for node in some:
+            graph.claim(node, request_id)  # before anything is awaited: a request beside this one is to take the twin
+            by_text = await _by_text(node, history, fresh, engine, messages)
+            if isinstance(by_text, Stitched):
+                return by_text
+            graph.unclaim(node, request_id)
+            reasons.append(by_text)
+    return reasons[0]
+
+
+async def _by_text(
+    node: Node, history: History, fresh: bytes, engine: Engine, messages: Sequence[Json]
+) -> Stitched | Reason:
+    recorded = node.tokens()
+    said, rendered = await asyncio.gather(_text(engine, recorded), _text(engine, fresh))
+    if not rendered.startswith(said):
+        reason = why_not(node, history)
+        given = messages[node.depth - 1] if node.depth <= len(messages) else {}
+        return reason if reason != "template_rewrote_history" else await _by_key(node, given, fresh, engine)
+    rest = pack_ids(await engine.tokenize(rendered[len(said) :]))
+    prompt = recorded + rest
+    if prompt != fresh and await _text(engine, prompt) != rendered:
+        prompt = recorded + await _after(said, fresh, engine)
+        if await _text(engine, prompt) != rendered:
+            return "drift"
+    return Stitched(prompt=prompt, parent=node, shared=node.num_tokens, depth=node.depth, repaired=prompt != fresh)
+
+
+async def _by_key(node: Node, given: Json, fresh: bytes, engine: Engine) -> Stitched | Reason:
+    """Continue an answer whose text lacks something that was sampled: the agent has sent it back as it got it, so the
+    recorded tokens stand for it, where the rendering shows nothing else of it. `given`: the message that the answer was."""
+    content = given.get("content")
+    if not isinstance(content, str) or not content or given.get("tool_calls"):
+        return "template_rewrote_history"
+    sampled, last = await asyncio.gather(_text(engine, node.sampled), _text(engine, node.sampled[-ID_BYTES:]))
+    end = last if MARKUP.fullmatch(last) else ""
+    if sampled == content + end or _shown(sampled) != _shown(content):
+        return "template_rewrote_history"
+    lost: Reason = "character_cut" if REPLACED in sampled else "token_dropped"
+    tail = await _text(engine, fresh[node.fresh_bytes :]) if node.rendered_in(fresh) else ""
+    if not tail.startswith(content + end):
+        return lost
+    text = tail[len(content + end) :]
+    rest = pack_ids(await engine.tokenize(text))
+    if await _text(engine, rest) != text:
+        return lost
+    return Stitched(prompt=node.tokens() + rest, parent=node, shared=node.num_tokens, depth=node.depth, repaired=True)
+
+
+def _shown(text: str) -> str:
+    """What of a text a message has: no special tokens, no halves of characters."""
+    return MARKUP.sub("", text).replace(REPLACED, "")
+
+
+async def _after(said: str, fresh: bytes, engine: Engine) -> bytes:
+    """The tokens of `fresh` that come after the text `said`, found by bisection."""
+    low, high = 0, len(fresh) // ID_BYTES
+    while low < high:
+        middle = (low + high) // 2
+        if len(await _text(engine, fresh[: middle * ID_BYTES])) < len(said):
+            low = middle + 1
+        else:
+            high = middle
+    return fresh[low * ID_BYTES :]
+
+
+async def _text(engine: Engine, packed: bytes) -> str:
+    return await engine.detokenize(unpack_ids(packed).tolist())

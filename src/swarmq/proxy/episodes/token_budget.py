@@ -1,0 +1,75 @@
+"""What an episode may still sample. Held exactly within one proxy, calls side by side included.
+
+An episode that changes its proxy is counted anew there; one stays at its proxy as long as that lives.
+"""
+
+from __future__ import annotations
+
+from swarmq.proxy.http_errors import RefusedError
+
+
+class Budget:
+    """Calls and tokens of one episode."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.sampled_tokens = 0
+        self.reserved_tokens = 0
+        """That open calls may yet sample."""
+
+    def take_call(self, *, max_calls: int, max_tokens: int) -> None:
+        """Raises RefusedError when the episode has made all its calls, or sampled all its tokens; 0: no limit."""
+        if max_calls and self.calls >= max_calls:
+            raise RefusedError(
+                f"the episode has made its {max_calls} calls", status=403, code="episode_calls_exhausted"
+            )
+        if max_tokens and self.sampled_tokens >= max_tokens:
+            raise RefusedError(
+                f"the episode has sampled its {max_tokens} tokens", status=403, code="episode_tokens_exhausted"
+            )
+        self.calls += 1
+
+    def give_call_back(self) -> None:
+        """It was not answered, by no fault of the agent's."""
+        self.calls -= 1
+
+    def room(self, max_tokens: int, choices: int) -> int | None:
+        """Tokens that each of so many choices may have; None: no limit. Raises RefusedError when there are none."""
+        if not max_tokens:
+            return None
+        room = (max_tokens - self.sampled_tokens - self.reserved_tokens) // choices
+        if room >= 1:
+            return room
+        if self.reserved_tokens:
+            raise RefusedError(
+                f"open calls may sample what is left of the episode's {max_tokens} tokens; wait for them",
+                status=429, code="episode_tokens_reserved",
+            )  # fmt: skip
+        left = max_tokens - self.sampled_tokens
+        raise RefusedError(
+            f"{left} of the episode's {max_tokens} tokens are left, for {choices} choices",
+            status=403, code="episode_tokens_exhausted",
+        )  # fmt: skip
+
+
+class Reservation:
+    """The tokens that an open call may yet sample."""
+
+    def __init__(self, budget: Budget, choices: int, each: int) -> None:
+        self._budget = budget
+        self._each = each
+        self._left = choices * each
+        budget.reserved_tokens += self._left
+
+    def sampled(self, count: int) -> None:
+        """A choice is complete."""
+        self._budget.sampled_tokens += count
+        self._release(self._each)
+
+    def end(self) -> None:
+        """The call is over. Doing it again does nothing."""
+        self._release(self._left)
+
+    def _release(self, count: int) -> None:
+        self._budget.reserved_tokens -= count
+        self._left -= count

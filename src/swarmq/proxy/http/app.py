@@ -1,0 +1,256 @@
+"""The HTTP side of the proxy put together: routes, keys, errors, and the `state` event."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import structlog
+from litestar import Litestar, Request, get
+from litestar.exceptions import HTTPException, MethodNotAllowedException, NotFoundException
+from litestar.openapi import OpenAPIConfig
+from litestar.openapi.plugins import RedocRenderPlugin
+from litestar.openapi.spec import Components, SecurityScheme
+from litestar.response import Response
+
+from swarmq import __version__, keys
+from swarmq.broker import Broker
+from swarmq.config import SwarmJob
+from swarmq.engine.client.protocol import Engine
+from swarmq.messages import Event, Turn, new_id
+from swarmq.proxy.completions.answer_receipts import Serving
+from swarmq.proxy.completions.engine_pool import WAIT_S
+from swarmq.proxy.completions.engine_pools import Fleet, Opener
+from swarmq.proxy.completions.limiter import Gate
+from swarmq.proxy.completions.live_sampling import Tuning
+from swarmq.proxy.completions.pipeline import Completions
+from swarmq.proxy.completions.recorder import Publisher, Recorder
+from swarmq.proxy.counters import Meter
+from swarmq.proxy.dialects import dialect_of, request_headers
+from swarmq.proxy.episodes.cache import Episodes
+from swarmq.proxy.http.agent_routes import AGENT_KEY, agent_routes, key_of, not_served
+from swarmq.proxy.http.control_routes import FAULTS, SECURITY, Authority, ProxyStatus, control_routes
+from swarmq.proxy.http.episode_control import Control
+from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
+from swarmq.proxy.http_errors import RefusedError, refusal_of
+from swarmq.registries.clients import Removed
+from swarmq.registries.engines import Roster
+
+STATE_EVERY_S = 2.0
+EPISODE = "swarmq_episode"
+"""Where a request keeps whose it is."""
+AT_FAULT = frozenset({400, 404, 408, 413})
+"""Statuses of calls that an agent has to change before it gets an answer."""
+MAX_KNOWN, MAX_WHY = 4096, 300
+log = structlog.get_logger()
+
+
+def create_app(
+    job: SwarmJob,
+    *,
+    root: bytes,
+    engines: Mapping[str, Sequence[Engine]],
+    broker: Broker,
+    number: int = 0,
+    now: Callable[[], float] = time.time,
+    state_every_s: float = STATE_EVERY_S,
+    tuning: Tuning | None = None,
+    episodes: Episodes | None = None,
+    opener: Opener | None = None,
+    watchers: Sequence[Callable[[Turn, float], None]] = (),
+    engine_wait_s: float = WAIT_S,
+) -> Litestar:
+    """The proxy of a run. `engines` has every policy's; they and the broker are opened and closed by the caller.
+
+    `number` is its own among the run's proxies. `opener` opens engines that are added while it serves. With `tuning` and
+    `episodes`, which are to hear the run's events (`follow`), settings can change meanwhile and ended episodes are forgotten.
+    `watchers` are told of every turn that is confirmed, with the seconds that took. `engine_wait_s`: how long calls wait where no
+    engine can answer.
+    """
+    meter = Meter(watchers=list(watchers), alert=job.proxy.drift_alert, window=job.proxy.drift_window)
+    source = f"proxy.{number}"
+    episodes = Episodes.of_job(job, number=number, now=now) if episodes is None else episodes
+    gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
+    fleet = Fleet(
+        {name: engines[name] for name in job.policies},
+        roster=Roster(job),
+        max_behind=job.groups.max_staleness,
+        probe_every_s=job.proxy.probe_every_s,
+        opener=opener,
+        resumed_at={name: job.run_folder.newest_checkpoint(name) for name in job.policies if name not in job.frozen},
+        wait_s=engine_wait_s,
+    )
+    pools = fleet.pools
+    completions = Completions(
+        run=job.run,
+        tuning=tuning or Tuning(job),
+        pools=pools,
+        episodes=episodes,
+        recorder=Recorder(broker, meter, confirm_timeout_s=job.proxy.confirm_timeout_s),
+        meter=meter,
+        gate=gate,
+        timeout_s=job.proxy.request_timeout_s,
+    )
+
+    removed = Removed(job.run_folder.clients)
+
+    def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
+        claims = keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)
+        request.state[EPISODE] = claims.episode_id
+        return claims
+
+    refused = Refused()
+
+    @get("/health")
+    async def health() -> Response[dict[str, Any]]:
+        """200 when every policy has an engine that answers."""
+        alive = {name: pool.num_healthy for name, pool in pools.items()}
+        status = 200 if all(alive.values()) else 503
+        return Response({"status": "ok" if status == 200 else "degraded", "engines": alive}, status_code=status)
+
+    def status() -> ProxyStatus:
+        return ProxyStatus(
+            run=job.run,
+            source=source,
+            policies=fleet.views(),
+            open_calls=gate.open,
+            waiting_calls=gate.waiting,
+            episodes=len(episodes),
+            counts=meter.fields(),
+        )
+
+    control = Control(job, broker, root=root, now=now)
+    serving = Serving(job.run, broker)
+
+    metrics = Metrics(meter, gate, fleet, episodes)
+    authority = Authority(root, job.run, now, removed)
+
+    @get(
+        "/metrics",
+        guards=[authority.needs("read")],
+        media_type=CONTENT_TYPE,
+        responses={status: FAULTS[status] for status in (401, 403)},
+        security=[{SECURITY: []}],
+    )
+    async def show_metrics() -> bytes:
+        """For Prometheus, with an operator token whose role is read."""
+        return metrics.text()
+
+    @asynccontextmanager
+    async def controlling(_: Litestar) -> AsyncIterator[None]:
+        async with fleet.kept(), control.serve():
+            yield
+
+    @asynccontextmanager
+    async def reporting(_: Litestar) -> AsyncIterator[None]:
+        async with asyncio.TaskGroup() as tasks:
+            reporter = tasks.create_task(_report(job.run, source, meter, episodes, fleet, broker, state_every_s))
+            others = [tasks.create_task(serving.tell()), tasks.create_task(refused.tell(job.run, source, broker))]
+            yield
+            for task in (reporter, *others):
+                task.cancel()
+
+    def refuse(request: Request[Any, Any, Any], error: Exception) -> Response[dict[str, Any]]:
+        path = request.url.path
+        match error:
+            case NotFoundException():
+                error = not_served(request.method, path)
+            case HTTPException(status_code=413):
+                error = RefusedError(
+                    f"the body has more than {job.proxy.max_body_bytes} bytes (proxy.max_body_bytes)",
+                    status=413, code="request_too_large",
+                )  # fmt: skip
+        refusal = refusal_of(error)
+        meter.errors += 1
+        if refusal.status in AT_FAULT and (episode_id := request.state.get(EPISODE)):
+            refused.add(episode_id, refusal.message)
+        told = {**refusal.headers, **request_headers(new_id())}
+        if isinstance(error, MethodNotAllowedException):
+            told |= error.headers or {}
+        if refusal.status >= 500:
+            log.warning(
+                "call_failed",
+                status=refusal.status,
+                error=str(error),
+                request_id=told["x-request-id"],
+                exc_info=refusal.status == 500,
+            )
+        return Response(dialect_of(path, request.headers).refusal(refusal), status_code=refusal.status, headers=told)
+
+    asked = agent_routes(
+        completions,
+        claims_of=claims_of,
+        pools=pools,
+        aliases={name: policy.aliases for name, policy in job.policies.items()},
+        episodes=episodes,
+        meter=meter,
+        serving=serving,
+        body_timeout_s=job.proxy.receive_timeout_s,
+        remote_images=job.proxy.remote_images,
+        refuses_tools=job.proxy.server_tools == "refuse",
+        refuses_unknown=job.proxy.unknown_parameters == "refuse",
+    )
+    return Litestar(
+        [*asked, health, show_metrics, *control_routes(control, authority, episodes, fleet, status)],
+        lifespan=[reporting, controlling],
+        openapi_config=OpenAPIConfig(
+            title="swarmq proxy",
+            version=__version__,
+            render_plugins=[RedocRenderPlugin()],
+            components=Components(
+                security_schemes={
+                    AGENT_KEY: SecurityScheme(type="http", scheme="bearer"),
+                    SECURITY: SecurityScheme(type="http", scheme="bearer"),
+                }
+            ),
+        ),
+        exception_handlers={Exception: refuse, HTTPException: refuse},
+        request_max_body_size=job.proxy.max_body_bytes,
+        logging_config=None,
+    )
+
+
+class Refused:
+    """Episodes that a call was refused of, told to the collector once each: an episode without a turn has a reason then."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, None] = OrderedDict()
+        self._told: asyncio.Queue[tuple[str, str]] = asyncio.Queue()
+
+    def add(self, episode_id: str, why: str) -> None:
+        if episode_id not in self._known:
+            self._known[episode_id] = None
+            self._told.put_nowait((episode_id, why[:MAX_WHY]))
+            if len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+
+    async def tell(self, run: str, source: str, broker: Publisher) -> None:
+        while True:
+            episode_id, why = await self._told.get()
+            fields = {"episode_id": episode_id, "why": why}
+            await broker.emit(Event(run=run, source=source, name="refused", at=time.time(), fields=fields))
+
+
+async def follow(run: str, broker: Broker, hearers: Sequence[Callable[[Event], None]]) -> None:
+    """Tell `hearers` of the run's events until cancelled."""
+    async with broker.events(run) as events:
+        async for event in events:
+            for hear in hearers:
+                hear(event)
+
+
+async def _report(
+    run: str, source: str, meter: Meter, episodes: Episodes, fleet: Fleet, broker: Publisher, every_s: float
+) -> None:
+    while True:
+        episodes.sweep()
+        fields = meter.fields() | episodes.fields()
+        await broker.emit(Event(run=run, source=source, name="state", at=time.time(), fields=fields))
+        for text in (*meter.alerts(), *episodes.alerts(), *fleet.news()):
+            log.warning("warning", text=text)
+            await broker.emit(Event(run=run, source=source, name="warning", at=time.time(), fields={"text": text}))
+        await asyncio.sleep(every_s)

@@ -1,0 +1,333 @@
+"""Episodes over HTTP, for clients in other languages: begin, end and abort, with the guarantees of the AMQP client.
+
+    begin   ticket ──> EpisodeBegin confirmed ──> ticket acked ──> api key minted ──> 201
+    end     checked ──> EpisodeEnd confirmed ──> 200
+
+An answer leaves when the broker has confirmed the record. A request that is repeated, because its answer was lost, is
+answered again and changes nothing: a begin is known by its episode id, an end by its episode id and outcome id.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from swarmq import keys
+from swarmq.broker import Broker, TicketDesk, topology
+from swarmq.broker.client_rules import NAME_MARK, is_foreign
+from swarmq.config import SwarmJob
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
+from swarmq.outcome import Ends, Outcome, finished, unfinished, untrainable
+from swarmq.proxy.episodes.idempotency import Ended, Entry, Ledger
+from swarmq.proxy.http_errors import RefusedError, foreign_episode
+
+OPERATORS = NAME_MARK + "http"
+"""In whose name the keys of episodes are signed that operators begin; no client can have it."""
+MAX_WAIT_S = 120.0
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+EpisodeId = Annotated[str, Meta(pattern=r"^[0-9A-Za-z._:-]{1,64}$")]
+Limit = Annotated[int, Meta(ge=0)]
+Count = Annotated[int, Meta(ge=1)]
+
+
+class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One attempt at a slot (task, repeat, epoch) is to begin."""
+
+    task_id: Name
+    repeat: Limit = 0
+    """Attempts that are each other's baseline are numbered 0 to group_size - 1."""
+    epoch: Limit = 0
+    kind: str | None = None
+    """The run's only one where there is no choice."""
+    mode: Mode = "train"
+    policies: tuple[str, ...] | None = None
+    """All of the run without."""
+    group_size: Count | None = None
+    """The run's without."""
+    episode_id: EpisodeId | None = None
+    """Give one to make the request repeatable; a UUIDv7 is best."""
+    attempt: Limit = 0
+    client_id: Name | None = None
+    """The operator's name without."""
+    code_version: Annotated[str, Meta(max_length=256)] = ""
+    silence_s: Annotated[float, Meta(gt=0)] | None = None
+    """The collector gives the episode up after so long without a model call; the run's without."""
+    lifetime_s: Annotated[float, Meta(gt=0)] | None = None
+    """Of the api key; the run's without."""
+    max_calls: Limit = 0
+    """Model calls; 0 is no limit."""
+    max_tokens: Limit = 0
+    """Sampled tokens; 0 is no limit."""
+    agent: Annotated[str, Meta(pattern=r"^[\w.:/-]{1,64}$")] | None = None
+    """Tag of all calls with this key."""
+    wait_s: Annotated[float, Meta(gt=0, le=MAX_WAIT_S)] = 30.0
+    """How long to wait for a ticket, in seconds."""
+
+
+class BegunEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    """What an agent needs, and what `end` needs."""
+
+    episode_id: str
+    slot_id: str
+    group_id: str
+    kind: str
+    mode: Mode
+    policies: tuple[str, ...]
+    model: str
+    """The first policy."""
+    base_url: str
+    """For any OpenAI client; this proxy."""
+    api_key: str
+    """Valid for this episode alone."""
+    expires_at: float
+    """Unix time."""
+    repeated: bool
+    """The episode had begun before."""
+    group_size: int
+    """Attempts that make a group of this kind now: so many `repeat`s the next task is to have."""
+    proxies: tuple[str, ...]
+    """Base urls of all proxies of the run now, as its host reaches them; empty where no ticket has said. Whatever this
+    one does not answer, another one may."""
+
+
+class EndRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The episode has finished and was scored."""
+
+    reward: float | None = None
+    """For every policy of the episode."""
+    rewards: dict[str, float] | None = None
+    """Policy -> reward, in place of `reward`."""
+    success: bool | None = None
+    metrics: dict[str, float] = {}
+    metadata: dict[str, str] = {}
+    agent_rewards: dict[str, dict[str, float]] = {}
+    """Policy -> agent tag -> reward."""
+    call_rewards: dict[str, float] = {}
+    """Call id -> reward."""
+    calls: tuple[str, ...] | None = None
+    """Ids of the calls whose answers the agent received, where it knows all of them: no other is trained."""
+    received: tuple[str, ...] | None = None
+    """Ids of those calls with the header `x-swarmq-observed` whose answers the agent received: no other with it is trained."""
+    policies: tuple[str, ...] | None = None
+    """As `begin` answered them. Needed beside `reward` where another proxy began the episode."""
+    outcome_id: Annotated[str, Meta(max_length=128)] | None = None
+    """Two ends with one id are the same end; a digest of the content without."""
+
+
+class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The episode has no reward: it is never trained and never counts as a 0."""
+
+    status: Literal["aborted", "failed"] = "aborted"
+    """aborted: given up on purpose; failed: something broke."""
+    reason: str = ""
+    final: bool = False
+    """No further attempt at the slot will come: its group does not wait for one."""
+    outcome_id: Annotated[str, Meta(max_length=128)] | None = None
+
+
+class EndedEpisode(msgspec.Struct, frozen=True, kw_only=True):
+    episode_id: str
+    outcome_id: str
+    status: str
+    repeated: bool
+    """It had ended in this way before."""
+
+
+class Control:
+    """Begins and ends episodes of one run. `serve` must be open."""
+
+    def __init__(
+        self, job: SwarmJob, broker: Broker, *, root: bytes, now: Callable[[], float], ticketed: bool = True
+    ) -> None:
+        self._job = job
+        self._broker = broker
+        self._root = root
+        self._now = now
+        self._ticketed = ticketed
+        self._inbox = topology.inbox(job.run)
+        self._ledger = Ledger()
+        self._proxies: tuple[str, ...] = ()
+        self._desks = {kind: TicketDesk(broker, topology.tickets(job.run, kind), kind) for kind in job.task_kinds}
+
+    @contextlib.asynccontextmanager
+    async def serve(self) -> AsyncIterator[None]:
+        """Hands out tickets as long as it is open."""
+        async with asyncio.TaskGroup() as tasks:
+            desks = [tasks.create_task(desk.serve()) for desk in self._desks.values()]
+            try:
+                yield
+            finally:
+                for desk in desks:
+                    desk.cancel()
+
+    async def begin(self, asked: BeginRequest, *, operator: str, by_client: bool, base_url: str) -> BegunEpisode:
+        """Raises RefusedError, BrokerError."""
+        begin = self._begin_of(asked, operator)
+        entry = self._ledger.of(begin.episode_id)
+        async with entry.lock:
+            if entry.begin is not None and not _same(entry.begin, begin, sized=asked.group_size is not None):
+                raise _conflict(f"episode {begin.episode_id} has begun otherwise: take another id")
+            repeated = entry.begin is not None
+            if not repeated:
+                entry.begin = await self._send(begin, asked.wait_s)
+        expires_at = self._now() + (asked.lifetime_s or self._job.proxy.key_lifetime_s)
+        claims = keys.Claims(
+            run=begin.run,
+            client=operator if by_client else OPERATORS,
+            episode_id=begin.episode_id,
+            policies=begin.policies,
+            kind=begin.kind,
+            mode=begin.mode,
+            expires_at=expires_at,
+            max_calls=asked.max_calls,
+            max_tokens=asked.max_tokens,
+            agent=asked.agent,
+        )
+        return BegunEpisode(
+            episode_id=begin.episode_id,
+            slot_id=begin.slot.id,
+            group_id=begin.slot.group_id,
+            kind=begin.kind,
+            mode=begin.mode,
+            policies=begin.policies,
+            model=begin.policies[0],
+            base_url=base_url,
+            api_key=keys.mint(keys.client_secret(self._root, claims.client), claims),
+            expires_at=expires_at,
+            repeated=repeated,
+            group_size=self._size(begin.kind),
+            proxies=self._proxies,
+        )
+
+    async def end(self, episode_id: str, asked: EndRequest, *, client_id: str) -> EndedEpisode:
+        """Raises OutcomeError for what is no reward, RefusedError, BrokerError."""
+        entry = self._owned(episode_id, client_id)
+        outcome = Outcome(
+            reward=asked.reward,
+            rewards=asked.rewards,
+            success=asked.success,
+            metrics=asked.metrics,
+            metadata=asked.metadata,
+            agent_rewards=asked.agent_rewards,
+            call_rewards=asked.call_rewards,
+        )
+        end = finished(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
+        return await self._end(
+            entry, msgspec.structs.replace(end, calls=asked.calls, received=asked.received), asked.outcome_id
+        )
+
+    async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndedEpisode:
+        """Raises RefusedError, BrokerError."""
+        entry = self._owned(episode_id, client_id)
+        who = Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
+        return await self._end(entry, unfinished(who, asked.status, asked.reason, final=asked.final), asked.outcome_id)
+
+    def _owned(self, episode_id: str, client_id: str) -> Entry:
+        """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""
+        entry = self._ledger.of(episode_id)
+        if entry.begin and is_foreign(client_id, entry.begin.client_id):
+            raise foreign_episode(episode_id)
+        return entry
+
+    async def _send(self, begin: EpisodeBegin, wait_s: float) -> EpisodeBegin:
+        if begin.mode == "eval" or not self._ticketed:
+            await self._publish(begin)
+            return begin
+        try:
+            async with (
+                asyncio.timeout(wait_s) as limit,
+                self._desks[begin.kind].ticket(first=begin.attempt > 0) as ticket,
+            ):
+                limit.reschedule(None)  # from here on the broker's own deadline holds
+                self._proxies = ticket.proxies
+                begin = msgspec.structs.replace(begin, ticket_id=ticket.ticket_id)
+                await self._publish(begin)
+        except TimeoutError as error:
+            raise RefusedError(
+                f"no ticket of kind {begin.kind!r} within {wait_s:g} s: the run is ahead of its learner, paused or drained; ask "
+                "again with the same episode_id",
+                status=429, code="no_ticket",
+            ) from error  # fmt: skip
+        return begin
+
+    async def _end(self, entry: Entry, end: EpisodeEnd, outcome_id: str | None) -> EndedEpisode:
+        outcome_id = outcome_id or hashlib.sha256(msgspec.msgpack.encode(end)).hexdigest()[:32]
+        async with entry.lock:
+            known = entry.end_of(end.client_id)
+            if known and known.outcome_id != outcome_id:
+                raise _conflict(f"episode {end.episode_id} has ended otherwise ({known.end.status}): nothing was sent")
+            if known is None:
+                await self._publish(end)
+                entry.ends.append(Ended(end, outcome_id))
+        status = known.end.status if known else end.status
+        return EndedEpisode(episode_id=end.episode_id, outcome_id=outcome_id, status=status, repeated=known is not None)
+
+    async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
+        await self._broker.publish(self._inbox, piece, deadline_s=self._job.proxy.confirm_timeout_s)
+
+    def _begin_of(self, asked: BeginRequest, operator: str) -> EpisodeBegin:
+        job = self._job
+        kind = asked.kind or (job.task_kinds[0] if len(job.task_kinds) == 1 else None)
+        if kind not in job.task_kinds:
+            raise RefusedError(f"kind {kind!r}: the kinds of the run are {', '.join(job.task_kinds)}", param="kind")
+        policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))
+        if not policies or set(policies) - set(job.policies):
+            raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
+        if asked.mode == "train" and (refusal := untrainable(policies, tuple(job.policies), job.frozen)):
+            raise RefusedError(refusal, param="policies")
+        size = asked.group_size or (self._size(kind) if asked.mode == "train" else 1)
+        if asked.mode == "train" and asked.repeat >= (most := max(size, self._desks[kind].group_size or 0)):
+            raise RefusedError(
+                f"repeat {asked.repeat}: the attempts of a group of {most} are numbered 0 to {most - 1}; the next group of the same task "
+                "is the next epoch",
+                param="repeat",
+            )
+        return EpisodeBegin(
+            run=job.run,
+            episode_id=asked.episode_id or new_id(),
+            slot=Slot(task_id=asked.task_id, repeat=asked.repeat, epoch=asked.epoch),
+            kind=kind,
+            group_size=size,
+            policies=policies,
+            mode=asked.mode,
+            client_id=asked.client_id or operator,
+            code_version=asked.code_version,
+            attempt=asked.attempt,
+            silence_s=asked.silence_s,
+        )
+
+    def _size(self, kind: str) -> int:
+        """Attempts that make a group now, as far as tickets have told."""
+        return self._desks[kind].group_size or self._job.group_size(kind)
+
+    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> Ends:
+        """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
+        policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
+        policies = entry.begin.policies if entry.begin else asked.policies or policies
+        if policies is None and asked.rewards is not None:
+            policies = tuple(asked.rewards)
+        if policies is None:
+            raise RefusedError(
+                "another proxy began this episode: give `policies` beside `reward`, or `rewards` for each",
+                param="policies",
+            )
+        return Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=policies)
+
+
+def _conflict(message: str) -> RefusedError:
+    return RefusedError(message, status=409, code="episode_conflict")
+
+
+def _same(one: EpisodeBegin, other: EpisodeBegin, *, sized: bool) -> bool:
+    """`sized`: the size of the group was asked for; else it is whatever it was when the first of them came."""
+    size = other.group_size if sized else one.group_size
+    return msgspec.structs.replace(one, ticket_id=None) == msgspec.structs.replace(
+        other, ticket_id=None, group_size=size
+    )

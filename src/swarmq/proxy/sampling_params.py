@@ -1,0 +1,199 @@
+"""Which sampling parameters are in effect. Pure.
+
+Training needs every token sampled from the policy's own distribution at the run's temperature, so what an agent asks
+for beyond that is overridden and named; evaluation honours it, and takes the run's values where the agent is silent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from swarmq.config import SamplingDefaults
+from swarmq.messages import Mode, Sampling
+from swarmq.proxy.http_errors import RefusedError, too_long
+
+Json = dict[str, Any]
+
+_canonical = msgspec.json.Encoder(order="deterministic")
+KEPT = frozenset(
+    {
+        *("n", "stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos", "structured_outputs"),
+        *(
+            "logprobs",
+            "detokenize",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+            "output_kind",
+            "skip_clone",
+        ),
+        *("stream_interval", "skip_reading_prefix_cache", "routed_experts_prompt_start"),
+    }
+)
+"""What of the engine's parameters a training episode may choose: where an answer ends, what it is held to and how it is
+told. Everything else is the run's, so that no parameter which an engine learns some day changes what is trained."""
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1, 1.0),
+    "top_k": (0, -1),
+    "min_p": (0, 0.0),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "thinking_token_budget": (),
+    "seed": (),
+    "watermarking": (False,),
+    "repetition_detection": (),
+    "extra_args": ({},),
+}
+"""What changes the distribution, and the values at which it does not; for any other parameter false, 0 and nothing."""
+AS_ASKED = {"extra_args": "vllm_xargs"}
+"""What a request calls them, where that is another name."""
+MOST = {"stop": 64, "stop_token_ids": 1024, "bad_words": 1024, "logit_bias": 1024}
+"""Entries that are looked at for every token that is sampled."""
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_TOKENS = 2**24
+"""Of an answer, whatever the model: more is a slip, where less is cut to the room that there is."""
+MAX_WORD = 1024
+"""Characters of a text among them."""
+OWN = frozenset({"temperature", "max_tokens"})
+"""Set for every training episode, and told apart."""
+RECORDED = frozenset(Sampling.__struct_fields__) - {"grammar", "others"}
+"""By the names that the engine has for them."""
+
+
+class Effective(msgspec.Struct, frozen=True, kw_only=True):
+    params: Json
+    """For the engine."""
+    record: Sampling
+    overridden: tuple[str, ...]
+    cut_from: int = 0
+    """The `max_tokens` that was asked for, where the run's settings allow fewer; else 0."""
+
+
+def effective(
+    chat: Json,
+    rendered: Json,
+    *,
+    mode: Mode,
+    setting: SamplingDefaults,
+    prompt_tokens: int,
+    max_model_len: int,
+    room_left: int | None,
+    names: Mapping[str, str] | None = None,
+    cuts: bool = False,
+) -> Effective:
+    """`room_left`: tokens that the episode's budget leaves for each choice. `names`: field of `chat` -> what the agent calls it.
+    `cuts`: a `max_tokens` beyond the model's room counts as far as there is room, in evaluation, too.
+
+    Raises RefusedError where prompt and answer do not fit the model, or by the run's policy on conflicts.
+    """
+    names = names or {}
+    room = max_model_len - prompt_tokens
+    if room < 1:
+        raise too_long(prompt_tokens, max_model_len)
+    asked = chat.get("max_completion_tokens") or chat.get("max_tokens")
+    params = {key: value for key, value in rendered.items() if key != "prompt_logprobs"}
+    params["logprobs"] = (chat.get("top_logprobs") or 0) if chat.get("logprobs") else 0
+    overridden: list[str] = []
+    cut_from = 0
+    if mode == "train":
+        overridden = _conflicts(chat, params, setting)
+        params = {key: value for key, value in params.items() if key in KEPT}
+        params["temperature"] = setting.temperature
+        longest = setting.max_tokens or room
+        limit = min(asked or longest, longest, room)
+        if asked and setting.max_tokens and asked > setting.max_tokens:
+            overridden.append("max_tokens")
+            cut_from = asked
+        overridden = [names.get(name, name) for name in overridden]
+        if overridden and setting.conflicts == "refuse":
+            most = f" and up to {setting.max_tokens} tokens" if setting.max_tokens else ""
+            raise RefusedError(
+                f"this run samples its training episodes at temperature {setting.temperature:g}, top_p 1, without penalties"
+                f"{most}: leave out {', '.join(overridden)}",
+                code="sampling_conflict", param=overridden[0],
+            )  # fmt: skip
+    else:
+        if chat.get("temperature") is None:
+            params["temperature"] = setting.temperature
+        limit = asked or min(setting.max_tokens or room, room)
+        if limit > room and not cuts:
+            raise too_long(prompt_tokens, max_model_len, wanted=limit)
+        limit = min(limit, room)
+    wanted = asked or limit
+    limit = limit if room_left is None else min(limit, room_left)
+    if limit < wanted and (name := names.get("max_tokens", "max_tokens")) not in overridden:
+        overridden.append(name)
+    params["max_tokens"] = limit
+    return Effective(params=params, record=record_of(params), overridden=tuple(overridden), cut_from=cut_from)
+
+
+def record_of(params: Json) -> Sampling:
+    """The engine's parameters as a turn records them. Raises RefusedError for what no engine samples by."""
+    known = {name: params[name] for name in RECORDED if params.get(name) is not None}
+    if isinstance(stop := known.get("stop"), str):
+        known["stop"] = (stop,)
+    if isinstance(bias := known.get("logit_bias"), dict):
+        known["logit_bias"] = {str(token): value for token, value in bias.items()}
+    if isinstance(top_k := known.get("top_k"), int):
+        known["top_k"] = max(top_k, 0)
+    known["grammar"] = _grammar(params.get("structured_outputs"))
+    known["others"] = sorted(
+        AS_ASKED.get(name, name) for name in NEUTRAL.keys() - RECORDED if _changes(name, params.get(name))
+    )
+    try:
+        record = msgspec.convert(known, Sampling)
+        msgspec.msgpack.encode(record)  # whole numbers beyond 64 bits could not be recorded
+        return record
+    except (msgspec.ValidationError, OverflowError) as error:
+        raise RefusedError(f"sampling parameters: {error}", code="invalid_value") from error
+
+
+def _grammar(outputs: Json | None) -> str:
+    """Its kind, and a digest by which two turns tell whether they were held to the same."""
+    kinds = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
+    found = {kind: outputs[kind] for kind in kinds if outputs.get(kind) is not None} if outputs else {}
+    if not found:
+        return ""
+    return f"{', '.join(found)} {hashlib.sha256(_canonical.encode(found)).hexdigest()[:16]}"
+
+
+def check_limits(chat: Json) -> None:
+    """Raise RefusedError for counts that make no sense, before anything is done for them."""
+    for name, low, high in (("n", 1, 128), ("max_tokens", 1, MAX_TOKENS), ("max_completion_tokens", 1, MAX_TOKENS)):
+        value = chat.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+            raise RefusedError(f"{name} must be a whole number from {low} to {high}, not {value!r:.100}", param=name)
+    for name in NUMBERS:
+        if (value := chat.get(name)) is not None and type(value) not in (int, float):
+            raise RefusedError(f"{name} must be a number, not {value!r:.100}", param=name)
+    for name, most in MOST.items():
+        value = chat.get(name)
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise RefusedError(f"{name} may have {most} entries, not {len(value)}", param=name)
+        if any(
+            isinstance(text, str) and len(text) > MAX_WORD for text in (value if isinstance(value, list) else (value,))
+        ):
+            raise RefusedError(f"no entry of {name} may have more than {MAX_WORD} characters", param=name)
+
+
+def _conflicts(chat: Json, rendered: Json, setting: SamplingDefaults) -> list[str]:
+    """What was asked for and does not count. What nobody asked for is the engine's own way of writing a rendering."""
+    wanted = chat.get("temperature")
+    names = ["temperature"] if wanted is not None and wanted != setting.temperature else []
+    theirs = [name for name in rendered if name not in KEPT and name not in NEUTRAL]
+    asked = {name: chat.get(AS_ASKED.get(name, name)) for name in (*NEUTRAL, *theirs) if name not in OWN}
+    return names + [AS_ASKED.get(name, name) for name, value in asked.items() if _changes(name, value)]
+
+
+def _changes(name: str, value: Any) -> bool:
+    return value is not None and value not in NEUTRAL.get(name, (False, 0, "", [], {}))

@@ -1,0 +1,57 @@
+"""Which engines serve a policy, where that has changed since the run was started: a JSON file in the run folder.
+
+Whoever adds or removes an engine writes it; proxies and learners of the run look at it now and then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import msgspec
+
+from swarmq import keys
+from swarmq.config import RunFolder, SwarmJob
+from swarmq.engine.auth import SECRET_ENV
+from swarmq.errors import EngineError
+from swarmq.runtime.files import changing, read_or_renew, write_whole
+
+Urls = dict[str, tuple[str, ...]]
+DECODER = msgspec.json.Decoder(Urls)
+
+
+class Roster:
+    def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
+        """`folder`: the run folder, where it is not known by the job's name for it."""
+        self._folder = folder or job.run_folder
+        self._path = self._folder.roster
+        self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
+
+    def urls(self) -> Urls:
+        """Policy -> engines, as of now. Raises EngineError where the file cannot be read."""
+        try:
+            written = read_or_renew(self._path, DECODER.decode, Urls(), meaning="the job's engines count again")
+        except OSError as error:
+            raise EngineError(f"{self._path} cannot be read ({error}): check the folder and its rights") from error
+        return {name: written.get(name, urls) for name, urls in self._at_start.items()}
+
+    def secret(self) -> str:
+        """What the engines ask every caller for: $SWARMQ_ENGINE_SECRET, for engines that several runs share, else the run's own."""
+        return os.environ.get(SECRET_ENV) or keys.engine_secret(keys.load_root(self._folder.root_secret))
+
+    def add(self, policy: str, url: str) -> Urls:
+        return self._change(policy, lambda urls: urls if url in urls else (*urls, url))
+
+    def remove(self, policy: str, url: str) -> Urls:
+        return self._change(policy, lambda urls: tuple(one for one in urls if one != url))
+
+    def forget(self) -> None:
+        """Back to the job's engines."""
+        self._path.unlink(missing_ok=True)
+
+    def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:
+        with changing(self._path):
+            urls = self.urls()
+            urls[policy] = change(urls[policy])
+            write_whole(self._path, msgspec.json.encode(urls))
+        return urls

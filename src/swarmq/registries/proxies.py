@@ -1,0 +1,50 @@
+"""Which proxies serve a run: a JSON list of urls in its folder, for clients that stay while proxies come and go.
+
+swarmq up ────────────> its own        ┐
+swarmq proxy --join ──> adds itself,   ├─> proxies.json ──> collector ──every ticket──> clients
+                        leaves at last ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from swarmq.runtime.files import Sheet, changing, write_whole
+
+log = structlog.get_logger()
+
+
+class Proxies:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._sheet = Sheet(path, self._read, tuple[str, ...]())
+
+    def urls(self) -> tuple[str, ...]:
+        """Each ends in `/v1`; empty where nobody has said."""
+        return self._sheet.value()
+
+    def write(self, urls: Iterable[str]) -> None:
+        """These and no others."""
+        with changing(self._path):
+            write_whole(self._path, msgspec.json.encode(tuple(urls)))
+
+    def add(self, url: str) -> None:
+        with changing(self._path):
+            write_whole(self._path, msgspec.json.encode(tuple(dict.fromkeys([*self.urls(), url]))))
+
+    def remove(self, url: str) -> None:
+        with changing(self._path):
+            write_whole(self._path, msgspec.json.encode([one for one in self.urls() if one != url]))
+
+    def _read(self) -> tuple[str, ...]:
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=tuple[str, ...])
+        except (OSError, msgspec.MsgspecError) as error:
+            log.warning(
+                "proxies_unreadable", file=str(self._path), error=str(error), meaning="those of the invite count"
+            )
+            return ()

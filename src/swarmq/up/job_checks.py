@@ -1,0 +1,137 @@
+"""What is looked at before anything is started: what can never work is an error, what cannot mean anything here a warning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from swarmq.config import SwarmJob
+from swarmq.engine.server.gpus import Gpu, visible_gpus
+from swarmq.engine.server.launch import check_arguments, check_model, cpu_cache_bytes, is_cuda_build
+from swarmq.engine.server.model_check import Model, size_of
+from swarmq.errors import SetUpError
+from swarmq.learner import preflight
+from swarmq.learner.memory.estimate import judges
+from swarmq.learner.teachers.availability import trouble_of
+from swarmq.up.placement import Context, Placement, contexts, place_all
+
+
+class Planned(NamedTuple):
+    """What `planned` decides."""
+
+    job: SwarmJob
+    """With the context of every policy whose settings leave it open."""
+    placements: dict[str, Placement]
+    """Policy -> the GPUs of its learner and engines."""
+
+
+def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
+    """Decide what the settings leave open, from the models and this host's GPUs. Raises SwarmqError for what can never work."""
+    gpus = check_settings(job)
+    served = {name: policy for name, policy in job.policies.items() if not policy.engine.urls}
+    models = {name: check_model(policy.model, trained=policy.trained) for name, policy in served.items()}
+    judged_by = _judges(job, models) if gpus else {}
+    host_cache = cpu_cache_bytes(os.environ)
+    lengths = contexts(job.policies, models, gpus, judges=judged_by, host_cache=host_cache)
+    job = _with_contexts(job, lengths)
+    placements = place_all(job.policies, models, gpus, judges=judged_by)
+    for name in job.trained:
+        with _named_by(name):
+            preflight.check(job, name, ranks=_ranks(placements.get(name)))
+    for name, placement in placements.items():
+        report(f"placement of {name}: {placement}")
+    for name, length in lengths.items():
+        report(f"context of {name}: {length} (policies.{name}.engine.max_model_len sets another)")
+    for name in job.trained:
+        if (url := job.policies[name].train.served_teacher) and (trouble := trouble_of(url)):
+            report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
+    for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
+        report(f"warning: {line}")
+    return Planned(job, placements)
+
+
+def check_settings(job: SwarmJob) -> list[Gpu]:
+    """The GPUs that engines and learners can be placed on. Raises SwarmqError for what can never work, whatever the models are."""
+    served = [policy for policy in job.policies.values() if not policy.engine.urls]
+    for policy in served:
+        check_arguments(policy)
+    gpus = visible_gpus() if served and is_cuda_build() else []
+    for name in job.trained:
+        with _named_by(name):
+            preflight.check_trackers(job.policies[name].train.trackers)
+            if not gpus:
+                preflight.check_settings(job.policies[name].train, ranks=1)
+    return gpus
+
+
+def _ranks(placement: Placement | None) -> int:
+    """Of a learner: one without a GPU, too, and where nobody knows what its engines take."""
+    return len(placement.learner) if placement else 1
+
+
+@contextlib.contextmanager
+def _named_by(policy: str) -> Iterator[None]:
+    """Errors about a learner's setting say whose."""
+    try:
+        yield
+    except SetUpError as error:
+        whose = f"policies.{policy}." if str(error).startswith("train.") else ""
+        raise SetUpError(f"{whose}{error}") from error
+
+
+def _judges(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
+    """Trained policy -> parameters of the frozen models that its learner holds."""
+    trained = {name: job.policies[name] for name in models if job.policies[name].trained}
+    return {
+        name: [size_of(judge) for judge in judges(policy.train, policy.model).values()]
+        for name, policy in trained.items()
+    }
+
+
+def _with_contexts(job: SwarmJob, lengths: Mapping[str, Context]) -> SwarmJob:
+    found = {name: length.applied(job.policies[name]) for name, length in lengths.items()}
+    return msgspec.structs.replace(job, policies={**job.policies, **found})
+
+
+def untrainable_calls(job: SwarmJob, models: Mapping[str, Model]) -> Iterator[str]:
+    """A line for each policy whose engine answers calls that are longer than what its learner computes in one pass."""
+    for name, model in models.items():
+        served, train = _room(job, name, model), job.policies[name].train
+        if job.policies[name].trained and served and served > train.micro_batch_tokens:
+            yield (
+                f"policies.{name}.engine.max_model_len lets calls grow to {served} tokens, and an episode with one of more than "
+                f"policies.{name}.train.micro_batch_tokens = {train.micro_batch_tokens} is sampled and then dropped (over_budget): "
+                "raise the latter, or lower the former to it"
+            )
+
+
+def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mapping[str, Placement]) -> Iterator[str]:
+    """A line for each setting that changes nothing on this host, or while others are as they are."""
+    for name in job.trained:
+        policy, whose, placement = job.policies[name], f"policies.{name}", placements.get(name)
+        if policy.placement == "split" and placement is None:
+            here = "its engines run elsewhere (engine.urls)" if policy.engine.urls else "there is no GPU here"
+            yield f"{whose}.placement = 'split' has no effect: {here}"
+        if policy.train.sharding == "full" and _ranks(placement) == 1:
+            yield f"{whose}.train.sharding = 'full' has no effect: one rank, without further GPUs, has nobody to share the model with"
+        room = _room(job, name, models.get(name))
+        if room and policy.sampling.max_tokens and policy.sampling.max_tokens > room:
+            yield (
+                f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} is more than the engine has room for, prompt and answer "
+                f"together: {room} tokens ({whose}.engine.max_model_len, or fewer where the model was made for fewer)"
+            )
+        for constant, losses in policy.train.loss.unused().items():
+            yield (
+                f"{whose}.train.loss.{constant} has no effect with loss.name = {policy.train.loss.name!r}, only with "
+                f"{', '.join(losses)}"
+            )
+
+
+def _room(job: SwarmJob, policy: str, model: Model | None) -> int | None:
+    """Tokens of the longest call, as far as that is known; `model` is None where it is served elsewhere."""
+    limits = (job.policies[policy].engine.max_model_len, model.max_length if model else None)
+    return min((limit for limit in limits if limit), default=None)

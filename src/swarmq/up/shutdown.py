@@ -1,0 +1,87 @@
+"""How long the parts of a run have to stop, what people are told while a learner takes its time, and how the run goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Mapping
+
+from swarmq import live_settings
+from swarmq.collector import ledger
+from swarmq.config import SwarmJob
+from swarmq.engine.server.model_check import size_of
+from swarmq.errors import SwarmqError
+from swarmq.learner.memory.estimate import MOMENTS_BYTES, WHOLE_BYTES
+from swarmq.learner.store.batch_log import scan
+from swarmq.up.supervision import Daemon
+
+DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
+"""By the role of a part. A learner has the time of its checkpoints on top."""
+SLOW_DISK_BYTES_PER_S = 100e6
+"""A disk that a checkpoint must be possible on."""
+MOST_DRAIN_S = 1800.0
+
+
+async def stop(daemon: Daemon, grace_s: float, report: Callable[[str], None]) -> None:
+    """Ask it to stop, and kill it after `grace_s` seconds. `report` gets a line of a learner, which takes its time."""
+    if daemon.process is None or daemon.process.returncode is not None or not daemon.is_learner:
+        await daemon.stop(grace_s)
+        return
+    report(f"{daemon.name}: stopping; it has {grace_s:.0f} s to write its checkpoint, Ctrl-C again ends it without")
+    if await daemon.stop(grace_s) == -signal.SIGKILL:
+        report(f"{daemon.name}: not done in time; steps since its newest checkpoint are made again from the batch log")
+
+
+def drain_s(job: SwarmJob, name: str) -> float:
+    """How long the part `name` has to stop. A learner: long enough for two checkpoints on a slow disk, the one that is being written
+    and the last."""
+    role, _, policy = name.partition(".")
+    if role != "learner":
+        return DRAIN_S[role]
+    parameters = 0
+    with contextlib.suppress(SwarmqError):  # the learner says so as well
+        parameters = size_of(job.policies[policy].model)
+    two_bytes = 2 * (WHOLE_BYTES + MOMENTS_BYTES) * parameters
+    return min(DRAIN_S[role] + two_bytes / SLOW_DISK_BYTES_PER_S, MOST_DRAIN_S)
+
+
+def farewell(job: SwarmJob) -> str:
+    """What to say of a run that was stopped: how to go on with it, and after which step."""
+    if not job.run_folder.job.exists():
+        return "stopped"
+    steps = {policy: last_step(job, policy) for policy in job.trained}
+    ended = endings(job, steps)
+    going = {policy: step for policy, step in steps.items() if policy not in ended}
+    if not going:
+        then = "serves its weights again"
+    elif not any(steps.values()):
+        then = "goes on"
+    elif len(steps) == 1:
+        then = f"goes on after step {next(iter(going.values()))}"
+    else:
+        then = f"goes on after step{'s' if len(going) > 1 else ''} " + ", ".join(
+            f"{step} ({policy})" for policy, step in going.items()
+        )
+    return ". ".join([f"stopped. `swarmq up {job.run_folder.job}` {then}", *ended.values()])
+
+
+def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
+    """For each policy that has made its last step, how it trains on. `steps` maps trained policies to the steps that they have made."""
+    folder = job.run_folder
+    changes = ledger.changes(folder.inbox)
+    now, lifted = live_settings.applied(job, changes), {one.path for one in live_settings.lifted(job, changes, steps)}
+    told = {}
+    for policy, step in steps.items():
+        path = f"policies.{policy}.train.max_steps"
+        command = f"swarmq resume {folder.path}" if path in lifted else f"swarmq set {folder.path} {path}=0"
+        if live_settings.has_ended(now, policy, step):
+            told[policy] = f"{policy} has made its last step, {step}: while the run is up, `{command}` lets it train on"
+    return told
+
+
+def last_step(job: SwarmJob, policy: str) -> int:
+    """0 where there is none yet, or its batch log cannot be read."""
+    with contextlib.suppress(SwarmqError):  # the next start says so
+        indices = (place.index for place in reversed(scan(job.run_folder.batch_log(policy))))
+        return next((index.version for index in indices if index.trained), 0)
+    return 0

@@ -1,0 +1,187 @@
+"""What keeps the parts of a run running: each is started again when it dies, later each time.
+
+A part that keeps dying ends the run, with the last lines of its log; so does one that says that to start it again is of no use
+(a setting that can never work).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from swarmq.broker.node.process import PrivateNode
+from swarmq.engine.server.launch import EngineProcess
+from swarmq.errors import SwarmqError
+from swarmq.runtime.logs import log
+from swarmq.runtime.processes import Deaths, die_with_parent, last_words, stop_group, tail
+
+MAX_DEATHS = 5
+"""Within the window, after which a part is not started again."""
+DEATH_WINDOW_S = 120.0
+BACKOFF_S = (0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before the first, second, ... start after a death."""
+LOOK_EVERY_S = 2.0
+LOOKS = 15
+"""A broker that turns connections away at so many looks in a row does not come back by itself."""
+FULL_BYTES = 10_000_000
+"""With less on its disk a broker is stopped: parts of one that cannot write end for good, while its process lives."""
+ROOM_BYTES = 100_000_000
+"""That it starts with."""
+
+
+class DaemonFailedError(SwarmqError):
+    """A part of the run could not be kept running."""
+
+
+@dataclasses.dataclass
+class Daemon:
+    """A process that swarmq started and keeps running, with the history of its deaths."""
+
+    name: str
+    """`ROLE`, `ROLE.POLICY` or `ROLE.NUMBER`."""
+    argv: list[str]
+    log_path: Path
+    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    """On top of this process's own."""
+    process: asyncio.subprocess.Process | None = None
+    deaths: Deaths = dataclasses.field(default_factory=lambda: Deaths(DEATH_WINDOW_S))
+    begins_at: int = 0
+    """Bytes of the log that earlier starts wrote."""
+    restarted: Callable[[], None] = lambda: None
+    """Called when it has another process id."""
+
+    @property
+    def is_learner(self) -> bool:
+        return self.name.partition(".")[0] == "learner"
+
+    async def start(self) -> None:
+        self.log_path.parent.mkdir(parents=True, exist_ok=True)
+        with self.log_path.open("ab") as sink:
+            self.begins_at = os.fstat(sink.fileno()).st_size
+            self.process = await asyncio.create_subprocess_exec(
+                *self.argv,
+                env=os.environ | self.environment,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                preexec_fn=die_with_parent,
+            )
+
+    async def keep_running(self, warn: Callable[[str], None]) -> None:
+        """Return when the process ends with status 0; start it again when it dies. Raises DaemonFailedError when it keeps dying, or
+        says that to start it again is of no use."""
+        while True:
+            assert self.process is not None
+            status = await self.process.wait()
+            if status == 0:
+                return
+            why = last_words(self.log_path, self.begins_at)
+            if status == os.EX_CONFIG:
+                raise DaemonFailedError(f"{self.name}: {why or tail(self.log_path)}")
+            deaths = self.deaths.another()
+            if deaths >= MAX_DEATHS:
+                raise DaemonFailedError(
+                    f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
+                    f"the end of {self.log_path}:\n{tail(self.log_path)}"
+                )
+            delay_s = BACKOFF_S[deaths - 1]
+            said = f" ({why})" if why else ""
+            warn(f"{self.name} died with status {status}{said}; starting it again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+            await self.start()
+            self.restarted()
+
+    async def stop(self, grace_s: float) -> int | None:
+        """The exit status."""
+        if self.process is None:
+            return None
+        await stop_group(self.process, grace_s=grace_s)
+        return self.process.returncode
+
+
+async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], None]) -> None:
+    """Start it again when it dies, on the same port. One that does not start is tried again: its learner may have the memory."""
+
+    async def ended() -> str:
+        status = await engine.wait()
+        return engine.given_up or f"died with status {status}"
+
+    await _keep(f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{tail(engine.log_path)}", warn)
+
+
+async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
+    """Start the private RabbitMQ again when it dies, and when it has a full disk or takes no connections, though it lives: same url,
+    same queues; everybody else waits and connects again."""
+
+    async def ended() -> str:
+        turned_away = 0
+        while turned_away < LOOKS:
+            try:
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    return f"died with status {await node.wait()}"
+            except TimeoutError:
+                if _free(node.folder) < FULL_BYTES:
+                    return "has no room left on its disk"
+                turned_away = turned_away + 1 if await node.turns_away() else 0
+        return f"has taken no connections for {LOOKS * LOOK_EVERY_S:g} s, though its process lives"
+
+    async def restart() -> None:
+        await node.stop()
+        await _has_room(node.folder, warn)
+        await node.start()
+
+    await _keep("the broker", ended, restart, lambda: f"its logs are in {node.folder / 'log'}", warn)
+
+
+async def _has_room(folder: Path, warn: Callable[[str], None]) -> None:
+    """Return when the disk has room for a broker that starts."""
+    told = False
+    while (free := _free(folder)) < ROOM_BYTES:
+        if not told:
+            warn(
+                f"the broker waits for room: {folder} has {free / 1e6:.0f} MB free, it starts with {ROOM_BYTES / 1e6:.0f}"
+            )
+        told = True
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _free(folder: Path) -> int:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:  # the folder is gone: the next start says so
+        return ROOM_BYTES
+
+
+async def _keep(
+    name: str,
+    ended: Callable[[], Awaitable[str]],
+    restart: Callable[[], Awaitable[None]],
+    ending: Callable[[], str],
+    warn: Callable[[str], None],
+) -> None:
+    """Restart whenever `ended`, which says why, returns. Raises DaemonFailedError with `ending()` when it keeps dying, and what `restart`
+    raises when it fails five times in a row."""
+    deaths = Deaths(DEATH_WINDOW_S)
+    failed = 0
+    """Starts in a row."""
+    while True:
+        why = await ended()
+        if deaths.another() >= MAX_DEATHS:
+            raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
+        warn(f"{name} {why}; starting it again")
+        try:
+            await restart()
+        except (SwarmqError, OSError) as error:
+            failed += 1
+            if failed == MAX_DEATHS:
+                raise
+            delay_s, why = BACKOFF_S[failed], str(error).partition("; the end of")[0]
+            warn(f"{name} does not start ({why}); trying again in {delay_s:g} s")
+            await asyncio.sleep(delay_s)
+        else:
+            failed = 0
+            log.info("started_again", part=name)

@@ -1,0 +1,347 @@
+"""How tensors reach engines, and which way suits which engine.
+
+same GPU          ipc       one buffer of the learner's that the engine opens: no copy leaves the card
+other GPUs here   nccl      the same buffer, broadcast to all workers of the engine
+anything else     adapters  a file with what adapters learned; the engine has the rest of the model in the folder that it serves
+                  file      all weights, where there are no adapters or the engine serves another folder; both in shared memory on
+                            this host, else on a disk that all see; also what is left when a way fails
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import ipaddress
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+from urllib.parse import urlsplit
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from swarmq.errors import EngineError
+from swarmq.runtime.processes import free_port
+from swarmq.weights.format import adapters, cuda_ipc, nccl_group
+from swarmq.weights.format.packing import (
+    CPU,
+    NamedTensors,
+    Packed,
+    Tensors,
+    Weight,
+    checksum,
+    file_checksum,
+    held,
+    made,
+    typed,
+)
+from swarmq.weights.push.engine_control import EngineControl, Facts, Parcel
+
+T = TypeVar("T")
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - a folder of our own, mode 0700, is made in it
+FOLDER_PREFIX = "swarmq-weights-"
+LOOPBACK = "127.0.0.1"
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """How one engine is reached: the first of `ways` that works."""
+
+    ways: tuple[str, ...]
+    reason: str
+    dtype: str | None = None
+    """Floating weights are sent as this; None: as they are."""
+    workers: tuple[int, ...] = ()
+    """Their process ids."""
+    nccl: tuple[str, ...] = ()
+    """The versions that they would broadcast with, each once."""
+
+
+class Transfer(Protocol):
+    """A way for tensors to reach engines."""
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        """Before the pause: whatever an engine needs once. Raises EngineError."""
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        """Make the tensors ready. Raises EngineError when there is no room for them."""
+
+    def withdraw(self) -> None:
+        """Every engine has been asked: free what `publish` holds."""
+
+
+def route_to(url: str, facts: Sequence[Facts], own_gpu: str, *, adapted: bool = False) -> Route:
+    """For an engine whose workers say this. `own_gpu`: of the learner, empty when it has none; `adapted`: adapters are trained."""
+    dtypes = {worker.dtype for worker in facts}
+    gpus = [worker.gpu for worker in facts]
+    ways, reason = _ways(url, gpus, own_gpu)
+    return Route(
+        ways=(*ways, "adapters", "file") if adapted else (*ways, "file"),
+        reason=reason,
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        workers=tuple(worker.pid for worker in facts),
+        nccl=tuple(sorted({worker.nccl for worker in facts})),
+    )
+
+
+def _ways(url: str, gpus: Sequence[str], own_gpu: str) -> tuple[tuple[str, ...], str]:
+    if not gpus:
+        return (), "the engine does not say where it runs"
+    if not own_gpu:
+        return (), "the learner has no GPU"
+    if set(gpus) == {own_gpu}:
+        return ("ipc",), "engine and learner share a GPU"
+    if own_gpu in gpus:
+        return (), "the engine spans the learner's GPU and others"
+    if not is_loopback(url):
+        return (), "the engine is on another host"
+    if not all(gpus):
+        return (), "the engine has no GPU"
+    return ("nccl",), "the engine has GPUs of its own on this host"
+
+
+def distinct(named_tensors: NamedTensors) -> Tensors:
+    """By name; of several names for one tensor (a tied head) the first."""
+    tensors: dict[str, Weight] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    for name, weight in named_tensors:
+        tensor = held(weight)
+        if isinstance(tensor, torch.Tensor):
+            place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if place in seen:
+                continue
+            seen.add(place)
+        tensors[name] = weight.detach() if isinstance(weight, torch.Tensor) else weight
+    return tensors
+
+
+class FileTransfer:
+    """A safetensors file. It need not survive anything and is not synced: who comes back after a crash pushes again."""
+
+    def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
+        """`folder`: which all engines see, for those that are not on this host."""
+        local = all(is_loopback(url) for url in engine_urls)
+        self._parent = SHARED_MEMORY if local and os.access(SHARED_MEMORY, os.W_OK) else folder
+        self._fallback = folder
+        self._scratch: list[Path] = []
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        pass
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        placed = {name: typed(made(weight), CPU, dtype).contiguous() for name, weight in tensors.items()}
+        return _parcel("path", self._written(placed, version), _size_bytes(placed))
+
+    def withdraw(self) -> None:
+        while self._scratch:
+            shutil.rmtree(self._scratch.pop(), ignore_errors=True)
+
+    def _written(self, placed: dict[str, torch.Tensor], version: int, metadata: dict[str, str] | None = None) -> Path:
+        """Raises EngineError, leaving nothing behind."""
+        folder = self._new_folder(_size_bytes(placed))
+        path = folder / f"{version}.safetensors"
+        try:
+            save_file(placed, path, metadata)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise EngineError(f"weights cannot be written to {path}: {error}; free some room there") from error
+        return path
+
+    def _new_folder(self, size_bytes: int) -> Path:
+        try:
+            folder = _scratch_folder(self._roomy(size_bytes))
+        except OSError as error:
+            raise EngineError(
+                f"no folder for weights can be made in {self._parent} or {self._fallback}: {error}; let this user write there"
+            ) from error
+        self._scratch.append(folder)
+        return folder
+
+    def _roomy(self, size_bytes: int) -> Path:
+        for parent in (self._parent, self._fallback):
+            parent.mkdir(parents=True, exist_ok=True)
+            _remove_leftovers(parent)
+            if shutil.disk_usage(parent).free > size_bytes + (64 << 20):
+                return parent
+        raise EngineError(
+            f"no room for {size_bytes >> 20} MiB of weights in {self._parent} or {self._fallback}: free some"
+        )
+
+
+class AdaptersTransfer(FileTransfer):
+    """The same, of adapters alone. An engine that serves another folder refuses them before it is touched."""
+
+    def __init__(self, engine_urls: Sequence[str], folder: Path) -> None:
+        super().__init__(engine_urls, folder)
+        self._base = adapters.Checksums()
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:
+        parts, metadata = adapters.apart(tensors, dtype, self._base)
+        path = self._written(parts, version, metadata)
+        read = sum(tensor.shape.numel() * tensor.dtype.itemsize for tensor in tensors.values())
+        return _parcel("adapters", path, read)  # what the engine reads of its folder is as large
+
+
+def _parcel(way: str, path: Path, size_bytes: int) -> Parcel:
+    checksum = file_checksum(path)
+    return Parcel(update_info={way: str(path), "checksum": checksum}, checksum=checksum, size_bytes=size_bytes)
+
+
+def _size_bytes(placed: dict[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in placed.values())
+
+
+class Staging:
+    """One buffer on the learner's GPU, kept: another process may still have it open when the next push begins.
+
+    Weights in host memory are those of a policy that ranks share out, whose next step needs all of the GPU: then it is given
+    back after a push. torch keeps what another process still has open.
+    """
+
+    def __init__(self) -> None:
+        self._buffer: torch.Tensor | None = None
+        self._lent = False
+        """Whether the GPU's memory is, for one push."""
+
+    def packed(self, tensors: Tensors, dtype: str | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """The weights in the buffer, and what a receiver needs to know of them. Raises EngineError when the GPU has no room."""
+        plan = Packed.of(tensors, getattr(torch, dtype) if dtype else torch.float32)
+        if self._buffer is None or self._buffer.numel() != plan.size_bytes:
+            self._buffer = None
+            try:
+                self._buffer = torch.empty(plan.size_bytes, dtype=torch.uint8, device="cuda")
+            except torch.OutOfMemoryError as error:
+                raise EngineError(
+                    f"the GPU has no room for {plan.size_bytes >> 20} MiB of weights on their way"
+                ) from error
+        self._lent = all(each.device.type == "cpu" for each in tensors.values())
+        plan.pack(tensors, self._buffer)
+        torch.cuda.synchronize()
+        return self._buffer, {"tensors": plan.entries, "checksum": checksum(self._buffer)}
+
+    def withdraw(self) -> None:
+        if self._lent:
+            self._buffer = None
+
+
+class IpcTransfer:
+    """Engines on the learner's GPU open its buffer and copy from it."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        pass
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
+        buffer, facts = self._staging.packed(tensors, dtype)
+        info = {"handle": cuda_ipc.exported(buffer), **facts}
+        return Parcel(update_info=info, checksum=facts["checksum"], size_bytes=buffer.numel())
+
+    def withdraw(self) -> None:
+        self._staging.withdraw()
+
+
+class NcclTransfer:
+    """A communicator for each engine, founded anew when the engine was started again or a broadcast failed."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._groups: dict[str, tuple[tuple[int, ...], nccl_group.Group]] = {}
+
+    async def prepare(self, engine: EngineControl, route: Route) -> None:
+        own = nccl_group.version()
+        if not own or route.nccl != (own,):  # who waits for a peer that cannot come waits for ever
+            raise EngineError(
+                f"the learner broadcasts with NCCL {own or 'nothing'}, the engine with {', '.join(route.nccl) or 'nothing'}: "
+                "name a library that vLLM can use in VLLM_NCCL_SO_PATH, the same for both"
+            )
+        workers, group = self._groups.get(engine.url, ((), None))
+        if group is not None and workers == route.workers:
+            return
+        if group is not None:
+            self._forget(engine.url)
+        world_size, port = 1 + len(route.workers), free_port()
+        device = torch.device("cuda", torch.cuda.current_device())
+        joining = _abandonable(
+            partial(nccl_group.join, LOOPBACK, port, rank=nccl_group.LEARNER, world_size=world_size, device=device)
+        )
+        try:
+            await engine.rendezvous(address=LOOPBACK, port=port, world_size=world_size)
+            self._groups[engine.url] = (route.workers, await asyncio.wait_for(joining, nccl_group.MEET_S))
+        except TimeoutError as error:
+            raise EngineError(f"learner and engine did not meet within {nccl_group.MEET_S} s") from error
+        finally:
+            joining.cancel()
+
+    def publish(self, tensors: Tensors, version: int, dtype: str | None) -> Parcel:  # noqa: ARG002 - its label
+        buffer, facts = self._staging.packed(tensors, dtype)
+
+        def send(url: str, timeout_s: float) -> None:
+            try:
+                self._groups[url][1].broadcast(buffer, timeout_s=timeout_s)
+            except EngineError:
+                self._forget(url)
+                raise
+
+        return Parcel(update_info=facts, checksum=facts["checksum"], size_bytes=buffer.numel(), send=send)
+
+    def withdraw(self) -> None:
+        self._staging.withdraw()
+
+    def _forget(self, url: str) -> None:
+        self._groups.pop(url)[1].destroy()
+
+
+def _abandonable(work: Callable[[], T]) -> asyncio.Future[T]:
+    """What `work` returns, in a thread for which nobody waits in the end: NCCL waits for ever for a peer that was killed on its
+    way, and `asyncio.run` for the threads of `asyncio.to_thread`."""
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+    done.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except Exception as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="rendezvous", daemon=True).start()
+    return asyncio.wrap_future(done)
+
+
+def is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _scratch_folder(parent: Path) -> Path:
+    """A new folder that this user alone can read; its name says which process made it."""
+    return Path(tempfile.mkdtemp(dir=parent, prefix=f"{FOLDER_PREFIX}{os.getpid()}-"))
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Delete what pushers left that were killed: shared memory is not freed by their end."""
+    for folder in parent.glob(f"{FOLDER_PREFIX}*"):
+        pid = folder.name.removeprefix(FOLDER_PREFIX).partition("-")[0]
+        if pid.isdecimal() and not _is_running(int(pid)):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,208 @@
+"""Runs inside vLLM: loads what the learner sends into the model being served. Four ways, one at a time:
+
+    {"path": ..., "checksum": ...}       a safetensors file, in shared memory or on a disk that both see
+    {"adapters": ..., "checksum": ...}   the same of adapters alone, for the weights in the folder that is served
+    {"handle": ..., "tensors": ..., "checksum": ...}   memory of the learner on this very GPU (CUDA IPC)
+    {"tensors": ..., "checksum": ...}   a broadcast of the learner's GPU (NCCL), after a rendezvous
+
+Everything that can be wrong is found before the model is touched, and the model is changed in one call, so between two
+calls of the learner the weights are always whole: the old ones or the new ones. A learner that dies leaves nothing
+behind in the engine, except a communicator that the next rendezvous replaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from swarmq.weights.format import adapters, cuda_ipc, nccl_group
+from swarmq.weights.format.packing import Packed, Tensors, checksum, file_checksum, made
+from swarmq.weights.format.served_folder import ServedFolder, Shape
+from swarmq.weights.vllm_plugin import reload
+from swarmq.weights.vllm_plugin.plugin import UNTOUCHED
+
+HEAD = "lm_head.weight"
+EMBEDDING = "embed_tokens.weight"
+PASSED_OVER = (HEAD, ".inv_freq")
+"""Ends of names that may come though the folder does not have them: a tied head is loaded or left out, the other vLLM computes."""
+
+
+@dataclass
+class Rendezvous(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the learner waits to found a communicator with all workers of this engine."""
+
+    address: str
+    port: int
+    world_size: int
+
+
+@dataclass
+class Update(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the weights are, in checkpoint format: Hugging Face's names and shapes, the whole model."""
+
+    path: str | None = None
+    adapters: str | None = None
+    """As `path`."""
+    handle: list[Any] | None = None
+    tensors: list[Any] | None = None
+    """Of `Packed`."""
+    checksum: int | None = None
+    """Of the file, or of the packed bytes."""
+
+
+class WeightReceiver(WeightTransferEngine[Rendezvous, Update]):  # type: ignore[misc]
+    """One worker's side of a push."""
+
+    init_info_cls = Rendezvous
+    update_info_cls = Update
+    loads = 0
+    """Updates that have changed this worker's weights."""
+    checksum: int | None = None
+    """Of what the newest of them brought, as it arrived."""
+    _expected: dict[str, Shape] | None = None
+    _served: ServedFolder | None = None
+    _group: nccl_group.Group | None = None
+    _arriving: int | None = None
+    """Checksum of an update on its way."""
+
+    def init_transfer_engine(self, init_info: Rendezvous) -> None:
+        """Meet the learner; for NCCL only."""
+        self.shutdown()
+        parallel = self.parallel_config
+        rank = 1 + parallel.data_parallel_index * parallel.world_size + parallel.rank
+        self._group = nccl_group.join(
+            init_info.address, init_info.port, rank=rank, world_size=init_info.world_size, device=self.device
+        )
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        if self._group is not None:
+            self._group.destroy()
+            self._group = None
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """The base class would synchronize an accelerator, which a CPU is not."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: Update) -> None:
+        """Read all, check all, load all. Raises ValueError before the model is touched; RuntimeError when vLLM does not load all of
+        it, which only shows afterwards."""
+        with self._arrived(update_info) as tensors:
+            source = update_info.path or update_info.adapters or "push"
+            self._check({name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
+            reload.make_ready(self.model, self.device)
+            named = self._with_head(tensors, own=reload.has_own_head(self.model))
+            self.loads, self.checksum = self.loads + 1, self._arriving
+            initialize_layerwise_reload(self.model)
+            self.model.load_weights(named)
+            left_out = reload.left_out(self.model) if self.model_config.quantization is None else []
+            finalize_layerwise_reload(self.model, self.model_config)
+            reload.pack_tied_heads(self.model)
+            if left_out:
+                raise RuntimeError(
+                    f"this vLLM does not reload {left_out[:3]} of a {type(self.model).__name__}, which cannot be trained with it"
+                )
+            if self.device.type != "cpu":
+                torch.accelerator.synchronize()  # the learner's memory may be read no longer
+
+    @contextlib.contextmanager
+    def _arrived(self, update: Update) -> Iterator[Tensors]:
+        if file := update.path or update.adapters:
+            self._arriving = _checked(file, update.checksum)
+            if update.path:
+                yield self._read(file)
+                return
+            with adapters.together(file, self._folder(), self.device) as merged:
+                yield merged
+            return
+        packed = Packed(update.tensors or ())
+        try:
+            if update.handle is not None:
+                buffer = cuda_ipc.opened(update.handle, packed.size_bytes, self.device)
+            elif self._group is not None:
+                buffer = torch.empty(packed.size_bytes, dtype=torch.uint8, device=self.device)
+                self._group.broadcast(buffer)
+            else:
+                raise RuntimeError("there was no rendezvous with the learner")
+            self._arriving = checksum(buffer)
+            if self._arriving != update.checksum:
+                raise RuntimeError("other bytes arrived than were sent")
+        except Exception as error:
+            raise ValueError(f"the learner's memory does not reach this worker, {UNTOUCHED}: {error}") from error
+        yield packed.views(buffer)
+
+    def _folder(self) -> ServedFolder:
+        """What vLLM itself has loaded from, also where that was named as on the hub."""
+        if self._served is None:
+            name = self.model_config.model
+            try:
+                self._served = ServedFolder(Path(name) if Path(name).is_dir() else self._snapshot(name))
+            except Exception as error:
+                raise ValueError(f"the weights of {name} are not to be found here, {UNTOUCHED}: {error}") from error
+        return self._served
+
+    def _snapshot(self, name: str) -> Path:
+        cache, revision = self.vllm_config.load_config.download_dir, self.model_config.revision
+        return Path(snapshot_download(name, cache_dir=cache, revision=revision, local_files_only=True))
+
+    def _read(self, path: str) -> Tensors:
+        try:
+            with safe_open(path, framework="pt", device=str(self.device)) as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except Exception as error:
+            raise ValueError(f"{path} is not readable as safetensors, {UNTOUCHED}: {error}") from error
+
+    def _check(self, shapes: dict[str, Shape], source: str) -> None:
+        """Compare with the checkpoint being served, where that is a folder here (a hub name is not looked up)."""
+        if self._expected is None:
+            self._expected = ServedFolder(Path(self.model_config.model)).shapes()
+            if self._tied:
+                self._expected.pop(HEAD, None)
+        missing = sorted(self._expected.keys() - shapes.keys())
+        changed = sorted(name for name, shape in self._expected.items() if shapes.get(name, shape) != shape)
+        unknown = sorted(name for name in shapes.keys() - self._expected.keys() if not name.endswith(PASSED_OVER))
+        if missing or changed or (self._expected and unknown):
+            others = f"has other shapes for {changed[:3]}" if changed else f"has {unknown[:3]} besides"
+            what = f"lacks {missing[:3]}" if missing else others
+            raise ValueError(f"{source} is not of the served model, {UNTOUCHED}: it {what}")
+
+    @property
+    def _tied(self) -> bool:
+        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
+
+    def _with_head(self, tensors: Tensors, *, own: bool) -> Iterator[tuple[str, torch.Tensor]]:
+        """Without the head where it is the embedding: several models of vLLM (Gemma 2, BLOOM) fail at it by its name."""
+        yield from ((name, made(tensor)) for name, tensor in tensors.items() if name != HEAD or own or not self._tied)
+        if HEAD not in tensors and self._tied and own:
+            yield from ((HEAD, made(tensor)) for name, tensor in tensors.items() if name.endswith(EMBEDDING))
+
+
+def _checked(path: str, expected: int | None) -> int | None:
+    """Checksum of the file; None where it cannot be read, which whoever reads it says. Raises ValueError for another than expected."""
+    try:
+        arrived = file_checksum(path)
+    except (OSError, ValueError):
+        return None
+    if expected is not None and arrived != expected:
+        raise ValueError(f"{path} has other bytes than were sent, {UNTOUCHED}")
+    return arrived

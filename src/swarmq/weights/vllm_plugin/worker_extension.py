@@ -1,0 +1,23 @@
+"""Mixed into vLLM's workers: what the learner asks before it decides how weights are to travel."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from swarmq.weights.format import nccl_group
+from swarmq.weights.format.cuda_ipc import gpu_uuid
+
+
+class WorkerFacts:
+    def swarmq_facts(self: Any) -> dict[str, Any]:
+        """As in `swarmq.weights.push.engine_control.Facts`."""
+        on_gpu = self.device.type == "cuda"
+        return {
+            "gpu": gpu_uuid(self.device) if on_gpu else "",
+            "dtype": str(self.model_config.dtype).removeprefix("torch."),
+            "pid": os.getpid(),
+            "nccl": nccl_group.version() if on_gpu else "",
+            "loads": getattr(self.weight_transfer_engine, "loads", 0),
+            "checksum": getattr(self.weight_transfer_engine, "checksum", None),
+        }
