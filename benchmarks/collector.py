@@ -22,12 +22,12 @@ from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import BATCH, episode_of
 from swarmq.collector.store import Store
 from swarmq.messages import (
-    Consumed,
+    DeliveryReport,
     EpisodeBegin,
     EpisodeEnd,
     Message,
-    Served,
     Slot,
+    StepReport,
     Turn,
     VersionSpan,
     decode,
@@ -82,7 +82,7 @@ def traffic(episodes: int, turns: int, tokens: int) -> list[Message]:
         for row in zip(*members, strict=True):
             pieces += [*row, *told]
             sent = {piece.episode_id: (piece.call_id,) for piece in row if isinstance(piece, Turn)}
-            told = [Served(run=RUN, served_id=new_id(), sent=sent)] if sent else []
+            told = [DeliveryReport(run=RUN, served_id=new_id(), sent=sent)] if sent else []
     return pieces
 
 
@@ -143,7 +143,9 @@ def collect(bodies: list[bytes]) -> Pass:
             if confirmed:
                 version += 1
                 trained = tuple(item.episode_id for item in confirmed)
-                inbox.append(encode(Consumed(run=RUN, policy="main", record=version, version=version, trained=trained)))
+                inbox.append(
+                    encode(StepReport(run=RUN, policy="main", record=version, version=version, trained=trained))
+                )
         done = Pass(time.process_time() - cpu, time.perf_counter() - wall, num_forwarded)
         store.close()
     return done

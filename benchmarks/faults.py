@@ -34,7 +34,7 @@ from swarmq.broker import topology
 from swarmq.collector.ledger import fates
 from swarmq.errors import BrokerError, CollectorError, LearnerError
 from swarmq.learner.store import batch_log
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.runtime import logs
 
 DRAIN_BROKEN_S = 180.0
@@ -227,7 +227,7 @@ async def _left_for_learner(world: World, *, back_s: float) -> set[str]:
         ):
             while owed - found:
                 message = (await anext(deliveries)).message
-                assert isinstance(message, Episode)
+                assert isinstance(message, Rollout)
                 found.add(message.episode_id)
     return found
 

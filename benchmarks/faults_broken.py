@@ -31,7 +31,7 @@ from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import BrokerError
 from swarmq.learner.feed import process
 from swarmq.learner.store.records import Hello
-from swarmq.messages import EpisodeEnd, Event, Message, Served, Turn
+from swarmq.messages import DeliveryReport, EpisodeEnd, Event, Message, Turn
 from swarmq.proxy.http.app import create_app
 from swarmq.runtime import logs
 
@@ -140,7 +140,7 @@ def taken_as_answered(message: Message) -> Message:
     match message:
         case Turn():
             return msgspec.structs.replace(message, receipt=False, observed=False)
-        case Served():
+        case DeliveryReport():
             return msgspec.structs.replace(message, withdrawn={})
         case EpisodeEnd():
             return msgspec.structs.replace(message, calls=None, received=None)
@@ -149,7 +149,7 @@ def taken_as_answered(message: Message) -> Message:
 
 def told_of_no_other(message: Message) -> Message:
     """Besides, nobody says which turns there must be, so that an end which comes before them counts at once."""
-    if isinstance(message, Served):
+    if isinstance(message, DeliveryReport):
         return msgspec.structs.replace(message, sent={}, withdrawn={})
     return taken_as_answered(message)
 

@@ -30,7 +30,7 @@ from swarmq.broker import topology
 from swarmq.broker.node.process import PrivateNode
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.store import batch_log
-from swarmq.messages import Consumed, Message, Ticket, decode
+from swarmq.messages import Message, StepReport, Ticket, decode
 from swarmq.testing.relay import TcpRelay, Way
 
 log = structlog.get_logger()
@@ -489,7 +489,7 @@ async def report_again(nemesis: Nemesis) -> str | None:
     if not places:
         return None
     index = nemesis.rng.choice(places).index
-    report = Consumed(
+    report = StepReport(
         run=RUN, policy=POLICY, record=index.record, version=index.version, trained=index.trained, dropped=index.dropped
     )
     return nemesis_sends(nemesis, topology.inbox(RUN), [report])

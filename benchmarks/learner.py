@@ -31,7 +31,7 @@ from swarmq.learner.batching.micro_batches import work_of
 from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.learner.train.throughput import matrix_rate, model_flops
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
+from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 HEADS = ["model", "row", "trainer", "s/step", "tokens/s", "MFU", "GiB"]
 PROMPT_SHARE = 0.25
@@ -97,7 +97,7 @@ def make_model(model: str, folder: str, device: torch.device) -> None:
     free()
 
 
-def episodes(length: int, count: int, vocab: int) -> tuple[Episode, ...]:
+def episodes(length: int, count: int, vocab: int) -> tuple[Rollout, ...]:
     """Groups of four one-turn episodes, every token random: nothing can be shared."""
     rng = np.random.default_rng(length)
     prompt = int(length * PROMPT_SHARE)
@@ -117,7 +117,7 @@ def episodes(length: int, count: int, vocab: int) -> tuple[Episode, ...]:
             versions=(VersionSpan(version=0, start=0, end=len(sampled)),),
         )
         made.append(
-            Episode(
+            Rollout(
                 run="bench",
                 policy="main",
                 episode_id=str(number),
@@ -133,7 +133,7 @@ def episodes(length: int, count: int, vocab: int) -> tuple[Episode, ...]:
     return tuple(made)
 
 
-def swarmq(folder: str, batch: tuple[Episode, ...], arguments: argparse.Namespace) -> dict[str, Any]:
+def swarmq(folder: str, batch: tuple[Rollout, ...], arguments: argparse.Namespace) -> dict[str, Any]:
     """Whole steps of the trainer."""
     train = Train(
         micro_batch_tokens=max(
@@ -167,7 +167,7 @@ def swarmq(folder: str, batch: tuple[Episode, ...], arguments: argparse.Namespac
 
 
 def plain(
-    folder: str, batch: tuple[Episode, ...], arguments: argparse.Namespace, device: torch.device
+    folder: str, batch: tuple[Rollout, ...], arguments: argparse.Namespace, device: torch.device
 ) -> dict[str, Any]:
     """The same rows, batched to the same tokens a pass, through transformers as its documentation trains."""
     lm = (

@@ -29,7 +29,7 @@ from openai import OpenAI
 from swarmq import AsyncSwarmClient, Episode, Outcome, SwarmTask
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
-from swarmq.config import Engine, Groups, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
 from swarmq.demo.model_recipe import Architecture, Recipe, user_cache
 from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
@@ -97,7 +97,7 @@ def job_of(models: dict[str, str], *, folder: str, seed: int, steps: int) -> Swa
     def policy(name: str) -> Policy:
         return Policy(
             model=models[name],
-            engine=Engine(max_model_len=256, dtype="float32", arguments=("--max-num-seqs", "64")),
+            engine=EngineSettings(max_model_len=256, dtype="float32", arguments=("--max-num-seqs", "64")),
             sampling=SamplingDefaults(max_tokens=MAX_TOKENS),
             train=Train(
                 learning_rate=3e-4,
@@ -114,7 +114,7 @@ def job_of(models: dict[str, str], *, folder: str, seed: int, steps: int) -> Swa
         folder=folder,
         mix={"sum": 1.0},
         policies={name: policy(name) for name in models},
-        groups=Groups(group_size=8, groups_per_batch=6, max_staleness=2),
+        groups=GroupSettings(group_size=8, groups_per_batch=6, max_staleness=2),
     )
 
 

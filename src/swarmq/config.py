@@ -42,7 +42,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Base of every section."""
 
 
-class Broker(Settings, frozen=True, kw_only=True):
+class BrokerSettings(Settings, frozen=True, kw_only=True):
     """Which RabbitMQ. Without a url, `$SWARMQ_AMQP_URL`; without that, a private node in the run folder."""
 
     url: str | None = None
@@ -60,7 +60,7 @@ class Broker(Settings, frozen=True, kw_only=True):
             raise ValueError("tls_port needs certificate and key, two PEM files")
 
 
-class Proxy(Settings, frozen=True, kw_only=True):
+class ProxySettings(Settings, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 0
     """The first proxy's; 0 picks free ones. A fixed port of several proxies is followed by the next ones."""
@@ -117,7 +117,7 @@ class Proxy(Settings, frozen=True, kw_only=True):
         return f"{'https' if self.certificate else 'http'}://{self.host}:{port}/v1"
 
 
-class Groups(Settings, frozen=True, kw_only=True):
+class GroupSettings(Settings, frozen=True, kw_only=True):
     """What makes an optimizer batch, and how far rollouts may run ahead of it."""
 
     group_size: Count = 8
@@ -139,7 +139,7 @@ class Groups(Settings, frozen=True, kw_only=True):
     """... or when so many of its groups in a row, for each that a batch wants, taught nothing: their rewards were equal."""
 
 
-class Engine(Settings, frozen=True, kw_only=True):
+class EngineSettings(Settings, frozen=True, kw_only=True):
     """The vLLM servers of one policy."""
 
     urls: tuple[str, ...] = ()
@@ -385,7 +385,7 @@ class Policy(Settings, frozen=True, kw_only=True):
     trained: bool = True
     placement: Literal["auto", "shared", "split"] = "auto"
     """Of learner and engines on this host's GPUs: on the same ones, or on some each; chosen from memory by `auto`."""
-    engine: Engine = field(default_factory=Engine)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
     train: Train = field(default_factory=Train)
 
@@ -410,9 +410,9 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     """Settings of single kinds; kinds outside the mix may be named, to be mixed in later."""
     eval: Eval = field(default_factory=Eval)
     policies: dict[str, Policy]
-    broker: Broker = field(default_factory=Broker)
-    proxy: Proxy = field(default_factory=Proxy)
-    groups: Groups = field(default_factory=Groups)
+    broker: BrokerSettings = field(default_factory=BrokerSettings)
+    proxy: ProxySettings = field(default_factory=ProxySettings)
+    groups: GroupSettings = field(default_factory=GroupSettings)
 
     def __post_init__(self) -> None:
         for where, names in (
@@ -618,7 +618,7 @@ def _check_points(points: Sequence[MixPoint]) -> None:
         _check_shares(f"mix_schedule.points[{number}].mix", point.mix)
 
 
-def amqp_url(broker: Broker) -> str | None:
+def amqp_url(broker: BrokerSettings) -> str | None:
     """The RabbitMQ the user chose, if any: the setting first, then `$SWARMQ_AMQP_URL`."""
     return broker.url or os.environ.get("SWARMQ_AMQP_URL")
 

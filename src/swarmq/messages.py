@@ -206,7 +206,7 @@ class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
     reason: str
 
 
-class Served(Record, frozen=True, kw_only=True, tag="served"):
+class DeliveryReport(Record, frozen=True, kw_only=True, tag="served"):
     """proxy -> in: which recorded answers were sent to their agents, and which never will be. Behind the answers, so that
     no agent waits for it."""
 
@@ -242,7 +242,7 @@ class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
     client_id: str = ""
 
 
-class Episode(Record, frozen=True, kw_only=True, tag="episode"):
+class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     """collector -> <policy>.ready: all that a learner needs of one finished episode.
 
     The members of a group are published one after another; `group_members` says how many there are.
@@ -271,7 +271,7 @@ class Episode(Record, frozen=True, kw_only=True, tag="episode"):
     turns: tuple[Turn, ...]
 
 
-class Consumed(Record, frozen=True, kw_only=True, tag="consumed"):
+class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
     """learner -> in: one optimizer step was logged, and what became of the episodes it took. Of no episode at all: the
     learner waits and nothing comes; what it has not reported is to be sent once more."""
 
@@ -374,17 +374,17 @@ Message = (
     EpisodeBegin
     | Turn
     | RefusedTurn
-    | Served
+    | DeliveryReport
     | EpisodeEnd
-    | Episode
-    | Consumed
+    | Rollout
+    | StepReport
     | Ticket
     | Task
     | Command
     | Control
     | Event
 )
-Piece = EpisodeBegin | Turn | RefusedTurn | Served | EpisodeEnd | Consumed
+InboxMessage = EpisodeBegin | Turn | RefusedTurn | DeliveryReport | EpisodeEnd | StepReport
 """What the collector reads from `in`."""
 
 _encoder = msgspec.msgpack.Encoder()
@@ -432,7 +432,7 @@ def check(message: Message) -> None:
                 raise MessageError(
                     f"begin of {message.episode_id}: group_size, policies and silence_s must be positive"
                 )
-        case Episode():
+        case Rollout():
             _check_rewards(
                 f"episode {message.episode_id}",
                 {"reward": message.reward},
@@ -509,13 +509,13 @@ def key_of(message: Message) -> str:
             return f"{message.episode_id}:begin"
         case Turn() | RefusedTurn():
             return f"{message.episode_id}:{message.call_id}"
-        case Served():
+        case DeliveryReport():
             return f"served:{message.served_id}"
         case EpisodeEnd():
             return f"{message.episode_id}:end"
-        case Episode():
+        case Rollout():
             return f"{message.episode_id}:{message.policy}"
-        case Consumed():
+        case StepReport():
             return f"consumed:{message.policy}:{message.record or message.version}"
         case Ticket():
             return message.ticket_id

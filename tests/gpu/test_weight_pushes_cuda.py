@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from support.engine import KNOWN, SECRET
 from support.tiny_model import tiny_experts, tiny_model
-from swarmq.config import Engine, Lora, Policy, Train
+from swarmq.config import EngineSettings, Lora, Policy, Train
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import EngineError
 from swarmq.learner.model.hf_names import as_in_folder
@@ -45,7 +45,7 @@ async def serving(
     tmp_path: Path, *, model: Path | None = None, gpu: int = 0, sleep: bool = False
 ) -> AsyncIterator[tuple[str, WeightPusher, torch.nn.Module]]:
     """An engine's url, who pushes to it, and on the first GPU the model that it serves."""
-    engine = Engine(
+    engine = EngineSettings(
         max_model_len=512, gpu_memory_utilization=0.2, sleep=sleep, dtype="float32", arguments=("--enforce-eager",)
     )
     folder = model or tiny_model()

@@ -7,7 +7,7 @@ import pytest
 
 from swarmq.broker import topology
 from swarmq.errors import UnconfirmedError
-from swarmq.messages import EpisodeBegin, EpisodeEnd, Served, Slot, Turn, decode
+from swarmq.messages import DeliveryReport, EpisodeBegin, EpisodeEnd, Slot, Turn, decode
 from swarmq.testing import MemoryBroker
 from unit.collector.conftest import Bench, rules
 
@@ -49,7 +49,7 @@ class Reader:
         """Returns when the proxy has spoken of an answer: the agent may be faster."""
         async with self.stage.broker.consume(INBOX, prefetch=1000) as deliveries:
             async for delivery in deliveries:
-                if isinstance(delivery.message, Served):
+                if isinstance(delivery.message, DeliveryReport):
                     return
 
     def end(self):
@@ -170,7 +170,7 @@ async def test_what_is_not_told_when_the_proxy_stops_is_told_first(stages):
     async with stages(broker=broker) as stage:
         stage.engine.say("x")
         await stage.ask(HI)
-    assert any(isinstance(decode(stored.body), Served) for stored in broker.stored(INBOX))
+    assert any(isinstance(decode(stored.body), DeliveryReport) for stored in broker.stored(INBOX))
 
 
 async def test_a_library_that_counts_its_retries_says_what_is_none(stage):

@@ -26,7 +26,7 @@ from swarmq.learner.distributed.sharding import whole
 from swarmq.learner.model import layout_attention
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, VersionSpan, pack_floats, pack_ids
+from swarmq.messages import Rollout, VersionSpan, pack_floats, pack_ids
 
 PASS = 2048
 """Tokens of a pass of the batch that forks."""
@@ -104,14 +104,14 @@ def in_bf16(model: str, tokens: int) -> dict[str, Any]:
     return made
 
 
-def gradient(trainer: Trainer, train: Train, episodes: tuple[Episode, ...]) -> dict[str, Tensor]:
+def gradient(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...]) -> dict[str, Tensor]:
     trainer.accumulate(own_work(trainer, train, episodes), train)
     made = {name: whole(parameter.grad).float().cpu() for name, parameter in trainer.lm.named_parameters()}
     trainer.optimizer.zero_grad()
     return made
 
 
-def measured(trainer: Trainer, train: Train, episodes: tuple[Episode, ...]) -> dict[str, float]:
+def measured(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...]) -> dict[str, float]:
     """Of the rank that took the most memory."""
     device, work = trainer.accelerator.device, own_work(trainer, train, episodes)
     before = 0
@@ -131,7 +131,7 @@ def measured(trainer: Trainer, train: Train, episodes: tuple[Episode, ...]) -> d
     return {"peak_gib": float(most) / (1 << 30), "seconds": seconds, "loss": fields["loss"]}
 
 
-def long_row(tokens: int) -> tuple[Episode, ...]:
+def long_row(tokens: int) -> tuple[Rollout, ...]:
     """Two episodes, one of which has a call of `tokens`; without another there is nothing to compare it with."""
     torch.manual_seed(1)
     ids = torch.randint(SHAPE["vocab_size"], (tokens,)).tolist()

@@ -23,7 +23,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Sampling, VersionSpan, pack_floats, pack_ids
+from swarmq.messages import Rollout, Sampling, VersionSpan, pack_floats, pack_ids
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,7 +33,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """What is said of it where ranks share passes."""
 
 
-def _warm(episode: Episode) -> Episode:
+def _warm(episode: Rollout) -> Rollout:
     """Its turns at two temperatures."""
     turns = tuple(
         msgspec.structs.replace(turn, sampling=Sampling(temperature=0.7 if number % 2 else 1.0))
@@ -42,7 +42,7 @@ def _warm(episode: Episode) -> Episode:
     return msgspec.structs.replace(episode, turns=turns)
 
 
-def _asked_much(episode: Episode) -> Episode:
+def _asked_much(episode: Rollout) -> Rollout:
     """A long prompt and a short answer, which the ranks that compute the middle score nothing of."""
     (turn,) = episode.turns
     prompt = [number % 128 for number in range(80)]

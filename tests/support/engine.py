@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.config import Engine, Policy
+from swarmq.config import EngineSettings, Policy
 from swarmq.engine.auth import authorized
 from swarmq.engine.server.launch import EngineProcess, is_cuda_build
 from swarmq.runtime.processes import held_port
@@ -27,7 +27,7 @@ TORCHVISION = (Path(sys.prefix) / "torchvision", Path(__file__).parent / "torchv
 
 def tiny_policy(model: Path, *arguments: str, max_model_len: int = 2048, trained: bool = True) -> Policy:
     """`arguments`: of vLLM's server."""
-    engine = Engine(max_model_len=max_model_len, start_timeout_s=600.0, arguments=arguments)
+    engine = EngineSettings(max_model_len=max_model_len, start_timeout_s=600.0, arguments=arguments)
     return Policy(model=str(model), engine=engine, trained=trained)
 
 

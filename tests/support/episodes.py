@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
+from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 
 def make_turns(rng: random.Random, *, episode_id: str, turns: int, vocab: int, length: int, version: int) -> list[Turn]:
@@ -54,10 +54,10 @@ def make_episode(
     version: int = 0,
     seed: int | None = None,
     **fields: Any,
-) -> Episode:
+) -> Rollout:
     episode_id = f"{group}-{member}"
     rng = random.Random(episode_id if seed is None else seed)
-    return Episode(
+    return Rollout(
         run="r",
         policy="main",
         episode_id=episode_id,
@@ -72,7 +72,7 @@ def make_episode(
     )
 
 
-def make_group(name: str = "g0", rewards: tuple[float, ...] = (0.0, 1.0), **fields: Any) -> list[Episode]:
+def make_group(name: str = "g0", rewards: tuple[float, ...] = (0.0, 1.0), **fields: Any) -> list[Rollout]:
     """A whole group, one episode per reward."""
     return [make_episode(name, i, reward=reward, members=len(rewards), **fields) for i, reward in enumerate(rewards)]
 

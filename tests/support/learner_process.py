@@ -24,7 +24,7 @@ import msgspec
 from swarmq.broker import Depth
 from swarmq.broker.deliveries import KEY_HEADER, Arrival, Deliveries, Delivery
 from swarmq.config import SwarmJob
-from swarmq.messages import Consumed, Event, Message, encode
+from swarmq.messages import Event, Message, StepReport, encode
 
 
 def die_at(root: Path, event: str) -> None:
@@ -79,7 +79,7 @@ class FolderBroker:
         pass
 
     async def publish(self, queue: str, message: Message, *, deadline_s: float | None = None) -> None:
-        if isinstance(message, Consumed):
+        if isinstance(message, StepReport):
             die_at(self.root, f"publish-{message.record}")
         put(self.root, queue, message)
 

@@ -43,7 +43,7 @@ from swarmq.learner.model import attention_check, layout_model
 from swarmq.learner.model.layout_model import Placed, decoder_layers
 from swarmq.learner.store.records import BatchRecord, Identity, Index
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 
 EPISODES = (*make_group("a", (0.0, 1.0, 0.5), turns=3), *make_group("b", (2.0, 0.0), turns=5, length=12))
 
@@ -78,7 +78,7 @@ def main(model: str, trains: Sequence[Train], target: Path) -> None:
     trainer.accelerator.wait_for_everyone()
 
 
-def learned(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> dict[str, Any]:
+def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> dict[str, Any]:
     """The gradient of the batch, and what `STEPS` steps on it make of the weights; these on rank 0."""
     work = own_work(trainer, train, episodes)
     gatherings, gathered = counted()
@@ -114,12 +114,12 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
 
 
-def own_work(trainer: Trainer, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> Work:
+def own_work(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> Work:
     rank, world = trainer.share
     return work_of(episodes, train, trainer.traits, rank=rank, world=world)
 
 
-def batch(version: int, train: Train, episodes: tuple[Episode, ...] = EPISODES) -> BatchRecord:
+def batch(version: int, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> BatchRecord:
     return BatchRecord(index=Index(record=version, version=version), episodes=episodes, settings=train)
 
 
@@ -202,7 +202,7 @@ def parts(trainer: Trainer) -> list[FSDPModule]:
     return [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
 
 
-def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor], episodes: tuple[Episode, ...] = EPISODES) -> None:
+def let_go(model: str, train: Train, wanted: dict[str, torch.Tensor], episodes: tuple[Rollout, ...] = EPISODES) -> None:
     """Where a GPU has no room for the whole, layers are gathered anew in every pass, and the gradient is the same."""
     forget()
     with mock.patch.object(plan, "holds_whole", return_value=False):

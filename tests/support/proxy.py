@@ -17,7 +17,7 @@ from aiohttp import ClientSession
 from litestar import Litestar
 
 from swarmq import keys
-from swarmq.config import Proxy
+from swarmq.config import ProxySettings
 from swarmq.proxy.main import server_config
 
 ROOT = b"r" * 32
@@ -46,10 +46,10 @@ class Server(uvicorn.Server):
 
 @asynccontextmanager
 async def served(
-    app: Litestar, *, tls: Path | None = None, settings: Proxy | None = None, most_connections: int = 4096
+    app: Litestar, *, tls: Path | None = None, settings: ProxySettings | None = None, most_connections: int = 4096
 ) -> AsyncIterator[str]:
     """The url under which `app` answers; by https with the certificate in the folder `tls`."""
-    settings = settings or Proxy()
+    settings = settings or ProxySettings()
     if tls:
         files = {"certificate": str(tls / "cert.pem"), "key": str(tls / "key.pem")}
         settings = msgspec.structs.replace(settings, **files)

@@ -14,7 +14,7 @@ from support.real_proxy import RealStage
 from swarmq.config import Train
 from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Slot, Turn, unpack_floats
+from swarmq.messages import Rollout, Slot, Turn, unpack_floats
 from swarmq.timeline import resolve
 
 TRAIN = Train(gradient_checkpointing=False, advantage="ema", warmup_steps=0)
@@ -23,7 +23,7 @@ TRAIN = Train(gradient_checkpointing=False, advantage="ema", warmup_steps=0)
 
 async def train(stage: RealStage, model: Path, turns: Sequence[Turn]) -> None:
     """An episode of these turns trains, as in `train_episode`."""
-    made = Episode(
+    made = Rollout(
         run=stage.run,
         policy="main",
         episode_id=turns[0].episode_id,
@@ -38,7 +38,7 @@ async def train(stage: RealStage, model: Path, turns: Sequence[Turn]) -> None:
     await train_episode(stage, model, made)
 
 
-async def train_episode(stage: RealStage, model: Path, episode: Episode) -> None:
+async def train_episode(stage: RealStage, model: Path, episode: Rollout) -> None:
     """Every sampled token is trained, with the log-probability that the engine gives it too."""
     turns = episode.turns
     record = BatchRecord(

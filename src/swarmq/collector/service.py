@@ -36,7 +36,7 @@ from swarmq.collector.report import NoTurns, Watch, figures
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
-from swarmq.messages import Command, Episode, Event, EventName, Message, RefusedTurn, Slot, Task, Ticket, Turn
+from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn
 from swarmq.registries.proxies import Proxies
 
 PREFETCH = 1000
@@ -365,7 +365,7 @@ class Collector:
             return dict.fromkeys(gone, Depth(0, 0)) | depths
 
 
-def episode_of(store: Store, item: Forward) -> Episode | None:
+def episode_of(store: Store, item: Forward) -> Rollout | None:
     """The message that an outbox row stands for; None if a learner has reported on it already."""
     parts = store.parts(item.episode_id)
     return assemble(item.policy, *parts, group_members=item.group_members) if parts else None

@@ -34,7 +34,7 @@ from swarmq.collector.decide.state import (
     Waiting,
 )
 from swarmq.errors import CollectorError
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Served, Slot, Turn
+from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
 
 STORE_SCHEMA = "2"
 
@@ -307,7 +307,7 @@ class Store:
                 match _pieces.decode(body):
                     case Turn() as turn:
                         episode.calls[turn.call_id] = Call.of(turn, len(body))
-                    case Served() as served:
+                    case DeliveryReport() as served:
                         episode.hear(served)
             episodes.append(episode)
         return episodes

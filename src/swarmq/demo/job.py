@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from swarmq.config import Engine, Groups, Loss, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.config import EngineSettings, GroupSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS
 from swarmq.demo.problems import KINDS
 
@@ -30,7 +30,7 @@ def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
         policies={
             "main": Policy(
                 model=model,
-                engine=Engine(
+                engine=EngineSettings(
                     max_model_len=256,
                     dtype="float32",
                     arguments=("--max-num-seqs", "64"),
@@ -48,5 +48,5 @@ def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
                 ),
             )
         },
-        groups=Groups(group_size=8, groups_per_batch=8, max_staleness=2),
+        groups=GroupSettings(group_size=8, groups_per_batch=8, max_staleness=2),
     )

@@ -27,7 +27,7 @@ from swarmq.learner.store.durable_files import mapped
 from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.learner.store.writer_lock import exclusive
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Slot, Turn, VersionSpan, pack_floats, pack_ids
+from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 NOBODY = "warm"
 """Run and policy of what no run has sampled."""
@@ -134,7 +134,7 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _train(trainer: Trainer, episodes: list[Episode], plan: WarmStart, report: Callable[[Progress], None]) -> None:
+def _train(trainer: Trainer, episodes: list[Rollout], plan: WarmStart, report: Callable[[Progress], None]) -> None:
     short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
     if not short:
         raise TaskError(
@@ -176,7 +176,7 @@ def _supervised(train: Train) -> Train:
     )
 
 
-def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Episode]:
+def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
     """An episode for every line. Raises TaskError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
@@ -189,7 +189,7 @@ def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[
             yield demonstration(line, tokenizer, where=f"{path}, line {number}", ends=ends)
 
 
-def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Episode:
+def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
     """An episode with a turn for every message of the assistant, its prompt what the chat template makes of the messages before.
     `ends`: the tokens that end an answer, beside the tokenizer's own. Raises TaskError, which begins with `where`."""
     try:
@@ -207,7 +207,7 @@ def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int
             turns.append(_turn(where, len(turns), asked, answer))
     if not turns:
         raise TaskError(f"{where}: the assistant says nothing")
-    return Episode(
+    return Rollout(
         run=NOBODY,
         policy=NOBODY,
         episode_id=where,
@@ -256,7 +256,7 @@ class _Spelling:
             ) from error
 
 
-def longest(episode: Episode) -> int:
+def longest(episode: Rollout) -> int:
     """Tokens of its longest call."""
     return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 
@@ -320,7 +320,7 @@ def _ends(model: str, config: Any) -> set[int]:
     return set(named if isinstance(named, list) else [] if named is None else [named])
 
 
-def _batches(episodes: Sequence[Episode], plan: WarmStart, *, seed: int) -> Iterator[list[Episode]]:
+def _batches(episodes: Sequence[Rollout], plan: WarmStart, *, seed: int) -> Iterator[list[Rollout]]:
     dice = random.Random(seed)
     for _ in range(plan.epochs):
         order = dice.sample(list(episodes), len(episodes))

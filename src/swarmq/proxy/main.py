@@ -23,7 +23,7 @@ from litestar import Litestar
 
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
-from swarmq.config import Proxy, SwarmJob, amqp_url, make_folder
+from swarmq.config import ProxySettings, SwarmJob, amqp_url, make_folder
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
@@ -109,7 +109,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         await server.serve(sockets=[listener])
 
 
-def server_config(app: Litestar, proxy: Proxy, *, most_connections: int) -> uvicorn.Config:
+def server_config(app: Litestar, proxy: ProxySettings, *, most_connections: int) -> uvicorn.Config:
     """How uvicorn is to serve the proxy."""
     door = Door(most=most_connections, receive_s=proxy.receive_timeout_s, keep_s=KEEP_S, read_s=proxy.request_timeout_s)
     return uvicorn.Config(
@@ -173,7 +173,7 @@ async def _stay(server: Server, visit: Visit, proxies: Proxies, url: str) -> Non
     server.should_exit = True
 
 
-def _most_connections(proxy: Proxy) -> int:
+def _most_connections(proxy: ProxySettings) -> int:
     """As many as the calls that the proxy takes need, or as many as the host allows, with a warning."""
     files, calls = raise_file_limit(), proxy.max_open_calls + proxy.max_waiting_calls
     most = most_connections(files, calls=calls)

@@ -22,7 +22,7 @@ from swarmq.broker.session import open_session
 from swarmq.client.episodes.async_client import AsyncSwarmClient
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
-from swarmq.config import Broker, RunFolder, SwarmJob
+from swarmq.config import BrokerSettings, RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.messages import Command, EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
@@ -238,7 +238,9 @@ async def test_a_management_api_that_is_not_there_invites_nobody(world):
 async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(world, tmp_path):
     certificate = self_signed(tmp_path)
     port = held_port()
-    settings = Broker(tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem"))
+    settings = BrokerSettings(
+        tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem")
+    )
     node = PrivateNode(tmp_path / "node", config=tls_listener(settings))
     async with node, world(node) as w:
         invite = w.invite("alice", amqp=f"amqps://127.0.0.1:{port}/", ca=certificate / "cert.pem")

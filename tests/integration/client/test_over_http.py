@@ -16,7 +16,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.proxy.http.app import create_app
 from swarmq.registries.proxies import Proxies
 from swarmq.testing.scripted_engine import ScriptedEngine
@@ -81,5 +81,5 @@ async def test_a_group_is_trained_although_its_first_proxy_dies_and_its_size_was
         async with broker.consume(topology.ready(run_name, "main"), prefetch=9) as deliveries:
             got = [(await anext(deliveries)).message for _ in range(SIZE)]
         stop.set()
-    assert all(isinstance(one, Episode) and one.slot.task_id == "b" and one.group_members == SIZE for one in got)
+    assert all(isinstance(one, Rollout) and one.slot.task_id == "b" and one.group_members == SIZE for one in got)
     assert keys.verify(ROOT, one.api_key, run=run_name, now=time.time()).client == "alice"

@@ -21,7 +21,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import EpisodeError, OutcomeError
 from swarmq.learner.algorithms.advantages import advantages
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.proxy.http.app import create_app
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -44,12 +44,12 @@ class Run:
             assert response.status == 200, answer
             return str(answer["choices"][0]["message"]["content"])
 
-    async def ready(self, policy: str, count: int) -> list[Episode]:
+    async def ready(self, policy: str, count: int) -> list[Rollout]:
         async with self.broker.consume(topology.ready(self.job.run, policy), prefetch=100) as deliveries:
             found = []
             while len(found) < count:
                 delivery = await anext(deliveries)
-                assert isinstance(delivery.message, Episode)
+                assert isinstance(delivery.message, Rollout)
                 found.append(delivery.message)
                 await delivery.ack()
             return sorted(found, key=lambda made: made.slot.repeat)

@@ -16,7 +16,7 @@ from swarmq.client.episodes.async_client import AsyncSwarmClient
 from swarmq.client.runners.worker import Worker
 from swarmq.collector.ledger import fates
 from swarmq.keys import Invite
-from swarmq.messages import Command, Consumed, Episode, Slot, Task, Turn
+from swarmq.messages import Command, Rollout, Slot, StepReport, Task, Turn
 
 pytestmark = pytest.mark.broker
 
@@ -73,9 +73,9 @@ async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(
                 go_on.set()
                 async with broker.consume(topology.ready(job.run, "main"), prefetch=SIZE) as deliveries:
                     group = [(await anext(deliveries)).message for _ in range(SIZE - 1)]
-                names = tuple(one.episode_id for one in group if isinstance(one, Episode))
+                names = tuple(one.episode_id for one in group if isinstance(one, Rollout))
                 assert {one.group_members for one in group} == {SIZE - 1}
-                report = Consumed(run=job.run, policy="main", record=1, version=1, trained=names)
+                report = StepReport(run=job.run, policy="main", record=1, version=1, trained=names)
                 await broker.publish(topology.inbox(job.run), report)
                 await said(events, lambda fields: fields["trained"] == SIZE - 1)
     told = [(fate.slot, fate.state) for fate in fates(job.run_folder.inbox).values()]

@@ -22,7 +22,7 @@ from swarmq.collector.ledger import fates
 from swarmq.collector.store import Store
 from swarmq.errors import BrokerLostError, CollectorError
 from swarmq.learner.distributed.processes import collector_beside
-from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Slot, Ticket, Turn, encode
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Rollout, Slot, StepReport, Ticket, Turn, encode
 
 pytestmark = pytest.mark.broker
 
@@ -110,7 +110,7 @@ async def learn(broker, job, trained):
         while len(trained) < NUM_GROUPS * GROUP_SIZE:
             delivery = await anext(deliveries)
             message = delivery.message
-            assert isinstance(message, Episode)
+            assert isinstance(message, Rollout)
             assert [turn.call_id for turn in message.turns] == [f"c{n}" for n in range(NUM_TURNS)]
             assert seen.setdefault(message.episode_id, encode(message)) == encode(message)
             members = groups[message.group_id]
@@ -118,7 +118,7 @@ async def learn(broker, job, trained):
             members.add(message.episode_id)
             if new and len(members) == message.group_members:
                 trained += members
-                report = Consumed(
+                report = StepReport(
                     run=job.run, policy="main", record=len(trained), version=len(trained) // 8, trained=tuple(members)
                 )
                 await broker.publish(topology.inbox(job.run), report)

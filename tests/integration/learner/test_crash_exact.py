@@ -21,7 +21,7 @@ from support.episodes import make_group
 from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.learner.store import batch_log
-from swarmq.messages import Consumed, decode
+from swarmq.messages import StepReport, decode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another
 
@@ -97,7 +97,7 @@ def assert_same_training(root: Path, reference: Path) -> None:
     told = {
         message.record: message
         for path in (root / "queues" / topology.inbox("r")).glob("*.msg")
-        if isinstance(message := decode(path.read_bytes()), Consumed)
+        if isinstance(message := decode(path.read_bytes()), StepReport)
     }
     assert {n: (m.trained, m.dropped) for n, m in told.items()} == {
         r.index.record: (r.index.trained, r.index.dropped) for r in records

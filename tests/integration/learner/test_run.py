@@ -18,7 +18,7 @@ from support.episodes import make_group
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
-from swarmq.messages import Consumed
+from swarmq.messages import StepReport
 from swarmq.runtime.processes import free_port
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another
@@ -99,7 +99,7 @@ async def test_one_rank_two_under_accelerate_launch_and_two_that_share_passes_le
             async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
                 while len(told) < 3 * 2 * STEPS:
                     message = (await anext(inbox)).message
-                    assert isinstance(message, Consumed)
+                    assert isinstance(message, StepReport)
                     told |= {*message.trained}
             depth = (await broker.depths([topology.ready(job.run, "main")]))[topology.ready(job.run, "main")]
             assert depth.ready == 0
@@ -119,7 +119,7 @@ async def test_a_lost_rank_of_a_shared_out_model_ends_the_learner_with_its_numbe
         await fill(broker, job, range(2))
         process = start(job, tmp_path, num_gpus=2)
         async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
-            assert isinstance((await anext(inbox)).message, Consumed)
+            assert isinstance((await anext(inbox)).message, StepReport)
             os.kill(rank_of(process, 1), signal.SIGKILL)
             assert await ended(process) != 0
             assert "rank 1 of 2 was killed by SIGKILL (out of memory?)" in (tmp_path / "log").read_text()
@@ -148,7 +148,7 @@ async def test_a_signal_finishes_with_a_checkpoint_and_a_second_learner_is_refus
         await fill(broker, job, range(2))
         process = start(job, tmp_path)
         async with broker.consume(topology.inbox(job.run), prefetch=100) as inbox:
-            assert isinstance((await anext(inbox)).message, Consumed)
+            assert isinstance((await anext(inbox)).message, StepReport)
         other = start(job, tmp_path)
         assert await ended(other) != 0
         assert f"is in use by process {process.pid} on" in (tmp_path / "log").read_text()

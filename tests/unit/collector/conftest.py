@@ -11,7 +11,7 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import AWAKE_S, Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import episode_of
-from swarmq.messages import Consumed, Episode, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, encode
+from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Slot, StepReport, Turn, encode
 from unit.collector.twin_store import TwinStore
 
 RUN = "r"
@@ -45,8 +45,10 @@ def end(episode: str = "e", status: str = "finished", reward: float = 1.0, **fie
     return EpisodeEnd(run=RUN, episode_id=episode, status=status, **given)
 
 
-def consumed(*trained: str, policy: str = "main", version: int = 1, dropped: dict[str, str] | None = None) -> Consumed:
-    return Consumed(run=RUN, policy=policy, version=version, trained=trained, dropped=dropped or {})
+def consumed(
+    *trained: str, policy: str = "main", version: int = 1, dropped: dict[str, str] | None = None
+) -> StepReport:
+    return StepReport(run=RUN, policy=policy, version=version, trained=trained, dropped=dropped or {})
 
 
 class Bench:
@@ -98,7 +100,7 @@ class Bench:
         return [effect for effect in self.effects if isinstance(effect, do.Forward)]
 
     @property
-    def episodes(self) -> list[Episode]:
+    def episodes(self) -> list[Rollout]:
         return [message for item in self.sent if (message := episode_of(self.store, item))]
 
     @property

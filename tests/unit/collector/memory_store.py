@@ -24,7 +24,7 @@ from swarmq.collector.decide.state import (
     Waiting,
 )
 from swarmq.errors import CollectorError
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Message, Served, Slot, Turn, decode
+from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode
 
 Table = dict[Any, Any]
 MISSING = object()
@@ -168,7 +168,7 @@ class MemoryStore:
             piece = self._decoded(body)
             if isinstance(piece, Turn):
                 calls[piece.call_id] = Call.of(piece, len(body))
-            elif isinstance(piece, Served):
+            elif isinstance(piece, DeliveryReport):
                 episode.hear(piece)
         episode.calls = calls
         return episode

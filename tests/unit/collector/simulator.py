@@ -30,14 +30,14 @@ from swarmq.collector.report import figures
 from swarmq.collector.service import episode_of
 from swarmq.collector.store import Store
 from swarmq.messages import (
-    Consumed,
-    Episode,
+    DeliveryReport,
     EpisodeBegin,
     EpisodeEnd,
     Message,
     RefusedTurn,
-    Served,
+    Rollout,
     Slot,
+    StepReport,
     Turn,
     decode,
     encode,
@@ -258,7 +258,7 @@ class Client:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.news: list[Served] = []
+        self.news: list[DeliveryReport] = []
         """What proxies have not said yet."""
         self.steps = self.work()
 
@@ -310,7 +310,7 @@ class Client:
                 name: {episode_id: tuple(call for one in self.news for call in getattr(one, name).get(episode_id, ()))}
                 for name in ("sent", "withdrawn")
             }
-            self.world.send(Served(run=RUN, served_id=self.news[0].served_id, **told))
+            self.world.send(DeliveryReport(run=RUN, served_id=self.news[0].served_id, **told))
             self.news.clear()
 
     def end(self, episode_id: str, truth: Truth, attempt: int) -> Iterator[None]:
@@ -390,7 +390,7 @@ class Client:
         told = {episode_id: (call_id,)}
         fates = [{"withdrawn": told}, {}, *([{"sent": told}] if repeats else [])] if is_lost else [{"sent": told}]
         if fate := self.world.rng.choice(fates):
-            self.news.append(Served(run=RUN, served_id=f"{episode_id}.{call_id}", **fate))
+            self.news.append(DeliveryReport(run=RUN, served_id=f"{episode_id}.{call_id}", **fate))
         if self.world.rng.random() < 0.5:
             self.tell(episode_id)
 
@@ -403,12 +403,12 @@ class Learner:
 
     def __init__(self, world: World, policy: str) -> None:
         self.world, self.policy = world, policy
-        self.seen: dict[str, Episode] = {}
-        self.groups: dict[str, list[Episode]] = defaultdict(list)
-        self.whole: list[list[Episode]] = []
+        self.seen: dict[str, Rollout] = {}
+        self.groups: dict[str, list[Rollout]] = defaultdict(list)
+        self.whole: list[list[Rollout]] = []
         self.trained: list[str] = []
         self.record = self.version = 0
-        self.reports: list[Consumed] = []
+        self.reports: list[StepReport] = []
         self.asked = False
 
     def step(self) -> None:
@@ -420,7 +420,7 @@ class Learner:
             self.version += 1
             self.report([episode.episode_id for group in batch for episode in group], {})
 
-    def take(self, episode: Episode) -> None:
+    def take(self, episode: Rollout) -> None:
         self.asked = self.asked and episode.episode_id in self.seen
         if self.seen.setdefault(episode.episode_id, episode) != episode:
             raise BrokenError(f"{episode.episode_id} was forwarded twice, and differently")
@@ -438,7 +438,7 @@ class Learner:
         self.trained += trained
         self.world.stirred()
         self.reports.append(
-            Consumed(
+            StepReport(
                 run=RUN,
                 policy=self.policy,
                 record=self.record,
@@ -455,7 +455,7 @@ class Learner:
             self.asked = True
             for report in self.reports:
                 self.world.send(report)
-            self.world.send(Consumed(run=RUN, policy=self.policy, version=self.version, trained=()))
+            self.world.send(StepReport(run=RUN, policy=self.policy, version=self.version, trained=()))
 
     def lacks(self, episode_id: str) -> bool:
         """The collector waits for a report on an episode that is not here, or whose report it has not got."""
@@ -498,7 +498,7 @@ class World:
         self.inbox: deque[bytes] = deque()
         self.held: list[bytes] = []
         self.later: list[bytes] = []
-        self.ready: dict[str, deque[Episode]] = {policy: deque() for policy in scene.rules.trained}
+        self.ready: dict[str, deque[Rollout]] = {policy: deque() for policy in scene.rules.trained}
         self.tickets: dict[str, deque[str]] = defaultdict(deque)
         self.truths: dict[str, Truth] = {}
         self.busy = 0
@@ -598,7 +598,7 @@ class World:
         queues = {topology.ready(RUN, policy): queue for policy, queue in self.ready.items()}
         queues |= {topology.tickets(RUN, kind): self.tickets[kind] for kind in self.scene.rules.mix}
         if (choice := self.rng.randrange(3)) == 0:
-            self.inbox = deque(body for body in self.inbox if not isinstance(self.decoded(body), Consumed))
+            self.inbox = deque(body for body in self.inbox if not isinstance(self.decoded(body), StepReport))
             return
         name = self.rng.choice(list(queues))
         queues[name].clear()

@@ -11,18 +11,18 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from swarmq.collector.decide.state import HOLD_S
-from swarmq.messages import EpisodeEnd, Served, Turn
+from swarmq.messages import DeliveryReport, EpisodeEnd, Turn
 from unit.collector.conftest import Bench, begin, end, rules, turn
 
 ids = count()
 
 
 def sent(*calls, **fields):
-    return Served(run="r", served_id=str(next(ids)), sent={"e": calls}, **fields)
+    return DeliveryReport(run="r", served_id=str(next(ids)), sent={"e": calls}, **fields)
 
 
 def withdrawn(*calls):
-    return Served(run="r", served_id=str(next(ids)), withdrawn={"e": calls})
+    return DeliveryReport(run="r", served_id=str(next(ids)), withdrawn={"e": calls})
 
 
 def told(call="a", **fields):
@@ -212,7 +212,7 @@ def attempts(draw, *, watched: bool, fates=FATES):
     return sendings
 
 
-def said(sending: Sending) -> Served | None:
+def said(sending: Sending) -> DeliveryReport | None:
     if sending.fate in {"received", "cut"}:
         return sent(sending.call)
     return withdrawn(sending.call) if sending.fate in {"late", "lost"} else None

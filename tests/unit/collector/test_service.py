@@ -18,7 +18,7 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import CollectorError
-from swarmq.messages import Command, Episode, Ticket, decode
+from swarmq.messages import Command, Rollout, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 IN, READY = topology.inbox("r"), topology.ready("r", "main")
@@ -66,7 +66,7 @@ async def test_pieces_in_episodes_and_tickets_out(job, broker, say):
         for piece in (say.begin(ticket_id="math.1"), say.turn(), say.end()):
             await broker.publish(IN, piece)
         (episode,) = await arrivals(broker, READY, 1)
-        assert isinstance(episode, Episode)
+        assert isinstance(episode, Rollout)
         assert episode.episode_id == "e"
     assert store.outbox() == []
     assert broker.stored(IN) == []

@@ -12,7 +12,7 @@ from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import EndedEpisode, Rules
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
-from swarmq.messages import EpisodeEnd, RefusedTurn, Served, Turn, decode, encode
+from swarmq.messages import DeliveryReport, EpisodeEnd, RefusedTurn, Turn, decode, encode
 from unit.collector.simulator import BrokenError, Chaos, Scene, Shell, World, every_crash, told_by, worlds
 
 
@@ -259,7 +259,7 @@ class TakesTurnsAsAnswered(Shell):
     """Trains what is recorded, whether or not a proxy says that the answer was sent."""
 
     def decisions(self, batch: list[bytes]) -> Iterator[do.Effect]:
-        return super().decisions([_unheard(body) for body in batch if not isinstance(decode(body), Served)])
+        return super().decisions([_unheard(body) for body in batch if not isinstance(decode(body), DeliveryReport)])
 
 
 def _unheard(body: bytes) -> bytes:
@@ -272,7 +272,7 @@ class ForgetsWhatProxiesSaid(Shell):
         return (
             effect
             for effect in super().decisions(batch)
-            if not (isinstance(effect, do.SaveTurn) and isinstance(decode(effect.body), Served))
+            if not (isinstance(effect, do.SaveTurn) and isinstance(decode(effect.body), DeliveryReport))
         )
 
 

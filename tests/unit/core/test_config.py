@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.config import Broker, Lora, SwarmJob, amqp_url
+from swarmq.config import BrokerSettings, Lora, SwarmJob, amqp_url
 from swarmq.errors import ConfigError
 
 TREE = {"run": "r", "policies": {"main": {"model": "m"}}}
@@ -149,7 +149,7 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
 
 def test_the_setting_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("SWARMQ_AMQP_URL", "amqp://env/")
-    assert amqp_url(Broker(url="amqp://job/")) == "amqp://job/"
-    assert amqp_url(Broker()) == "amqp://env/"
+    assert amqp_url(BrokerSettings(url="amqp://job/")) == "amqp://job/"
+    assert amqp_url(BrokerSettings()) == "amqp://env/"
     monkeypatch.delenv("SWARMQ_AMQP_URL")
-    assert amqp_url(Broker()) is None
+    assert amqp_url(BrokerSettings()) is None

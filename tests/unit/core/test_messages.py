@@ -44,7 +44,7 @@ def episode(**changes):
         "reward": 0.5,
         "turns": (turn(),),
     }
-    return m.Episode(**(base | changes))
+    return m.Rollout(**(base | changes))
 
 
 EVERY_RECORD = [
@@ -59,10 +59,10 @@ EVERY_RECORD = [
     ),
     turn(versions=(m.VersionSpan(version=0, start=0, end=1), m.VersionSpan(version=1, start=1, end=2))),
     m.RefusedTurn(run="r", episode_id="e", call_id="c1", reason="a log-probability is above 0"),
-    m.Served(run="r", served_id="s", sent={"e": ("c0",)}, withdrawn={"e": ("c1",)}),
+    m.DeliveryReport(run="r", served_id="s", sent={"e": ("c0",)}, withdrawn={"e": ("c1",)}),
     end(metrics={"turns": 3.0}, calls=("c0",)),
     episode(),
-    m.Consumed(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
+    m.StepReport(run="r", policy="main", version=3, trained=("e",), dropped={"f": "equal_rewards"}),
     m.Ticket(run="r", ticket_id="k", kind="math"),
     m.Task(run="r", slot=m.Slot(task_id="t"), kind="math", group_size=4, payload=msgspec.Raw(b"\x01")),
     m.Command(run="r", command_id="c", action="set", settings={"groups.group_size": 4, "mix": {"a": 1.0}}),

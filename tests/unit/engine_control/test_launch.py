@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from swarmq.config import Engine, Policy
+from swarmq.config import EngineSettings, Policy
 from swarmq.engine.client.versions import check_version
 from swarmq.engine.server import launch
 from swarmq.engine.server.launch import EngineProcess, arguments, environment
@@ -26,7 +26,7 @@ LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_c
 @pytest.mark.parametrize(("limit", "served"), [(None, "2048"), (512, "512"), (4096, "2048")])
 def test_a_model_made_for_fewer_tokens_is_served_with_its_own_limit(limit, served):
     model = msgspec.structs.replace(SMALL, max_length=limit)
-    words = arguments(Policy(model="m", engine=Engine(max_model_len=2048)), model, port=81, cuda=False, cores=2)
+    words = arguments(Policy(model="m", engine=EngineSettings(max_model_len=2048)), model, port=81, cuda=False, cores=2)
     assert words[words.index("--max-model-len") + 1] == served
 
 
@@ -64,7 +64,7 @@ def test_arguments_of_the_user_come_last():
     thinking = msgspec.structs.replace(SMALL, reasoning_parser="qwen3")
     words = arguments(Policy(model="m"), thinking, port=81, cuda=False, cores=2)
     assert words[words.index("--reasoning-parser") + 1] == "qwen3"
-    policy = Policy(model="m", engine=Engine(arguments=("--tool-call-parser", "other")))
+    policy = Policy(model="m", engine=EngineSettings(arguments=("--tool-call-parser", "other")))
     assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-2:] == ["--tool-call-parser", "other"]
 
 
@@ -82,8 +82,8 @@ def test_arguments_of_the_user_come_last():
 def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_start(given):
     wrong = rf"policies\.\*\.engine\.arguments of m: {given[0]} would .*: take it out"
     with pytest.raises(ConfigError, match=wrong):
-        arguments(Policy(model="m", engine=Engine(arguments=given)), SMALL, port=81, cuda=False, cores=2)
-    served = Policy(model="m", trained=False, engine=Engine(arguments=given))
+        arguments(Policy(model="m", engine=EngineSettings(arguments=given)), SMALL, port=81, cuda=False, cores=2)
+    served = Policy(model="m", trained=False, engine=EngineSettings(arguments=given))
     assert arguments(served, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given], "nothing is learned there"
 
 
@@ -91,7 +91,7 @@ def test_an_engine_that_would_report_otherwise_than_it_samples_is_refused_at_sta
     "given", [("--max-logprobs", "9"), ("--generation-tokens=1",), ("-tp", "2"), ("--", "x_y"), ("", "-")]
 )
 def test_other_arguments_are_the_users(given):
-    policy = Policy(model="m", engine=Engine(arguments=given))
+    policy = Policy(model="m", engine=EngineSettings(arguments=given))
     assert arguments(policy, SMALL, port=81, cuda=False, cores=2)[-len(given) :] == [*given]
 
 

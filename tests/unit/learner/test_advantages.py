@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.episodes import make_episode, make_group
 from swarmq.config import LengthPenalty, Loss, Train
 from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, credited_by, has_signal, updated
-from swarmq.messages import Episode, Timings
+from swarmq.messages import Rollout, Timings
 
 Judge = Callable[[int, int], tuple[float, float]]
 """What an episode's two calls say -> their rewards."""
@@ -144,7 +144,7 @@ def test_discounted_returns_follow_their_recursion_agent_by_agent() -> None:
         assert got[episode_id] == pytest.approx([g - means[a] for g, a in zip(returns, agents, strict=True)])
 
 
-def plain_group(rewards: tuple[float, ...], *, turns: int) -> list[Episode]:
+def plain_group(rewards: tuple[float, ...], *, turns: int) -> list[Rollout]:
     """Without agent tags."""
     return [
         msgspec.structs.replace(e, turns=tuple(msgspec.structs.replace(t, agent=None) for t in e.turns))

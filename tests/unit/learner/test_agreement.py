@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from support.episodes import make_group
-from swarmq.config import Engine, Loss, Policy, SwarmJob, Train
+from swarmq.config import EngineSettings, Loss, Policy, SwarmJob, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.batching.micro_batches import work_of
 from swarmq.learner.feed.ipc import StopSignal
@@ -19,7 +19,7 @@ from swarmq.learner.store.records import BatchRecord, Index, encode_record
 from swarmq.learner.train.engine_agreement import EXACT, FEWEST, ROUNDED, limit_of
 from swarmq.learner.train.loop import Command, Learner
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Sampling, Turn, VersionSpan, pack_floats
+from swarmq.messages import Rollout, Sampling, Turn, VersionSpan, pack_floats
 
 TRAIN = Train(warmup_steps=0, learning_rate=1e-3, token_log=False, trackers=())
 MANY: dict[str, Any] = {"turns": 4, "length": 20}
@@ -53,7 +53,7 @@ def sampled(trainer: Trainer, *, off: float = 0.0, edit: Edit = lambda turn: tur
     return recorded(made, train)
 
 
-def recorded(episodes: list[Episode], train: Train = TRAIN) -> BatchRecord:
+def recorded(episodes: list[Rollout], train: Train = TRAIN) -> BatchRecord:
     return BatchRecord(index=Index(record=1, version=1), episodes=tuple(episodes), settings=train)
 
 
@@ -139,13 +139,13 @@ def test_few_tokens_prove_nothing_and_a_loss_without_ratios_asks_for_none(tiny_q
 def test_the_limit_is_what_rounding_can_make(
     engine: dict[str, Any], train: dict[str, Any], cuda: bool, limit: float
 ) -> None:
-    policy = Policy(model="m", engine=Engine(**{"urls": ("http://a",)} | engine), train=Train(**train))
+    policy = Policy(model="m", engine=EngineSettings(**{"urls": ("http://a",)} | engine), train=Train(**train))
     assert limit_of(policy, cuda=cuda) == limit
 
 
 def test_a_learner_with_engines_watches_them(trainer: Trainer, tiny_qwen: Path, tmp_path: Path) -> None:
     """Also after a restart: the batch is in the log, and is not trained then either."""
-    policy = Policy(model=str(tiny_qwen), engine=Engine(urls=("http://127.0.0.1:9",)), train=TRAIN)
+    policy = Policy(model=str(tiny_qwen), engine=EngineSettings(urls=("http://127.0.0.1:9",)), train=TRAIN)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
     learner = Learner(job, "main", pusher=None, stop=StopSignal())
     command = Command("step", encode_record(sampled(trainer, off=0.06)), replayed=True)

@@ -25,7 +25,7 @@ from swarmq.learner.store.durable_files import mapped
 from swarmq.learner.store.records import BatchRecord, Hello, decode_record
 from swarmq.learner.store.report_offsets import Reports
 from swarmq.learner.store.writer_lock import exclusive
-from swarmq.messages import Change, Consumed, Control, Ticket, decode
+from swarmq.messages import Change, Control, StepReport, Ticket, decode
 from swarmq.testing import MemoryBroker
 
 READY = topology.ready("r", "main")
@@ -105,9 +105,9 @@ def unacked(broker: MemoryBroker) -> int:
     return len(queue.waiting) + sum(len(consumer._session.held) for consumer in queue.consumers)
 
 
-def consumed(broker: MemoryBroker) -> list[Consumed]:
+def consumed(broker: MemoryBroker) -> list[StepReport]:
     messages = [decode(stored.body) for stored in broker.stored(topology.inbox("r"))]
-    return [message for message in messages if isinstance(message, Consumed)]
+    return [message for message in messages if isinstance(message, StepReport)]
 
 
 def logged(folder: Path) -> list[BatchRecord]:
@@ -151,7 +151,7 @@ async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_t
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
         await trainer.tell(records.Next())
         message = (await anext(inbox)).message
-        assert isinstance(message, Consumed)
+        assert isinstance(message, StepReport)
         assert (message.version, message.record, set(message.dropped)) == (0, 1, {"a-0", "a-1"})
         assert unacked(broker) == 0
 
@@ -355,7 +355,7 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
         await trainer.tell(records.Next())
         assert [(await anext(inbox)).message for _ in range(2)] == [
             report,
-            Consumed(run="r", policy="main", version=1, trained=()),
+            StepReport(run="r", policy="main", version=1, trained=()),
         ]
         for episode in (half, other):  # as the collector answers
             await broker.publish(READY, episode)

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from support.episodes import make_group
 from swarmq.cli import main
-from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.config import EngineSettings, Policy, SwarmJob, Train
 from swarmq.learner.batching.micro_batches import work_of
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.doctor import checks as doctor_checks
@@ -32,7 +32,7 @@ from swarmq.learner.model.logprob_head import score
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchRecord, Identity, Index
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Event, Sampling, VersionSpan, pack_floats
+from swarmq.messages import Event, Rollout, Sampling, VersionSpan, pack_floats
 from swarmq.timeline import resolve
 
 pytestmark = pytest.mark.slow
@@ -99,7 +99,7 @@ def test_without_steps_it_is_said_that_there_is_nothing_to_read() -> None:
     )
 
 
-def sampled_by(trainer: Trainer, group: list[Episode], *, temperature: float, engine: str) -> list[Episode]:
+def sampled_by(trainer: Trainer, group: list[Rollout], *, temperature: float, engine: str) -> list[Rollout]:
     """The group as if an engine with the trainer's weights had sampled it, with what is wrong with that engine."""
     sampling = Sampling(temperature=temperature)
     group = [
@@ -181,7 +181,7 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
     )
     group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
     record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
-    policy = Policy(model=str(tiny_qwen), engine=Engine(arguments=("--logprobs_mode", "raw_logprobs")))
+    policy = Policy(model=str(tiny_qwen), engine=EngineSettings(arguments=("--logprobs_mode", "raw_logprobs")))
     found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).traits, vocab=100)))
     assert found["engine reports what it samples"] == "error"
     assert found["whole distribution sampled"] == "error"
@@ -200,7 +200,7 @@ def test_sampled_tokens_that_were_kept_are_no_reason_to_warn_and_lost_ones_are()
 
 
 def test_of_engines_that_others_started_nothing_is_promised() -> None:
-    arguments = levels([_engine_arguments(Policy(model="m", engine=Engine(urls=("http://gpu:8000",))))])
+    arguments = levels([_engine_arguments(Policy(model="m", engine=EngineSettings(urls=("http://gpu:8000",))))])
     assert arguments == {"engine reports what it samples": "note"}
     assert levels([_engine_arguments(Policy(model="m"))]) == {"engine reports what it samples": "ok"}
 

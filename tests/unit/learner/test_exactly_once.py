@@ -37,7 +37,7 @@ from swarmq.learner.feed.batcher import WINDOWS_KNOWN, Intake, Limits
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchRecord, Identity
 from swarmq.learner.store.report_offsets import Reports
-from swarmq.messages import Consumed, Episode, Message, VersionSpan, decode, encode
+from swarmq.messages import Message, Rollout, StepReport, VersionSpan, decode, encode
 from unit.collector import conftest as say
 
 pytestmark = pytest.mark.slow
@@ -298,7 +298,7 @@ class Pipeline(RuleBasedStateMachine):
     def take_in(self, bodies: list[bytes]) -> None:
         for body in bodies:
             episode = decode(body)
-            assert isinstance(episode, Episode)
+            assert isinstance(episode, Rollout)
             if not self.intake.accept(episode):
                 self.acknowledge({episode.episode_id})
 
@@ -308,7 +308,7 @@ class Pipeline(RuleBasedStateMachine):
     def report(self) -> None:
         for index in self.reports.due(self.trainer.version):
             self.inbox.put(
-                Consumed(
+                StepReport(
                     run=say.RUN,
                     policy="main",
                     record=index.record,
@@ -404,7 +404,7 @@ def test_what_waits_longer_than_it_may_is_dropped_as_stale_and_told() -> None:
 
 def _id(body: bytes) -> str:
     episode = decode(body)
-    assert isinstance(episode, Episode)
+    assert isinstance(episode, Rollout)
     return episode.episode_id
 
 

@@ -27,7 +27,7 @@ from swarmq.learner.model.layout_model import evaluating
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.train.metrics import Sums
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Sampling, pack_floats
+from swarmq.messages import Rollout, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ Gradient = dict[str, torch.Tensor]
 
 
 @cache
-def groups() -> tuple[tuple[Episode, ...], ...]:
+def groups() -> tuple[tuple[Rollout, ...], ...]:
     """Chats with forks, unequal lengths and two temperatures."""
     made = [make_group("a", (0.0, 1.0, 0.5), turns=3), make_group("b", (2.0, 0.0), turns=5, length=12)]
     return tuple(
@@ -58,7 +58,7 @@ def groups() -> tuple[tuple[Episode, ...], ...]:
     )
 
 
-def batch() -> list[Episode]:
+def batch() -> list[Rollout]:
     return [episode for group in groups() for episode in group]
 
 

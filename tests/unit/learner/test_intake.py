@@ -15,7 +15,7 @@ from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
 from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Intake, Limits
 from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.messages import Episode, Sampling
+from swarmq.messages import Rollout, Sampling
 from swarmq.task_mix import deal
 
 TRAIN = Train()
@@ -45,13 +45,13 @@ def take(intake: Intake, version: int = 0) -> BatchRecord | None:
     return intake.take(version=version, at=0.0, settings=intake.limits.train)
 
 
-def feed(intake: Intake, *groups: list[Episode]) -> None:
+def feed(intake: Intake, *groups: list[Rollout]) -> None:
     for group in groups:
         for episode in group:
             assert intake.accept(episode)
 
 
-def altered(episode: Episode, **turn_fields: object) -> Episode:
+def altered(episode: Rollout, **turn_fields: object) -> Rollout:
     first, *rest = episode.turns
     return msgspec.structs.replace(episode, turns=(msgspec.structs.replace(first, **turn_fields), *rest))
 

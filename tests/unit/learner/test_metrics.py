@@ -12,7 +12,7 @@ from swarmq.learner.algorithms.loss_effects import Effect
 from swarmq.learner.algorithms.losses import TokenLoss, Tokens
 from swarmq.learner.feed.batch_summary import rollout_s
 from swarmq.learner.train.metrics import Sums
-from swarmq.messages import Episode, Slot, Timings
+from swarmq.messages import Rollout, Slot, Timings
 
 
 def figures(gaps, kept=None, held=None):
@@ -93,4 +93,4 @@ def test_a_rollout_lasts_from_its_first_call_to_its_last_answer():
         "group_members": 1,
         "group_size": 1,
     }
-    assert rollout_s(Episode(episode_id="e", reward=1.0, turns=tuple(timed), **told)) == pytest.approx(12.0)
+    assert rollout_s(Rollout(episode_id="e", reward=1.0, turns=tuple(timed), **told)) == pytest.approx(12.0)

@@ -15,14 +15,14 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner.store.records import BatchRecord, Index, decode_record, encode_record
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, pack_floats
+from swarmq.messages import Rollout, pack_floats
 
 TRAIN = Train(warmup_steps=0, learning_rate=1e-2, token_log=False)
 EMA = msgspec.structs.replace(TRAIN, advantage="ema")
 
 
 def weights_after(
-    model: Path, episodes: Sequence[Episode], train: Train = TRAIN, **record: Any
+    model: Path, episodes: Sequence[Rollout], train: Train = TRAIN, **record: Any
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Of one step from a batch that was written and read; and its figures."""
     trainer = Trainer(str(model), train)
@@ -31,7 +31,7 @@ def weights_after(
     return torch.cat([p.detach().flatten() for p in trainer.lm.parameters()]), fields
 
 
-def unlikely(episode: Episode) -> dict[str, Any]:
+def unlikely(episode: Rollout) -> dict[str, Any]:
     first, *rest = episode.turns
     return {"turns": (msgspec.structs.replace(first, logprobs=pack_floats([-9999.0] * first.num_sampled)), *rest)}
 

@@ -24,7 +24,7 @@ from swarmq.learner.teachers.availability import trouble_of
 from swarmq.learner.train import loop
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode, Sampling
+from swarmq.messages import Rollout, Sampling
 
 TRAIN = Train(
     gradient_checkpointing=False,
@@ -101,7 +101,7 @@ def teacher(other_qwen: Path) -> Iterator[Vllm]:
     server.server_close()
 
 
-def stepped(model: Path, teacher: str, batch: tuple[Episode, ...] = BATCH) -> dict[str, Any]:
+def stepped(model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH) -> dict[str, Any]:
     """The figures of a step."""
     train = msgspec.structs.replace(TRAIN, teacher=teacher)
     index = Index(record=1, version=1, trained=tuple(e.episode_id for e in batch))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swarmq.config import Engine, Policy, SwarmJob, Train
+from swarmq.config import EngineSettings, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import main
 from swarmq.learner.feed.ipc import StopSignal
@@ -58,7 +58,7 @@ class SharedGpu:
             raise LearnerError("does not fit")
 
     def start(self, model: Path, folder: Path, *, sleep: bool, rank: int = 0) -> loop.Learner:
-        policy = Policy(model=str(model), engine=Engine(sleep=sleep), train=TRAIN)
+        policy = Policy(model=str(model), engine=EngineSettings(sleep=sleep), train=TRAIN)
         job = SwarmJob(run="r", folder=str(folder), policies={"main": policy})
         return loop.Learner(job, "main", pusher=None if rank else self, stop=StopSignal())
 
@@ -127,7 +127,7 @@ def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
 
 
 def test_a_pusher_asks_before_each_update_whether_its_learner_was_replaced(tmp_path: Path) -> None:
-    policy = Policy(model="m", engine=Engine(urls=("http://127.0.0.1:9",)))
+    policy = Policy(model="m", engine=EngineSettings(urls=("http://127.0.0.1:9",)))
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
     lock = job.run_folder.path / "main" / "lock"
     with exclusive(lock):

@@ -14,7 +14,7 @@ from swarmq.learner.algorithms.advantages import advantages, credited_by, groups
 from swarmq.learner.batching.micro_batches import Pass, Traits, Weigher, work_of
 from swarmq.learner.feed.batch_summary import describe
 from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.messages import Episode, Turn
+from swarmq.messages import Rollout, Turn
 from swarmq.timeline import Cost, PrefixTree, fold, lay_rows, resolve, unfold
 from swarmq.token_drift import Drift
 
@@ -23,9 +23,9 @@ Laid = dict[tuple[int, int, int], tuple[float, float]]
 
 
 @st.composite
-def batches(draw: st.DrawFn) -> list[Episode]:
+def batches(draw: st.DrawFn) -> list[Rollout]:
     """Groups of different sizes and kinds of reward; few token ids, so that beginnings are shared."""
-    made: list[Episode] = []
+    made: list[Rollout] = []
     for number in range(draw(st.integers(1, 3))):
         rewards = tuple(draw(st.lists(st.sampled_from((0.0, 0.5, 1.0)), min_size=2, max_size=4)))
         turns, vocab = draw(st.integers(1, 5)), draw(st.integers(2, 4))
@@ -55,7 +55,7 @@ def laid(passes: list[Pass]) -> Laid:
     world=st.integers(1, 3),
 )
 def test_weight_and_advantage_of_a_token_are_those_of_the_oracle_however_it_is_laid_out(
-    batch: list[Episode], normalisation: Any, advantage: Any, budget: int, world: int
+    batch: list[Rollout], normalisation: Any, advantage: Any, budget: int, world: int
 ) -> None:
     train = Train(normalisation=normalisation, advantage=advantage, micro_batch_tokens=budget)
     weigh = Weigher(batch, train)

@@ -8,7 +8,7 @@ import pytest
 import structlog
 import uvloop
 
-from swarmq.config import Proxy, SwarmJob
+from swarmq.config import ProxySettings, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.proxy import main
 from swarmq.proxy.main import _listen, serve
@@ -31,7 +31,7 @@ def test_a_taken_port_is_named():
 def test_a_host_that_allows_too_few_open_files_is_told(files, warned, monkeypatch):
     monkeypatch.setattr(main, "raise_file_limit", lambda: files)
     with structlog.testing.capture_logs() as told:
-        most = main._most_connections(Proxy())
+        most = main._most_connections(ProxySettings())
     assert most < files / 2
     assert [f"may open {files} files" in line["text"] for line in told] == [True] * warned
 

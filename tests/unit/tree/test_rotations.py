@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers import models as families
 
 from support.forks import MIXED, SHARED
-from swarmq.config import Engine, Policy, Train
+from swarmq.config import EngineSettings, Policy, Train
 from swarmq.learner.checkpoint.save_load import load
 from swarmq.learner.model.context_parallel import Context, cut
 from swarmq.learner.model.layout_model import LayoutModel, Placed
@@ -135,7 +135,8 @@ def test_a_learner_turns_by_the_room_that_its_engine_has(tmp_path: Any) -> None:
     train = Train(gradient_checkpointing=False, token_log=False, trackers=())
     turned = [
         angles(
-            load(None, Policy(model=str(tmp_path), train=train, engine=Engine(max_model_len=room))).lm, torch.arange(9)
+            load(None, Policy(model=str(tmp_path), train=train, engine=EngineSettings(max_model_len=room))).lm,
+            torch.arange(9),
         )
         for room in (ORIGINAL, MADE_FOR)
     ]

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
+from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.engine.server.gpus import Gpu, chosen, visible_gpus
 from swarmq.engine.server.model_check import Model, count_parameters
 from swarmq.errors import ConfigError
@@ -106,7 +106,7 @@ def test_an_engine_too_large_for_one_gpu_is_spread() -> None:
 
 
 def test_what_the_user_chose_is_kept() -> None:
-    asked = policy(engine=Engine(gpu_memory_utilization=0.3, count=2), placement="shared")
+    asked = policy(engine=EngineSettings(gpu_memory_utilization=0.3, count=2), placement="shared")
     placement = place(asked, model(2), [H200] * 2)
     assert placement.kind == "shared"
     own, gpus = placement.applied(asked)
@@ -118,7 +118,7 @@ def test_a_learner_leaves_its_engine_the_room_to_start_again() -> None:
     beside = place(policy(placement="shared"), model(1), [H200])
     assert not beside.sleep
     assert beside.learner_share + beside.gpu_memory_utilization == pytest.approx(HEADROOM)
-    asleep = place(policy(engine=Engine(sleep=True), placement="shared"), model(1), [H200])
+    asleep = place(policy(engine=EngineSettings(sleep=True), placement="shared"), model(1), [H200])
     assert asleep.learner_share == place(policy(), model(1), [H200] * 2).learner_share == HEADROOM
 
 
@@ -174,7 +174,7 @@ def test_every_plan_passes_what_its_learner_and_its_engines_ask_of_their_gpus(mo
     )
     seen = set()
     for billions, num_gpus, gpu, (way, train), kind, (sleep, utilization) in table:
-        engine = Engine(sleep=sleep, gpu_memory_utilization=utilization)
+        engine = EngineSettings(sleep=sleep, gpu_memory_utilization=utilization)
         asked = policy(train=train, placement=kind, engine=engine)
         try:
             placement = place(asked, model(billions), [gpu] * num_gpus)
@@ -255,19 +255,21 @@ def test_what_others_hold_of_a_gpu_is_not_planned_with() -> None:
 @pytest.mark.parametrize(
     ("engine", "trained", "says"),
     [
-        (Engine(gpu_memory_utilization=0.9), True, "lower engine.gpu_memory_utilization or leave it out"),
-        (Engine(sleep=False, gpu_memory_utilization=0.5), True, "leave engine.sleep out"),
-        (Engine(gpu_memory_utilization=0.6, count=2), False, "2 engine.s. on it is more than the 1.00"),
-        (Engine(gpu_memory_utilization=0.6, count=2), True, "does not fit as shared"),
+        (EngineSettings(gpu_memory_utilization=0.9), True, "lower engine.gpu_memory_utilization or leave it out"),
+        (EngineSettings(sleep=False, gpu_memory_utilization=0.5), True, "leave engine.sleep out"),
+        (EngineSettings(gpu_memory_utilization=0.6, count=2), False, "2 engine.s. on it is more than the 1.00"),
+        (EngineSettings(gpu_memory_utilization=0.6, count=2), True, "does not fit as shared"),
     ],
 )
-def test_what_the_user_chose_and_does_not_fit_is_refused_by_name(engine: Engine, trained: bool, says: str) -> None:
+def test_what_the_user_chose_and_does_not_fit_is_refused_by_name(
+    engine: EngineSettings, trained: bool, says: str
+) -> None:
     with pytest.raises(ConfigError, match=says):
         place(policy(engine=engine, trained=trained), model(4), [H200])
 
 
 def test_a_policy_that_has_half_of_a_gpu_is_refused_more_of_it() -> None:
-    served = policy(engine=Engine(gpu_memory_utilization=0.9), trained=False)
+    served = policy(engine=EngineSettings(gpu_memory_utilization=0.9), trained=False)
     with pytest.raises(
         ConfigError, match=r"0\.9 of a GPU with 1 engine.s. on it is more than the 0\.50 that others leave"
     ):
@@ -279,7 +281,7 @@ ANY_POLICY = st.builds(
     trained=st.booleans(),
     placement=st.sampled_from(["auto", "shared", "split"]),
     engine=st.builds(
-        Engine,
+        EngineSettings,
         count=st.integers(1, 3),
         gpu_memory_utilization=st.sampled_from([None, 0.3, 0.6, 0.9]),
         sleep=st.sampled_from([None, True, False]),
@@ -363,7 +365,7 @@ def context_of(
         (policy(trained=False), 1.7, [H200], 40960, 40960, "all that the model was made for"),
         (policy(), 5.5, [H200], 40960, 5120, "GPU memory has room for 8 such calls beside the learner"),
         (policy(trained=False), 1.7, [BUSY], 262144, 54272, "GPU memory has room for 8 such calls"),
-        (policy(engine=Engine(gpu_memory_utilization=0.1)), 1.7, [H200], 40960, 5120, "GPU memory"),
+        (policy(engine=EngineSettings(gpu_memory_utilization=0.1)), 1.7, [H200], 40960, 5120, "GPU memory"),
         (policy(), 1.7, [], 40960, 4096, "a modest number, as there is no GPU; the model was made for 40,960"),
         (policy(), 1.7, [], 512, 512, "all that the model was made for"),
     ],
@@ -380,7 +382,7 @@ def test_without_a_gpu_the_longest_call_fits_the_cache_in_host_memory() -> None:
 
 
 def test_a_context_that_was_chosen_stays() -> None:
-    chosen = policy(engine=Engine(max_model_len=30000))
+    chosen = policy(engine=EngineSettings(max_model_len=30000))
     assert contexts({"main": chosen}, {"main": model(1.7)}, [H200], host_cache=GIB) == {}
 
 

@@ -12,13 +12,13 @@ from safetensors.numpy import save_file
 
 from support.tiny_model import tiny_model
 from swarmq.broker.node import files
-from swarmq.config import Engine, Lora, Loss, Policy, SwarmJob, Train
+from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
 from swarmq.learner.checkpoint.discovery import ADAPTER, MANIFEST, SETTINGS, File, Manifest
 from swarmq.learner.store.records import SCHEMA, Identity
 from swarmq.up import deploy
 
-ELSEWHERE = Engine(urls=("http://127.0.0.1:9",))
+ELSEWHERE = EngineSettings(urls=("http://127.0.0.1:9",))
 
 
 def refused(job: SwarmJob) -> SwarmqError:
@@ -39,7 +39,7 @@ def training(folder: Path, **settings: object) -> SwarmJob:
 
 
 def test_an_engine_that_would_not_report_what_it_samples(tmp_path: Path) -> None:
-    engine = Engine(arguments=("--max-num-seqs", "8", "--logprobs_mode", "raw_logprobs"))
+    engine = EngineSettings(arguments=("--max-num-seqs", "8", "--logprobs_mode", "raw_logprobs"))
     job = SwarmJob(run="r", folder=str(tmp_path / "run"), policies={"main": Policy(model="m", engine=engine)})
     error = refused(job)
     assert isinstance(error, ConfigError)

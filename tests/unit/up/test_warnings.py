@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.config import Engine, Loss, Policy, SamplingDefaults, SwarmJob, Train
+from swarmq.config import EngineSettings, Loss, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.engine.server.model_check import Model
 from swarmq.up.job_checks import planned, untrainable_calls, without_effect
 
@@ -22,7 +22,7 @@ def test_calls_too_long_to_be_trained_are_warned_of_by_both_settings(
 ) -> None:
     model = Model(name="m", architecture="Q", hidden_size=1, is_folder=True, tool_call_parser=None, max_length=made_for)
     train = Train(micro_batch_tokens=computed)
-    solver = Policy(model="m", engine=Engine(max_model_len=served), train=train, trained=trained)
+    solver = Policy(model="m", engine=EngineSettings(max_model_len=served), train=train, trained=trained)
     job = SwarmJob(run="r", policies={"solver": solver, "main": Policy(model="m")})
     told = list(untrainable_calls(job, {"solver": model}))
     assert len(told) == warned
@@ -60,7 +60,7 @@ def test_a_setting_that_changes_nothing_here_is_named(settings: dict[str, object
 
 def test_a_served_teacher_that_does_not_answer_is_named() -> None:
     train = Train(loss=Loss(name="distill"), teacher="http://127.0.0.1:9/v1")
-    policy = Policy(model="m", engine=Engine(urls=("http://127.0.0.1:9",)), train=train)
+    policy = Policy(model="m", engine=EngineSettings(urls=("http://127.0.0.1:9",)), train=train)
     lines: list[str] = []
     planned(SwarmJob(run="r", policies={"main": policy}), lines.append)
     (line,) = lines

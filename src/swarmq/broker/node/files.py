@@ -14,7 +14,7 @@ from typing import IO
 import msgspec
 
 from swarmq.broker import topology
-from swarmq.config import Broker
+from swarmq.config import BrokerSettings
 from swarmq.errors import BrokerError
 from swarmq.runtime.files import write_whole
 from swarmq.runtime.logs import log
@@ -163,7 +163,7 @@ def is_password_new(folder: Path, identity: Identity) -> bool:
     return any((folder / "mnesia").glob("swarmq-*@localhost"))
 
 
-def tls_listener(settings: Broker) -> str:
+def tls_listener(settings: BrokerSettings) -> str:
     """Lines of rabbitmq.conf that let other machines in by amqps; none where it is not asked for."""
     if not settings.tls_port:
         return ""

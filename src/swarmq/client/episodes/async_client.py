@@ -33,7 +33,7 @@ from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.client.episodes.spool import Orphan, Spool, spool_root
 from swarmq.client.episodes.transport import BrokerTransport, Transport
 from swarmq.client.runners import runner
-from swarmq.config import Proxy
+from swarmq.config import ProxySettings
 from swarmq.errors import ClientError, EpisodeError, SwarmqError, without_trace
 from swarmq.keys import Claims, Invite, mint
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
@@ -46,7 +46,7 @@ REMEMBERED_ENDS = 1024
 ORPHANS_EVERY_S = 30.0
 NO_CALLS_EVERY_S = 60.0
 """How often a client warns of episodes that called no model."""
-KEY_LIFETIME_S = Proxy().key_lifetime_s
+KEY_LIFETIME_S = ProxySettings().key_lifetime_s
 
 OpenBroker = Callable[[Invite, str], contextlib.AbstractAsyncContextManager[Broker]]
 

@@ -18,7 +18,7 @@ import msgspec
 
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import LoopThread, in_thread
-from swarmq.config import Proxy
+from swarmq.config import ProxySettings
 from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
 from swarmq.outcome import Outcome, as_outcome
 from swarmq.runtime.slow_waits import noticed
@@ -30,7 +30,7 @@ Returned = float | Outcome | None
 AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
 """Returns a reward or an Outcome; None only if it has ended the episode itself."""
 
-ATTEMPT_TIMEOUT_S = Proxy().key_lifetime_s
+ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
 """How long one attempt may take, unless told otherwise; its api key lives as long."""
 LONG_S = 600.0
 """An attempt that takes this long is told of, and so is one that has used half of its time."""

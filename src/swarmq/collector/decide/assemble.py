@@ -33,7 +33,7 @@ from typing import Literal
 import msgspec
 
 from swarmq.collector.decide.state import Call
-from swarmq.messages import MAX_MESSAGE_BYTES, Episode, EpisodeBegin, EpisodeEnd, Turn
+from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Rollout, Turn
 
 ENVELOPE_BYTES = 64 * 1024
 """Room for an episode's own fields besides its turns and what its end brought."""
@@ -137,12 +137,12 @@ def _some(names: Sequence[str]) -> str:
 
 def assemble(
     policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int
-) -> Episode:
+) -> Rollout:
     """The message for one policy's learner. A pure function of stored rows: making it twice gives equal bytes."""
     by_id = {turn.call_id: turn for turn in turns}
     kept = judge({turn.call_id: Call.of(turn, 0) for turn in turns}, end.calls, end.received).kept
     sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
-    return Episode(
+    return Rollout(
         run=begin.run,
         policy=policy,
         episode_id=begin.episode_id,

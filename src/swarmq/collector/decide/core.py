@@ -61,13 +61,13 @@ from swarmq.errors import ConfigError
 from swarmq.messages import (
     EQUAL_REWARDS,
     Command,
-    Consumed,
     Control,
+    DeliveryReport,
     EpisodeBegin,
     EpisodeEnd,
     Message,
     RefusedTurn,
-    Served,
+    StepReport,
     Task,
     Turn,
     encode,
@@ -132,11 +132,11 @@ class Core:
                 return self._turn(message, body, now)
             case RefusedTurn():
                 return [*self._refused_turn(message, now), do.DeadLetter(message.reason)]
-            case Served():
+            case DeliveryReport():
                 return self._served(message, now)
             case EpisodeEnd():
                 return self._end(message, body, now)
-            case Consumed():
+            case StepReport():
                 return self._consumed(message)
             case Command():
                 return self._command(message)
@@ -237,7 +237,9 @@ class Core:
             do.SaveTurn(
                 name,
                 encode(
-                    Served(run=self.rules.run, served_id=name, sent={name: tuple(sent)}, withdrawn={name: tuple(gone)})
+                    DeliveryReport(
+                        run=self.rules.run, served_id=name, sent={name: tuple(sent)}, withdrawn={name: tuple(gone)}
+                    )
                 ),
             )
             for name, (sent, gone) in self._heard.items()
@@ -330,7 +332,7 @@ class Core:
         episode.heard_at = now
         return [*effects, *_tainted(episode, "refused_turn"), *self._resume(episode, now)]
 
-    def _served(self, served: Served, now: float) -> list[do.Effect]:
+    def _served(self, served: DeliveryReport, now: float) -> list[do.Effect]:
         effects: list[do.Effect] = []
         for episode_id in dict.fromkeys([*served.sent, *served.withdrawn]):
             episode = self.open.get(episode_id)
@@ -372,7 +374,7 @@ class Core:
         self.counts["foreign"] += 1
         return True
 
-    def _consumed(self, report: Consumed) -> list[do.Effect]:
+    def _consumed(self, report: StepReport) -> list[do.Effect]:
         effects: list[do.Effect] = []
         if report.version > self.versions.get(report.policy, 0):
             self.versions[report.policy] = report.version

@@ -9,7 +9,7 @@ import msgspec
 
 from swarmq.collector.decide.evals import Evals
 from swarmq.config import Eval, SwarmJob
-from swarmq.messages import Control, EpisodeBegin, EpisodeEnd, Served, Turn
+from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Turn
 from swarmq.task_mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
@@ -150,7 +150,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     taint: str = ""
     """Of `TAINTS`."""
 
-    def hear(self, served: Served) -> tuple[list[str], list[str]]:
+    def hear(self, served: DeliveryReport) -> tuple[list[str], list[str]]:
         """Remember what a proxy said of the answers of this episode; the calls sent, and withdrawn, that are new."""
         sent = [call for call in served.sent.get(self.episode_id, ()) if call not in self.sent]
         withdrawn = [call for call in served.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]

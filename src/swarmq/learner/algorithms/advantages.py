@@ -17,7 +17,7 @@ from itertools import groupby
 import msgspec
 
 from swarmq.config import Train
-from swarmq.messages import Episode, Turn
+from swarmq.messages import Rollout, Turn
 
 EQUAL = 1e-9
 """Rewards closer than this are equal: nothing to learn from but rounding."""
@@ -63,7 +63,7 @@ here: it compares with the past (2506.24119)."""
 
 
 def advantages(
-    groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None = None
+    groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float | None]]:
     """Credit by the method of each group's kind. `baselines` are those that `ema` has before this batch."""
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
@@ -79,7 +79,7 @@ def advantages(
 
 
 def _by_method(
-    groups: Sequence[Sequence[Episode]], train: Train, baselines: Mapping[str, float] | None
+    groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None
 ) -> dict[str, list[float | None]]:
     rewards = [_rewards(group, train) for group in groups]
     if train.advantage == "ema":
@@ -98,7 +98,7 @@ def _by_method(
     }
 
 
-def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]], train: Train) -> Baselines:
+def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
     """The `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
     rewards = [_rewards(group, train) for group in groups]
     after = _begun(baselines, groups, rewards)
@@ -110,17 +110,17 @@ def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]],
     return after
 
 
-def has_signal(group: Sequence[Episode], train: Train) -> bool:
+def has_signal(group: Sequence[Rollout], train: Train) -> bool:
     """Whether any turn of the group would get an advantage other than 0, or needs none."""
     return not train.needs_baseline or any(_compared(of, centered) for of in _rewards(group, train).values())
 
 
-def groups_of(episodes: Sequence[Episode]) -> list[list[Episode]]:
+def groups_of(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
     """The groups of a batch, whose members stand together."""
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
-def length_penalty(episode: Episode, train: Train) -> float:
+def length_penalty(episode: Rollout, train: Train) -> float:
     """What the episode's reward loses for its length; the soft punishment of 2503.14476."""
     if (rule := train.length_penalty) is None:
         return 0.0
@@ -128,7 +128,7 @@ def length_penalty(episode: Episode, train: Train) -> float:
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
-def credited_by(group: Sequence[Episode], train: Train) -> list[str]:
+def credited_by(group: Sequence[Rollout], train: Train) -> list[str]:
     """What the reward of each turn of the group is that of: `call`, `agent` or `episode`."""
     return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
 
@@ -153,7 +153,7 @@ def _deviation(values: Sequence[Values]) -> float:
 
 
 def _against_the_past(
-    baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]
+    baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]
 ) -> list[Values]:
     """What has no past is centred within the batch, because A = R would teach only to be rewarded."""
     first = {name: _compared(of, centered) for name, of in _by_name(groups, rewards).items() if name not in baselines}
@@ -169,12 +169,12 @@ def _against_the_past(
     ]
 
 
-def _begun(baselines: Mapping[str, float], groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]) -> Baselines:
+def _begun(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> Baselines:
     """The baselines; one that is new begins with the batch's own mean."""
     return {name: statistics.fmean(_all(of)) for name, of in _by_name(groups, rewards).items()} | dict(baselines)
 
 
-def _by_name(groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]) -> dict[str, Of]:
+def _by_name(groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> dict[str, Of]:
     """All rewards of the batch that share an `ema` baseline."""
     together: dict[str, dict[str, dict[str, float]]] = {}
     for group, by_tag in zip(groups, rewards, strict=True):
@@ -184,12 +184,12 @@ def _by_name(groups: Sequence[Sequence[Episode]], rewards: Sequence[Values]) -> 
     return dict(together)
 
 
-def _name(group: Sequence[Episode], tag: Tag) -> str:
+def _name(group: Sequence[Rollout], tag: Tag) -> str:
     kind, (level, agent) = group[0].kind, tag
     return kind if level == "episode" else f"{kind}/{level}/{agent or ''}"
 
 
-def _rewards(group: Sequence[Episode], train: Train) -> Values:
+def _rewards(group: Sequence[Rollout], train: Train) -> Values:
     """All that credits a turn of the group."""
     rewards: dict[Tag, dict[str, dict[str, float]]] = {}
     discounted = _discounted(group, train)
@@ -200,7 +200,7 @@ def _rewards(group: Sequence[Episode], train: Train) -> Values:
     return {tag: of for tag, of in rewards.items() if tag in used}
 
 
-def _all_rewards(episode: Episode, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
+def _all_rewards(episode: Rollout, discounted: Sequence[str | None], train: Train) -> Iterator[tuple[Tag, str, float]]:
     yield ("episode", None), "", episode.reward - length_penalty(episode, train)
     yield from ((("agent", agent), "", reward) for agent, reward in episode.agent_rewards.items())
     for turn in episode.turns:
@@ -210,14 +210,14 @@ def _all_rewards(episode: Episode, discounted: Sequence[str | None], train: Trai
         yield from ((("call", agent), call, value) for call, value in _returns(episode, agent, train))
 
 
-def _discounted(group: Sequence[Episode], train: Train) -> list[str | None]:
+def _discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
     """Agents whose calls are credited with returns: in all of the group where one call of theirs has a reward of its own."""
     if train.call_discount is None:
         return []
     return list(dict.fromkeys(t.agent for episode in group for t in episode.turns if t.call_id in episode.call_rewards))
 
 
-def _returns(episode: Episode, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
+def _returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
     """G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
 
     Choices of one request are one step: each has its own reward, and a request is worth the mean of its choices' G.
@@ -230,7 +230,7 @@ def _returns(episode: Episode, agent: str | None, train: Train) -> Iterator[tupl
         unrated, later = 0.0, (train.call_discount or 0.0) * statistics.fmean(returns.values())
 
 
-def _requests(episode: Episode, agent: str | None) -> list[list[Turn]]:
+def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
     """The agent's, each with its choices, in the order in which they began: turns come in that in which they ended."""
     requests: dict[str, list[Turn]] = {}
     for turn in sorted(episode.turns, key=lambda turn: turn.timings.began_at):
@@ -239,13 +239,13 @@ def _requests(episode: Episode, agent: str | None) -> list[list[Turn]]:
     return list(requests.values())
 
 
-def _credits(group: Sequence[Episode], train: Train) -> list[tuple[Episode, list[tuple[Tag, str]]]]:
+def _credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
     """Of each turn where its reward is found: under which tag, and of which call."""
     discounted = _discounted(group, train)
     return [(episode, [_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
 
 
-def _credit(episode: Episode, turn: Turn, discounted: Sequence[str | None]) -> tuple[Tag, str]:
+def _credit(episode: Rollout, turn: Turn, discounted: Sequence[str | None]) -> tuple[Tag, str]:
     if turn.agent in discounted or turn.call_id in episode.call_rewards:
         return ("call", turn.agent), turn.call_id
     if turn.agent is not None and turn.agent in episode.agent_rewards:

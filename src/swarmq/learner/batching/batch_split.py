@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 from swarmq.learner.algorithms.advantages import groups_of
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 
 ADDED = frozenset(
     {
@@ -22,7 +22,7 @@ COMPARED = frozenset(
 """Those of the others that are averaged over the tokens before filters."""
 
 
-def parts_of(episodes: Sequence[Episode], steps: int) -> list[tuple[Episode, ...]]:
+def parts_of(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout, ...]]:
     """The batch in at most `steps` parts of whole groups, as even in groups as can be, in the batch's order.
 
     Every episode is in exactly one of them.

@@ -19,7 +19,7 @@ from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.loss_weights import token_weight, units
 from swarmq.learner.train.engine_agreement import is_plain
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.timeline import (
     Cost,
     Folded,
@@ -87,14 +87,14 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     totals: Totals
 
 
-def credited_tokens(episode: Episode, credit: Credit) -> int:
+def credited_tokens(episode: Rollout, credit: Credit) -> int:
     """Sampled tokens of the turns that have an advantage."""
     turns = zip(episode.turns, credit[episode.episode_id], strict=True)
     return sum(turn.num_sampled for turn, value in turns if value is not None)
 
 
 def work_of(
-    episodes: Sequence[Episode],
+    episodes: Sequence[Rollout],
     train: Train,
     traits: Traits,
     *,
@@ -175,7 +175,7 @@ def without(work: Work, episodes: Sequence[int]) -> Work:
 class Weigher:
     """Knows what every turn of a batch weighs."""
 
-    def __init__(self, episodes: Sequence[Episode], train: Train, credit: Credit | None = None) -> None:
+    def __init__(self, episodes: Sequence[Rollout], train: Train, credit: Credit | None = None) -> None:
         by_id = credit or advantages(groups_of(episodes), train)
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]

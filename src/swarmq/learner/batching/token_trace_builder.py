@@ -11,7 +11,7 @@ from torch import Tensor
 from swarmq.learner.algorithms.losses import TokenLoss
 from swarmq.learner.batching.micro_batches import Pass
 from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 
 
 class Seen:
@@ -29,7 +29,7 @@ class Seen:
         self._passes.append(one)
         self._scored.append(torch.stack([theta.detach().float(), left_out.float(), used.float(), loss.effects.float()]))
 
-    def by_episode(self, episodes: Sequence[Episode]) -> list[EpisodeTokens]:
+    def by_episode(self, episodes: Sequence[Rollout]) -> list[EpisodeTokens]:
         """`episodes` are those that the passes' indices mean."""
         if not self._passes:
             return []

@@ -15,7 +15,7 @@ from swarmq.learner.batching.micro_batches import Pass, Traits, credited_tokens,
 from swarmq.learner.batching.unsupported_sampling import altered
 from swarmq.learner.health.findings import Finding, judged
 from swarmq.learner.store.records import BatchRecord
-from swarmq.messages import Episode, Turn, unpack_floats, unpack_ids
+from swarmq.messages import Rollout, Turn, unpack_floats, unpack_ids
 from swarmq.token_drift import Drift
 
 LOST_LIMIT = 0.05
@@ -156,7 +156,7 @@ def _placed(one: Pass) -> Iterator[Key]:
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _unfolded(episodes: Sequence[Episode], train: Train, credit: Credit) -> Iterator[Key]:
+def _unfolded(episodes: Sequence[Rollout], train: Train, credit: Credit) -> Iterator[Key]:
     for e, episode in enumerate(episodes):
         tokens = credited_tokens(episode, credit)
         weight = token_weight(train.normalisation, episode_tokens=tokens, constant_length=train.constant_length)

@@ -22,7 +22,7 @@ from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import BatchRecord, Identity
 from swarmq.learner.train.gpu_errors import gpu_errors
 from swarmq.learner.train.trainer import Trainer
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.timeline import resolve, row_layouts
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
@@ -137,7 +137,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     )
 
 
-def _gradient(trainer: Trainer, group: list[Episode], train: Train) -> list[Tensor]:
+def _gradient(trainer: Trainer, group: list[Rollout], train: Train) -> list[Tensor]:
     trainer.optimizer.zero_grad()
     work = work_of(group, train, trainer.traits)
     trainer.consult(group, work, train)

@@ -10,11 +10,11 @@ from typing import Any
 from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import credited_by, groups_of, length_penalty
 from swarmq.learner.store.records import BatchRecord, Index, Tally
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.token_drift import Drift
 
 
-def tally(episodes: Iterable[Episode]) -> dict[str, Tally]:
+def tally(episodes: Iterable[Rollout]) -> dict[str, Tally]:
     """Kind -> sums."""
     sums: dict[str, Tally] = {}
     for episode in episodes:
@@ -75,13 +75,13 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
     }
 
 
-def _credited(episodes: Sequence[Episode], train: Train) -> dict[str, float]:
+def _credited(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
     """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
     counts = Counter(level for group in groups_of(episodes) for level in credited_by(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 
-def _reward_credited(episodes: Sequence[Episode]) -> dict[str, float]:
+def _reward_credited(episodes: Sequence[Rollout]) -> dict[str, float]:
     """Means of the rewards by agent tag and by call, where there are any that credit a turn."""
     given: dict[str, list[float]] = {"agent": [], "call": []}
     for episode in episodes:
@@ -96,16 +96,16 @@ def _share(those: Iterable[bool]) -> float:
     return sum(flags) / max(len(flags), 1)
 
 
-def rollout_s(episode: Episode) -> float:
+def rollout_s(episode: Rollout) -> float:
     """Seconds from an episode's first call to its last answer, by the clocks of the proxies that had them."""
     timings = [turn.timings for turn in episode.turns]
     return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 
 
-def oldest_version(episode: Episode) -> int:
+def oldest_version(episode: Rollout) -> int:
     """The weight version of the oldest sampled token. An engine that was never given weights reports none: 0."""
     return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)
 
 
-def newest_version(episode: Episode) -> int:
+def newest_version(episode: Rollout) -> int:
     return max((s.version for turn in episode.turns for s in turn.versions), default=0)

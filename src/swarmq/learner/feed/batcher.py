@@ -24,7 +24,7 @@ from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.batching.unsupported_sampling import altered
 from swarmq.learner.feed.batch_summary import add_tallies, newest_version, oldest_version, tally
 from swarmq.learner.store.records import BatchRecord, Index, Tally
-from swarmq.messages import EQUAL_REWARDS, Episode
+from swarmq.messages import EQUAL_REWARDS, Rollout
 from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
 
@@ -83,7 +83,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 class Group(msgspec.Struct, frozen=True, kw_only=True):
     """A complete group. Its drops are recorded with it, never before: redelivered, it must be complete again."""
 
-    usable: list[Episode]
+    usable: list[Rollout]
     dropped: dict[str, str]
     oldest: int
     """The weight version of its oldest sampled token."""
@@ -101,7 +101,7 @@ class Intake:
         self.known: OrderedDict[str, None] = OrderedDict()
         for index in logged:
             self.note(index)
-        self._incomplete: dict[str, dict[str, Episode]] = {}
+        self._incomplete: dict[str, dict[str, Rollout]] = {}
         self._waiting: set[str] = set()
         self._dropped: dict[str, str] = {}
         self._tally: dict[str, Tally] = {}
@@ -125,7 +125,7 @@ class Intake:
         while len(self.known) > self.limits.num_known:
             self.known.popitem(last=False)
 
-    def accept(self, episode: Episode) -> bool:
+    def accept(self, episode: Rollout) -> bool:
         """Take an episode in. False when it is in the log already; one that is waiting here changes nothing."""
         if episode.episode_id in self.known:
             return False
@@ -177,7 +177,7 @@ class Intake:
     def groups_incomplete(self) -> int:
         return len(self._incomplete)
 
-    def _complete(self, members: list[Episode]) -> None:
+    def _complete(self, members: list[Rollout]) -> None:
         """Drop what cannot be trained, queue the rest."""
         kind = members[0].kind
         if kind not in self._ready:
@@ -186,7 +186,7 @@ class Intake:
         members.sort(key=lambda episode: (episode.slot, episode.episode_id))
         self._judge(kind, members, {})
 
-    def _judge(self, kind: str, members: list[Episode], dropped: Mapping[str, str]) -> None:
+    def _judge(self, kind: str, members: list[Rollout], dropped: Mapping[str, str]) -> None:
         """`dropped`: those of the group that are out already."""
         out = dict(dropped)
         for episode in members:
@@ -196,7 +196,7 @@ class Intake:
                 self._tell(reason, why)
         self._make_ready(kind, [episode for episode in members if episode.episode_id not in out], out)
 
-    def _make_ready(self, kind: str, usable: list[Episode], dropped: dict[str, str]) -> None:
+    def _make_ready(self, kind: str, usable: list[Rollout], dropped: dict[str, str]) -> None:
         train = self.limits.train.of_kind(kind)
         if not usable or (len(usable) < self._least(usable) and train.needs_baseline):
             self._drop(dropped | _all(usable, "group_too_small"))
@@ -213,11 +213,11 @@ class Intake:
             oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
             self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
-    def _least(self, usable: list[Episode]) -> int:
+    def _least(self, usable: list[Rollout]) -> int:
         """Members that a group must have; the collector lets smaller ones through that never had more."""
         return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
 
-    def _unusable(self, episode: Episode) -> tuple[str, str]:
+    def _unusable(self, episode: Rollout) -> tuple[str, str]:
         """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
         try:
             resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
@@ -270,7 +270,7 @@ class Intake:
         version: int,
         at: float,
         carry: Mapping[str, float],
-        episodes: tuple[Episode, ...] = (),
+        episodes: tuple[Rollout, ...] = (),
         settings: Train | None = None,
     ) -> BatchRecord:
         before = self.baselines
@@ -292,18 +292,18 @@ class Intake:
         return BatchRecord(index=index, episodes=episodes, settings=settings, baselines=dict(before))
 
 
-def _baselines(before: Mapping[str, float], episodes: tuple[Episode, ...], train: Train) -> dict[str, float]:
+def _baselines(before: Mapping[str, float], episodes: tuple[Rollout, ...], train: Train) -> dict[str, float]:
     """The `ema` baselines after a batch, of the kinds that have one."""
     groups = groups_of(episodes)
     return updated(before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train)
 
 
-def _why_unknown(episode: Episode, version: int) -> str:
+def _why_unknown(episode: Rollout, version: int) -> str:
     return (
         f"{episode.episode_id} has tokens of version {newest_version(episode)}, and the learner has made {version}: "
         "their engine served another run's weights, or this run's log was removed"
     )
 
 
-def _all(episodes: Iterable[Episode], reason: str) -> dict[str, str]:
+def _all(episodes: Iterable[Rollout], reason: str) -> dict[str, str]:
     return {episode.episode_id: reason for episode in episodes}

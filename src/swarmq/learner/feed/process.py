@@ -45,7 +45,7 @@ from swarmq.learner.store.durable_files import DiskFullError, mapped
 from swarmq.learner.store.records import BatchRecord, Hello, Identity, Index
 from swarmq.learner.store.report_offsets import Reports
 from swarmq.learner.store.writer_lock import Fence, exclusive
-from swarmq.messages import Consumed, Control, Episode, Event, EventName
+from swarmq.messages import Control, Event, EventName, Rollout, StepReport
 from swarmq.runtime import logs
 
 log = structlog.get_logger()
@@ -241,7 +241,7 @@ class Desk:
 
     async def _accept(self, delivery: Delivery) -> None:
         episode = delivery.message
-        if not isinstance(episode, Episode) or (episode.run, episode.policy) != (self.job.run, self.policy):
+        if not isinstance(episode, Rollout) or (episode.run, episode.policy) != (self.job.run, self.policy):
             await self.broker.dead_letter(delivery, f"not an episode of {self.job.run}.{self.policy}")
         elif self.intake.accept(episode):
             before, self.unacked[episode.episode_id] = self.unacked.get(episode.episode_id), delivery
@@ -344,7 +344,7 @@ class Desk:
 
     async def _tell(self, index: Index) -> None:
         await self._to_inbox(
-            Consumed(
+            StepReport(
                 run=self.job.run,
                 policy=self.policy,
                 record=index.record,
@@ -354,7 +354,7 @@ class Desk:
             )
         )
 
-    async def _to_inbox(self, message: Consumed) -> None:
+    async def _to_inbox(self, message: StepReport) -> None:
         """Return once it is there; a queue that was deleted is made again by the collector."""
         while True:
             try:
@@ -370,7 +370,7 @@ class Desk:
         async with self.telling:
             for index in self.reports.told(self.intake.limits.window):
                 await self._tell(index)
-            await self._to_inbox(Consumed(run=self.job.run, policy=self.policy, version=self.version, trained=()))
+            await self._to_inbox(StepReport(run=self.job.run, policy=self.policy, version=self.version, trained=()))
         log.info("asked_again", why="waiting for a batch, and nothing comes")
 
     async def _tick(self) -> None:

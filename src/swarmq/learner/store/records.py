@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from swarmq.config import SwarmJob, Train
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own and older ones."""
@@ -85,7 +85,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the batch log. `episodes` and `settings` are empty in a record of drops alone."""
 
     index: Index
-    episodes: tuple[Episode, ...] = ()
+    episodes: tuple[Rollout, ...] = ()
     """The members of a group stand together."""
     settings: Train | None = None
     """In effect for this step, so that a replay repeats it."""

@@ -24,7 +24,7 @@ from swarmq.learner.batching.micro_batches import Pass, Work
 from swarmq.learner.model.layout_attention import placed
 from swarmq.learner.teachers.availability import base_of, teacher_key
 from swarmq.learner.teachers.tokenizer_checks import check_served_judge
-from swarmq.messages import Episode
+from swarmq.messages import Rollout
 from swarmq.timeline import Timeline, fold, resolve
 
 FloatArray = NDArray[np.float32]
@@ -69,7 +69,7 @@ class ServedTeacher:
         self._policy = policy
         self._url = base_of(url)
 
-    def scores(self, episodes: Sequence[Episode], work: Work) -> Scores:
+    def scores(self, episodes: Sequence[Rollout], work: Work) -> Scores:
         """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
         wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
         for index in wanted:
@@ -81,7 +81,7 @@ class ServedTeacher:
         check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
-    async def _scores(self, episodes: dict[int, Episode]) -> Scores:
+    async def _scores(self, episodes: dict[int, Rollout]) -> Scores:
         limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
         async with aiohttp.ClientSession(timeout=limits, headers=authorized(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id

@@ -62,7 +62,7 @@ from swarmq.learner.train import engine_agreement
 from swarmq.learner.train.gpu_errors import gpu_errors
 from swarmq.learner.train.metrics import Sums
 from swarmq.learner.train.throughput import head_flops, matrix_rate, model_flops
-from swarmq.messages import Episode, check
+from swarmq.messages import Rollout, check
 from swarmq.timeline import resolve
 from swarmq.weights.format.packing import NamedTensors, Weight, made
 
@@ -308,7 +308,7 @@ class Trainer:
             norm = self._clip(train)
         return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
 
-    def consult(self, episodes: Sequence[Episode], work: Work, train: Train) -> None:
+    def consult(self, episodes: Sequence[Rollout], work: Work, train: Train) -> None:
         """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
 
         Raises LearnerError when it does not answer."""
@@ -440,7 +440,7 @@ class Trainer:
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
 
 
-def _is_sound(episode: Episode) -> bool:
+def _is_sound(episode: Rollout) -> bool:
     """Whether it holds no number that would spoil its batch. None that does comes here but out of an old batch log."""
     try:
         check(episode)

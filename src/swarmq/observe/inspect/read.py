@@ -19,7 +19,7 @@ from swarmq.learner.algorithms.loss_effects import Effect
 from swarmq.learner.store import batch_log, token_trace
 from swarmq.learner.store.records import Index
 from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
-from swarmq.messages import Episode, unpack_floats, unpack_ids
+from swarmq.messages import Rollout, unpack_floats, unpack_ids
 from swarmq.timeline import fold, resolve
 from swarmq.token_drift import Drift
 
@@ -199,7 +199,7 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     return view_of(episode, step, token_trace.find(folder.token_log(policy), step, episode_id), decode)
 
 
-def view_of(episode: Episode, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
+def view_of(episode: Rollout, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
     """`seen` is what training recorded of the episode, if it did."""
     drift = Drift.of(episode.turns)
     return EpisodeView(
@@ -264,7 +264,7 @@ def _step_of(index: Index) -> int:
     return index.version if index.trained else index.version + 1
 
 
-def _tokens(episode: Episode, seen: dict[str, TurnTokens], decode: Decode) -> Iterator[TokenRow]:
+def _tokens(episode: Rollout, seen: dict[str, TurnTokens], decode: Decode) -> Iterator[TokenRow]:
     turns = resolve(episode.turns)
     for number, timeline in enumerate(fold(turns)):
         ids = timeline.token_ids.tolist()

@@ -20,7 +20,7 @@ import structlog
 
 from swarmq.broker import topology
 from swarmq.errors import BrokerError
-from swarmq.messages import Served, new_id
+from swarmq.messages import DeliveryReport, new_id
 from swarmq.proxy.completions.pipeline import Begun
 from swarmq.proxy.completions.recorder import Publisher
 
@@ -122,7 +122,7 @@ class Serving:
         sent, withdrawn = defaultdict[str, tuple[str, ...]](tuple), defaultdict[str, tuple[str, ...]](tuple)
         for episode_id, calls, is_sent in told:
             (sent if is_sent else withdrawn)[episode_id] += calls
-        served = Served(run=self._run, served_id=new_id(), sent=dict(sent), withdrawn=dict(withdrawn))
+        served = DeliveryReport(run=self._run, served_id=new_id(), sent=dict(sent), withdrawn=dict(withdrawn))
         while True:
             try:
                 await self._broker.publish(topology.inbox(self._run), served)
