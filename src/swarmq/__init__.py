@@ -13,6 +13,8 @@ Names are loaded when they are first used: `import swarmq` itself costs nothing.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from swarmq.version import __version__
+
 if TYPE_CHECKING:
     from swarmq.client.data.tasks import SwarmTask as SwarmTask
     from swarmq.client.episodes.ask import ask as ask
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from swarmq.errors import SwarmqError as SwarmqError
     from swarmq.keys import Invite as Invite
     from swarmq.outcome import Outcome as Outcome
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "AsyncEpisode": "swarmq.client.episodes.episode",

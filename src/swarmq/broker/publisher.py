@@ -15,12 +15,12 @@ from aio_pika import Message as AmqpMessage
 from aio_pika.abc import AbstractChannel
 from aio_pika.exceptions import DeliveryError, PublishError
 
-from swarmq import __version__
 from swarmq.broker import topology
 from swarmq.broker.deliveries import KEY_HEADER
 from swarmq.broker.reconnect import Link
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
 from swarmq.runtime.logs import log
+from swarmq.version import __version__
 
 IN_FLIGHT = 512
 """Unconfirmed publishes at a time. The driver looks at all of them for every confirm that covers several."""

@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 import click
 
-from swarmq import __version__
 from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
 from swarmq.runtime.processes import WORDS, exit_status, is_locked
 from swarmq.runtime.terminal import visible
+from swarmq.version import __version__
 
 EXTRAS = {
     "proxy": ("litestar", "uvicorn", "aiohttp", "prometheus_client", "uvloop"),

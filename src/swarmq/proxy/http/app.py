@@ -17,7 +17,7 @@ from litestar.openapi.plugins import RedocRenderPlugin
 from litestar.openapi.spec import Components, SecurityScheme
 from litestar.response import Response
 
-from swarmq import __version__, keys
+from swarmq import keys
 from swarmq.broker import Broker
 from swarmq.config import SwarmJob
 from swarmq.engine.client.protocol import Engine
@@ -39,6 +39,7 @@ from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.http_errors import RefusedError, refusal_of
 from swarmq.registries.clients import Removed
 from swarmq.registries.engines import Roster
+from swarmq.version import __version__
 
 STATE_EVERY_S = 2.0
 EPISODE = "swarmq_episode"

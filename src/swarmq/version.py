@@ -1,0 +1,3 @@
+"""The version of this package, importable from everywhere without loading anything else."""
+
+__version__ = "0.1.0"
