@@ -433,7 +433,7 @@ def _job(folder: Path, model: Path, *, proxy_port: int) -> SwarmJob:
                 "groups_per_batch": GROUPS_PER_BATCH,
                 "max_staleness": 6,
                 "deadline_s": 30.0,
-                "silence_s": 30.0,
+                "idle_timeout_s": 30.0,
             },
             "policies": {
                 POLICY: {

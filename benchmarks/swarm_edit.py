@@ -44,7 +44,7 @@ def run(picture: Path | None) -> Edited:
 
 
 async def _run(folder: Path, picture: Path | None) -> Edited:
-    groups = {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS, "max_staleness": 2, "silence_s": 10.0}
+    groups = {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS, "max_staleness": 2, "idle_timeout_s": 10.0}
     async with World.open(folder, mix={"default": 1.0}, groups=groups) as world:
         tasks = [SwarmTask(f"t{number}", "default", None) for number in range(2 * STEPS * GROUPS)]
         await feed(world.broker, RUN, tasks, "default", repeats=GROUP_SIZE, progress_file=folder / "fed.json")

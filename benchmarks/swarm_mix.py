@@ -60,7 +60,7 @@ async def _run(folder: Path) -> Mixed:
             "group_size": GROUP_SIZE,
             "groups_per_batch": GROUPS,
             "max_staleness": STALENESS,
-            "silence_s": 20.0,
+            "idle_timeout_s": 20.0,
             "when_dry": "lend",
             "dry_after_s": 5.0,
         },

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import errno
 import fnmatch
+import functools
 import os
 import re
 import sys
@@ -23,6 +24,7 @@ from msgspec import Meta, field
 from swarmq.config_errors import explain, place_of
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
+from swarmq.runtime.logs import log
 
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
@@ -35,6 +37,13 @@ Decay = Annotated[float, Meta(ge=0, lt=1)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 Port = Annotated[int, Meta(ge=0, le=65535)]
 MIX_TOLERANCE = 1e-6
+RENAMED = {
+    "groups.silence_s": "groups.idle_timeout_s",
+    "groups.flat_after": "groups.uninformative_groups",
+    "policies.*.train.loss.pull": "policies.*.train.loss.logratio_penalty",
+}
+"""Former path of a setting -> its present path. Former names are still read, with a warning."""
+
 Advantage = Literal["rloo", "centered", "grpo", "batch_norm", "ema"]
 
 
@@ -128,14 +137,14 @@ class GroupSettings(Settings, frozen=True, kw_only=True):
     """How long a group waits for members that may still come after the first has finished."""
     max_staleness: Whole = 4
     """Optimizer steps between the sampling of an episode's oldest token and its training."""
-    silence_s: Positive = 600.0
+    idle_timeout_s: Positive = 600.0
     """An episode without a sign of life for this long expires."""
     when_dry: Literal["wait", "lend"] = "wait"
     """What batches do when a kind of the mix has nothing for them: wait for it, or lend its share to the others until it
     is back. What was lent is not paid back."""
     dry_after_s: Positive = 120.0
     """A kind has run dry when its tickets have lain untouched for this long with none of its episodes running, ..."""
-    flat_after: Count = 16
+    uninformative_groups: Count = 16
     """... or when so many of its groups in a row, for each that a batch wants, taught nothing: their rewards were equal."""
 
 
@@ -175,7 +184,7 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
 
 OF_LOSSES = {
     "mask_delta": ("tis_mask",),
-    "pull": ("tis_mask",),
+    "logratio_penalty": ("tis_mask",),
     "clip_low": ("ppo_clip", "gspo"),
     "clip_high": ("ppo_clip", "cispo", "gspo"),
     "dual_clip": ("ppo_clip",),
@@ -189,8 +198,8 @@ class Loss(Settings, frozen=True, kw_only=True):
     name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
     ratio_cap: Positive = 20.0
     mask_delta: Positive = 0.2
-    pull: Weight = 1e-3
-    """tau, the weight of (theta - mu)^2 in `tis_mask`."""
+    logratio_penalty: Weight = 1e-3
+    """Weight of the squared log-ratio (logprobs - behavior_logprobs)^2 in `tis_mask`."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] | None = None
     """How far a ratio may fall; without it the loss's own: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
     clip_high: NonNegative | None = None
@@ -493,6 +502,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:
         """A job from plain data and `a.b=v` overrides. Raises ConfigError naming the key."""
         whole = copy.deepcopy(tree)
+        _rename_former(whole)
         for assignment in sets:
             _assign(whole, assignment)
         _check_policies(whole, tree, sets)
@@ -645,7 +655,9 @@ def _assignment(text: str, where: str) -> tuple[str, Any]:
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:
     path, value = _assignment(assignment, f"--set {assignment!r}")
-    *sections, key = path.split(".")
+    if (present := present_path(path)) != path:
+        _warn_of_former(path, present)
+    *sections, key = present.split(".")
     node = tree
     for depth, section in enumerate(sections):
         if node.get(section) is None:  # so that a section which is off can be set, too
@@ -654,6 +666,46 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {assignment!r}: {'.'.join(sections[: depth + 1])} is a value, not a section")
     node[key] = value
+
+
+def present_path(path: str) -> str:
+    """Return the present path of a setting that `path` may call by a former name."""
+    steps = path.split(".")
+    for former, present in RENAMED.items():
+        if len(steps) == former.count(".") + 1 and fnmatch.fnmatchcase(path, former):
+            return ".".join([*steps[:-1], present.rpartition(".")[2]])
+    return path
+
+
+def _rename_former(tree: dict[str, Any]) -> None:
+    """Give settings in `tree` that have a former name their present one. Raises ConfigError where both names are given."""
+    for former, present in RENAMED.items():
+        *sections, old = former.split(".")
+        new = present.rpartition(".")[2]
+        for where, node in _sections(tree, sections):
+            if old not in node:
+                continue
+            if new in node:
+                raise ConfigError(f"{where}: {old} is the former name of {new}, and both are set; remove {old}")
+            node[new] = node.pop(old)
+            _warn_of_former(f"{where}.{old}", f"{where}.{new}")
+
+
+def _sections(tree: Any, pattern: Sequence[str], where: str = "") -> list[tuple[str, dict[str, Any]]]:
+    """Return path and content of every section of `tree` that `pattern` names; `*` is any name."""
+    if not isinstance(tree, dict):
+        return []
+    if not pattern:
+        return [(where, tree)]
+    names = list(tree) if pattern[0] == "*" else [name for name in pattern[:1] if name in tree]
+    return [
+        found for name in names for found in _sections(tree[name], pattern[1:], f"{where}.{name}" if where else name)
+    ]
+
+
+@functools.cache
+def _warn_of_former(former: str, present: str) -> None:
+    log.warning("setting_renamed", setting=former, action=f"write {present} in its place; the value is used")
 
 
 def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[str]) -> None:

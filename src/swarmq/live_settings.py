@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.config import SwarmJob
+from swarmq.config import SwarmJob, present_path
 from swarmq.errors import ConfigError
 from swarmq.messages import Change
 from swarmq.task_mix import Stretch
@@ -32,10 +32,10 @@ LIVE = (
     "groups.min_group",
     "groups.deadline_s",
     "groups.max_staleness",
-    "groups.silence_s",
+    "groups.idle_timeout_s",
     "groups.when_dry",
     "groups.dry_after_s",
-    "groups.flat_after",
+    "groups.uninformative_groups",
     "eval.every",
     "eval.k",
     "eval.deadline_s",
@@ -49,7 +49,7 @@ LIVE = (
     "policies.*.train.loss.name",
     "policies.*.train.loss.ratio_cap",
     "policies.*.train.loss.mask_delta",
-    "policies.*.train.loss.pull",
+    "policies.*.train.loss.logratio_penalty",
     "policies.*.train.loss.clip_low",
     "policies.*.train.loss.clip_high",
     "policies.*.train.loss.dual_clip",
@@ -69,6 +69,7 @@ LIVE = (
 
 
 def is_live(path: str) -> bool:
+    path = present_path(path)
     return any(fnmatchcase(path, pattern) and path.count(".") == pattern.count(".") for pattern in LIVE)
 
 
@@ -165,7 +166,7 @@ def stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change]
 def value_at(job: SwarmJob, path: str) -> Any:
     """The setting at `path`, as plain data; None where there is none."""
     node = msgspec.to_builtins(job)
-    for part in path.split("."):
+    for part in present_path(path).split("."):
         node = node.get(part) if isinstance(node, dict) else None
     return node
 
@@ -182,7 +183,7 @@ def _holds(file: SwarmJob, change: Change) -> bool:
 def _build(job: SwarmJob, settings: Mapping[str, Any]) -> SwarmJob:
     tree = copy.deepcopy(msgspec.to_builtins(job))
     for path, value in settings.items():
-        *sections, key = path.split(".")
+        *sections, key = present_path(path).split(".")
         node = tree
         for depth, section in enumerate(sections):
             if section not in node and sections[:depth] == ["policies"]:

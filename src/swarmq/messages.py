@@ -97,8 +97,8 @@ class EpisodeBegin(Record, frozen=True, kw_only=True, tag="begin"):
     code_version: str = ""
     attempt: int = 0
     ticket_id: str | None = None
-    silence_s: float | None = None
-    """The collector expires the episode after this long without a sign of life; None leaves it to the run."""
+    idle_timeout_s: float | None = msgspec.field(default=None, name="silence_s")
+    """Seconds without a sign of life after which the collector expires the episode; None: the run's `groups.idle_timeout_s`."""
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -427,10 +427,10 @@ def check(message: Message) -> None:
             if (
                 message.group_size < 1
                 or not message.policies
-                or not (message.silence_s is None or message.silence_s > 0)
+                or not (message.idle_timeout_s is None or message.idle_timeout_s > 0)
             ):
                 raise MessageError(
-                    f"begin of {message.episode_id}: group_size, policies and silence_s must be positive"
+                    f"begin of {message.episode_id}: group_size, policies and idle_timeout_s must be positive"
                 )
         case Rollout():
             _check_rewards(

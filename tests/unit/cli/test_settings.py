@@ -26,7 +26,7 @@ MOST = {
                 "advantages": {"math": "ema"},
                 "length_penalty": {"free": 1, "full": 2},
                 "ratio_band": [0.5, 2.0],
-                "loss": {"clip_low": 0.25, "pull": 0.0},
+                "loss": {"clip_low": 0.25, "logratio_penalty": 0.0},
                 "grad_clip": float("inf"),
             },
         },

@@ -294,7 +294,7 @@ class Client:
                 client_id="c",
                 attempt=attempt,
                 ticket_id=ticket,
-                silence_s=rules.silence_s,
+                idle_timeout_s=rules.idle_timeout_s,
             )
         )
         yield

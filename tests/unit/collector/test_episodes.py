@@ -165,7 +165,7 @@ def test_a_policy_that_the_job_does_not_know_drops_the_episode(bench, say):
 
 def test_a_silent_episode_expires_by_the_collectors_clock(bench, say):
     issued = bench.tickets["math"]
-    bench.take(say.begin(ticket_id="math.1", silence_s=100.0))
+    bench.take(say.begin(ticket_id="math.1", idle_timeout_s=100.0))
     bench.wait(60)
     bench.take(say.turn())
     bench.wait(60)
@@ -180,7 +180,7 @@ def test_a_silent_episode_expires_by_the_collectors_clock(bench, say):
 
 def test_a_begin_that_names_no_silence_gets_the_runs(bench, say):
     bench.take(say.begin())
-    patience_s = bench.core.rules.silence_s
+    patience_s = bench.core.rules.idle_timeout_s
     bench.wait(patience_s - 1)
     assert bench.state() == ("open", "")
     bench.wait(1)
@@ -188,13 +188,13 @@ def test_a_begin_that_names_no_silence_gets_the_runs(bench, say):
 
 
 def test_no_begin_can_ask_for_an_endless_silence(bench, say):
-    bench.take(say.begin(silence_s=float("inf")))
+    bench.take(say.begin(idle_timeout_s=float("inf")))
     bench.wait(24 * 3600)
     assert bench.dropped == {"silent": 1}
 
 
 def test_a_restart_gives_open_episodes_a_fresh_silence(bench, say):
-    bench.take(say.begin(silence_s=100.0))
+    bench.take(say.begin(idle_timeout_s=100.0))
     bench.now += 99
     bench.restart()
     bench.wait(50)

@@ -208,7 +208,7 @@ def test_another_try_at_what_is_given_up_is_waited_for(bench, say, tick, round_o
     tick()
     assert not bench.events("evaluated"), "somebody is still at it"
     if ending == "falls silent":
-        bench.core.rules = bench.rules = msgspec.structs.replace(bench.rules, silence_s=100.0)
+        bench.core.rules = bench.rules = msgspec.structs.replace(bench.rules, idle_timeout_s=100.0)
         bench.wait(100)
     else:
         bench.take(say.end(twin, "finished" if ending == "finishes" else "failed"))

@@ -26,7 +26,7 @@ def scene(order="siblings", num_tasks=4, num_clients=3, max_attempts=0, chaos=Ch
         "groups_per_batch": 2,
         "max_staleness": 0,
         "deadline_s": 100.0,
-        "silence_s": 300.0,
+        "idle_timeout_s": 300.0,
         **fields,
     }
     return Scene(
@@ -58,7 +58,7 @@ SMALL_STEPS = 20
 
 def small(num_tasks=1, chaos=Chaos(crash=0.08), **fields) -> Scene:  # noqa: B008
     """A group or two, so that a schedule costs a millisecond and nearly every order of things comes up."""
-    given = {"groups_per_batch": 1, "silence_s": 20.0, "deadline_s": 20.0, **fields}
+    given = {"groups_per_batch": 1, "idle_timeout_s": 20.0, "deadline_s": 20.0, **fields}
     return msgspec.structs.replace(scene(num_tasks=num_tasks, num_clients=2, chaos=chaos, **given), max_calls=2)
 
 

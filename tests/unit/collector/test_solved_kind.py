@@ -34,7 +34,7 @@ def test_steps_while_one_kind_is_nearly_solved(when_dry, least, most, make_bench
                 "groups_per_batch": 4,
                 "max_staleness": 2,
                 "when_dry": when_dry,
-                "flat_after": 8,
+                "uninformative_groups": 8,
             },
         }
     )

@@ -69,17 +69,17 @@ def train(bench, say, version: int, **counts: int) -> None:
 
 def test_a_setting_is_acknowledged_remembered_and_told_to_the_learner(steered):
     bench = steered()
-    bench.take(command(1, **{RATE: 1e-5, "groups.silence_s": 60.0}))
+    bench.take(command(1, **{RATE: 1e-5, "groups.idle_timeout_s": 60.0}))
     (reply,) = bench.events("control")
     assert (reply["state"], reply["number"], reply["learners"]) == ("accepted", 1, ["main"])
     assert {c["path"]: (c["before"], c["value"]) for c in reply["changes"]} == {
         RATE: (1e-6, 1e-5),
-        "groups.silence_s": (600.0, 60.0),
+        "groups.idle_timeout_s": (600.0, 60.0),
     }
     assert [e for e in bench.effects if isinstance(e, do.Tell)] == [do.Tell("main", 1)]
     assert do.Tell("main", 1) in bench.store.outbox(), "told again by the next collector, until it is confirmed"
     bench.restart()
-    assert bench.core.rules.silence_s == 60.0
+    assert bench.core.rules.idle_timeout_s == 60.0
     bench.run(bench.core.told("main", 1))
     assert do.Tell("main", 1) not in bench.store.outbox()
 
@@ -96,11 +96,11 @@ def test_a_command_that_comes_again_is_answered_again_and_not_obeyed_again(steer
 
 def test_of_a_command_with_one_wrong_setting_nothing_is_applied(steered):
     bench = steered()
-    bench.take(command(1, **{"groups.silence_s": 60.0, RATE: -1.0}))
+    bench.take(command(1, **{"groups.idle_timeout_s": 60.0, RATE: -1.0}))
     (reply,) = bench.events("control")
     assert reply["state"] == "refused"
     assert "learning_rate" in reply["text"]
-    assert bench.core.rules.silence_s == 600.0
+    assert bench.core.rules.idle_timeout_s == 600.0
     assert state(bench).number == 0
 
 
@@ -272,7 +272,7 @@ def flat(bench, say, *kinds: str, groups: int) -> None:
 
 
 def test_a_kind_whose_groups_teach_nothing_lends_its_share_until_they_do_again(steered, say):
-    bench = steered(when_dry="lend", flat_after=3)  # of each batch, two groups are b's
+    bench = steered(when_dry="lend", uninformative_groups=3)  # of each batch, two groups are b's
     train(bench, say, 1, a=2, b=2)
     flat(bench, say, "b", groups=5)
     bench.wait(1)
@@ -299,7 +299,7 @@ def test_a_kind_whose_groups_teach_nothing_lends_its_share_until_they_do_again(s
 
 
 def test_a_kind_that_teaches_is_not_lent_however_many_of_its_groups_were_equal_in_between(steered, say):
-    bench = steered(when_dry="lend", flat_after=3)
+    bench = steered(when_dry="lend", uninformative_groups=3)
     for version in range(1, 5):
         flat(bench, say, "a", "b", groups=5)
         train(bench, say, version, a=2, b=2)
@@ -309,7 +309,7 @@ def test_a_kind_that_teaches_is_not_lent_however_many_of_its_groups_were_equal_i
 
 
 def test_a_kind_that_teaches_nothing_is_waited_for_where_that_is_asked_and_said_once(steered, say):
-    bench = steered(when_dry="wait", flat_after=1)
+    bench = steered(when_dry="wait", uninformative_groups=1)
     for version in range(1, 5):
         flat(bench, say, "b", groups=4)
         bench.wait(1)
@@ -321,7 +321,7 @@ def test_a_kind_that_teaches_nothing_is_waited_for_where_that_is_asked_and_said_
 
 
 def test_where_no_kind_teaches_anything_nothing_is_lent(steered, say):
-    bench = steered(when_dry="lend", flat_after=1)
+    bench = steered(when_dry="lend", uninformative_groups=1)
     flat(bench, say, "a", "b", groups=4)
     bench.wait(1)
     assert state(bench).lent == ()

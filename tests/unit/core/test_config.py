@@ -1,7 +1,11 @@
 """A job is checked whole before anything starts, and every mistake is named by its path."""
 
-import pytest
+import functools
 
+import pytest
+import structlog.testing
+
+from swarmq import config
 from swarmq.config import BrokerSettings, Lora, SwarmJob, amqp_url
 from swarmq.errors import ConfigError
 
@@ -153,3 +157,35 @@ def test_the_setting_wins_over_the_environment(monkeypatch):
     assert amqp_url(BrokerSettings()) == "amqp://env/"
     monkeypatch.delenv("SWARMQ_AMQP_URL")
     assert amqp_url(BrokerSettings()) is None
+
+
+FORMER = [
+    ("groups.silence_s", "groups.idle_timeout_s", 45.0),
+    ("groups.flat_after", "groups.uninformative_groups", 3),
+    ("policies.main.train.loss.pull", "policies.main.train.loss.logratio_penalty", 0.25),
+]
+
+
+@pytest.mark.parametrize(("former", "present", "value"), FORMER)
+def test_a_former_name_of_a_setting_works_and_a_warning_names_the_present_one(former, present, value):
+    config._warn_of_former.cache_clear()
+    with structlog.testing.capture_logs() as lines:
+        by_set = build(f"{former}={value}")
+    assert by_set == build(f"{present}={value}") != build()
+    (line,) = lines
+    assert line["event"] == "setting_renamed" and line["setting"] == former and present in line["action"]
+
+    *sections, key = former.split(".")
+    in_file = functools.reduce(lambda inner, name: {name: inner}, reversed(sections), {key: value})
+    if "policies" in in_file:
+        in_file["policies"]["main"]["model"] = "m"
+    assert build(**in_file) == by_set
+
+
+def test_a_present_name_on_the_command_line_overrides_a_former_one_in_the_file():
+    assert build("groups.idle_timeout_s=7", groups={"silence_s": 45.0}).groups.idle_timeout_s == 7
+
+
+def test_a_setting_under_both_of_its_names_is_refused():
+    with pytest.raises(ConfigError, match="groups: silence_s is the former name of idle_timeout_s"):
+        build(groups={"silence_s": 1.0, "idle_timeout_s": 2.0})

@@ -88,3 +88,10 @@ def test_a_change_of_the_mix_holds_from_its_step_on():
     change = Change(number=1, path="mix", before=before, value=after, base=before, from_step={"main": 12})
     first, second = live_settings.stretches(job(), [change], lambda one: one.from_step["main"])
     assert (first.from_step, first.mix, second.from_step, second.mix) == (0, before, 12, after)
+
+
+def test_a_stored_change_under_a_former_name_stays_in_effect():
+    stored = Change(number=1, path="groups.silence_s", before=600.0, value=60.0, base=600.0)
+    assert live_settings.applied(job(), [stored]).groups.idle_timeout_s == 60.0
+    assert live_settings.is_live("policies.main.train.loss.pull")
+    assert live_settings.proposed(job(), {"groups.flat_after": 3}, {}).groups.uninformative_groups == 3

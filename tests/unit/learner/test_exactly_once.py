@@ -53,7 +53,7 @@ RULES = Rules(
     groups_per_batch=1,
     deadline_s=100.0,
     max_staleness=1,
-    silence_s=300.0,
+    idle_timeout_s=300.0,
 )
 SPARE = WINDOWS_KNOWN * (RULES.max_staleness + 1) * RULES.groups_per_batch * GROUP_SIZE
 START = b"the initial weights"

@@ -145,7 +145,7 @@ def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str
     theta = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
     mu = torch.tensor([-2.0, -0.1, -2.0, -0.1])
     a, calls = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4)
-    result = LOSSES[name](Tokens(theta, mu, a, calls, 4, teacher=mu), Loss(name=name, pull=0.0))
+    result = LOSSES[name](Tokens(theta, mu, a, calls, 4, teacher=mu), Loss(name=name, logratio_penalty=0.0))
     (grad,) = torch.autograd.grad(result.per_token.sum(), theta)
     assert (grad == 0).tolist() == [Effect(each).cuts for each in result.effects.tolist()]
     assert bool((grad == 0).any()) == (name in {"tis_mask", "ppo_clip", "gspo"})
@@ -242,7 +242,7 @@ def test_a_loss_without_ratios_is_not_filtered_by_them() -> None:
     assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0)), EVERY) is None
 
 
-OTHER = {"mask_delta": 0.99, "pull": 0.5, "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01}
+OTHER = {"mask_delta": 0.99, "logratio_penalty": 0.5, "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01}
 
 
 @pytest.mark.parametrize("constant", OTHER)

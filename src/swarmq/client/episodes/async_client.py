@@ -190,7 +190,7 @@ class AsyncSwarmClient:
             client_id=self.client_id,
             code_version=code_version or self._code_version or script_version(),
             attempt=attempt,
-            silence_s=silence_s,
+            idle_timeout_s=silence_s,
         )
         try:
             async with self._noted(begin), asyncio.timeout(deadline_s):

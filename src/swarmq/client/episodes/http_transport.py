@@ -64,7 +64,7 @@ class HttpTransport:
             "attempt": begin.attempt,
             "client_id": begin.client_id,
             "code_version": begin.code_version,
-            "silence_s": begin.silence_s,
+            "silence_s": begin.idle_timeout_s,
             "wait_s": TICKET_WAIT_S,
         }
         asking = asyncio.ensure_future(self._until_confirmed("", begin.episode_id, body))

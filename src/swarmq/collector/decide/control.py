@@ -22,8 +22,8 @@ PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "run
 
 
 LOOK_BACK, TEACHES = 4, 2
-"""A flat kind is looked at again after `flat_after` times so many of its groups. It has its share again once so many of each
-`flat_after` taught something: more than the one that would have kept it from being flat, so that it is not so again at once."""
+"""A flat kind is looked at again after `uninformative_groups` times so many of its groups. It has its share again once so many of each
+`uninformative_groups` taught something: more than the one that would have kept it from being flat, so that it is not so again at once."""
 
 
 class Signal(msgspec.Struct):
@@ -154,13 +154,13 @@ class Steering:
 
     def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
         """Kinds that a learner waits for in vain, or would."""
-        flat_after = self.rules.flat_after
+        uninformative_groups = self.rules.uninformative_groups
         for (policy, kind), signal in self._signals.items():
             groups = signal.equal + signal.taught
             if not signal.is_flat and signal.equal >= self._too_many(kind, shares) and policy in learning:
                 self._signals[policy, kind] = Signal(is_flat=True)
-            elif signal.is_flat and groups >= LOOK_BACK * flat_after:
-                teaches = signal.taught * flat_after >= TEACHES * groups
+            elif signal.is_flat and groups >= LOOK_BACK * uninformative_groups:
+                teaches = signal.taught * uninformative_groups >= TEACHES * groups
                 self._signals[policy, kind] = (
                     Signal() if teaches else Signal(True, taught=signal.taught // 2, equal=signal.equal // 2)
                 )
@@ -168,7 +168,7 @@ class Steering:
 
     def _too_many(self, kind: str, shares: Mapping[str, float]) -> int:
         """Groups of equal rewards in a row, of a kind that is flat."""
-        return round(self.rules.flat_after * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
+        return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
     def _then(self, lent: bool) -> str:
         if lent:

@@ -690,8 +690,8 @@ class Core:
         return used
 
     def _patience_s(self, episode: OpenEpisode) -> float:
-        asked = episode.begin.silence_s if episode.begin else None
-        return self.rules.silence_s if asked is None else min(asked, MAX_SILENCE_S)
+        asked = episode.begin.idle_timeout_s if episode.begin else None
+        return self.rules.idle_timeout_s if asked is None else min(asked, MAX_SILENCE_S)
 
     def _named(self, episode: OpenEpisode, call: Call) -> bool:
         """Whether a held end waits for this turn: it names it, or a turn that is here builds on it."""

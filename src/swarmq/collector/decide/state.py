@@ -38,10 +38,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     min_group: int = 2
     deadline_s: float = 600.0
     max_staleness: int = 4
-    silence_s: float = 600.0
+    idle_timeout_s: float = 600.0
     when_dry: str = "wait"
     dry_after_s: float = 120.0
-    flat_after: int = 16
+    uninformative_groups: int = 16
     eval: Eval = Eval()
     last_steps: dict[str, int] = {}
     """Policy -> the step at which its learner stops, where there is one."""
@@ -61,10 +61,10 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
             min_group=groups.min_group,
             deadline_s=groups.deadline_s,
             max_staleness=groups.max_staleness,
-            silence_s=groups.silence_s,
+            idle_timeout_s=groups.idle_timeout_s,
             when_dry=groups.when_dry,
             dry_after_s=groups.dry_after_s,
-            flat_after=groups.flat_after,
+            uninformative_groups=groups.uninformative_groups,
             eval=job.eval,
             last_steps={
                 name: policy.train.max_steps for name, policy in job.policies.items() if policy.train.max_steps

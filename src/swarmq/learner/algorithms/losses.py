@@ -54,7 +54,7 @@ def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
     )
     ratio = _ratio(theta, tokens.mu)
     weight = ratio.clamp(max=loss.ratio_cap) * ~masked
-    pull = loss.pull * _pull(tokens.theta - tokens.mu)
+    pull = loss.logratio_penalty * _pull(tokens.theta - tokens.mu)
     if tokens.held is not None:
         pull = pull * ~tokens.held  # mu is another distribution's: to close the gap would raise what the grammar forced
     effects = ((ratio > loss.ratio_cap) * Effect.TRUNCATED).masked_fill(masked, Effect.MASKED)

@@ -40,7 +40,7 @@ CROWDED = 16
 
 WAIT_S = 540.0
 """For so long calls wait for an engine that answers and has weights to train from; then they go on without, as where no learner
-comes. The collector gives an episode without a model call up a little later (`groups.silence_s`)."""
+comes. The collector gives an episode without a model call up a little later (`groups.idle_timeout_s`)."""
 TELL_AFTER_S = 2.0
 """People hear of an outage that lasts longer."""
 START_S = 60.0

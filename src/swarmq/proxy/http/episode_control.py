@@ -57,7 +57,7 @@ class BeginRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     client_id: Name | None = None
     """The operator's name without."""
     code_version: Annotated[str, Meta(max_length=256)] = ""
-    silence_s: Annotated[float, Meta(gt=0)] | None = None
+    idle_timeout_s: Annotated[float, Meta(gt=0)] | None = msgspec.field(default=None, name="silence_s")
     """The collector gives the episode up after so long without a model call; the run's without."""
     lifetime_s: Annotated[float, Meta(gt=0)] | None = None
     """Of the api key; the run's without."""
@@ -300,7 +300,7 @@ class Control:
             client_id=asked.client_id or operator,
             code_version=asked.code_version,
             attempt=asked.attempt,
-            silence_s=asked.silence_s,
+            idle_timeout_s=asked.idle_timeout_s,
         )
 
     def _size(self, kind: str) -> int:
