@@ -173,7 +173,8 @@ def test_a_former_name_of_a_setting_works_and_a_warning_names_the_present_one(fo
         by_set = build(f"{former}={value}")
     assert by_set == build(f"{present}={value}") != build()
     (line,) = lines
-    assert line["event"] == "setting_renamed" and line["setting"] == former and present in line["action"]
+    assert (line["event"], line["setting"]) == ("setting_renamed", former)
+    assert present in line["action"]
 
     *sections, key = former.split(".")
     in_file = functools.reduce(lambda inner, name: {name: inner}, reversed(sections), {key: value})
