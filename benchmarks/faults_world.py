@@ -36,8 +36,8 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import BrokerError
 from swarmq.messages import Slot, Task
-from swarmq.registries.engines import Roster
-from swarmq.runtime.processes import free_port, tail
+from swarmq.registries.engines import EngineRegistry
+from swarmq.runtime.processes import find_free_port, read_tail
 from swarmq.testing.relay import TcpRelay
 
 RUN, KIND, POLICY = "faults", "default", "main"
@@ -107,7 +107,7 @@ class Part:
             if not self.wanted:
                 return
             if status != -signal.SIGKILL or not self._killed:
-                deaths.add(Death(self.name, status, tail(self.log_path, 3)[-300:]))
+                deaths.add(Death(self.name, status, read_tail(self.log_path, 3)[-300:]))
             self._killed = 0
             await asyncio.sleep(RESTART_S)
             await self.may_start.wait()
@@ -178,7 +178,7 @@ class World:
     ) -> AsyncIterator[World]:
         """`broken` names a rule that one of the parts is to break."""
         async with contextlib.AsyncExitStack() as stack:
-            job = _job(folder, model, proxy_port=free_port())
+            job = _job(folder, model, proxy_port=find_free_port())
             node = await stack.enter_async_context(PrivateNode(folder / "broker"))
             world = cls(folder, job, node, nursery, broken=broken)
             world.disk = stack.enter_context(_small_disk(folder, job.run_folder.batch_log(POLICY)))
@@ -202,7 +202,7 @@ class World:
     async def _connect(self, stack: contextlib.AsyncExitStack, *, vllm: bool) -> None:
         """Relays, parts, and the harness's own connection."""
         host, amqp = "127.0.0.1", self.node.identity.amqp_port
-        self.engine_port, journal = free_port(), self.folder / "engine.jsonl"
+        self.engine_port, journal = find_free_port(), self.folder / "engine.jsonl"
         for role in ROLES:
             self.relays[f"{role}-broker"] = await stack.enter_async_context(TcpRelay.to(host, amqp))
         for role in ("proxy", "learner"):
@@ -215,7 +215,10 @@ class World:
         if vllm:
             policy = self.job.policies[POLICY]
             self.engine = EngineProcess(
-                policy, port=self.engine_port, log_path=self.logs / "engine.log", secret=Roster(self.job).secret()
+                policy,
+                port=self.engine_port,
+                log_path=self.logs / "engine.log",
+                secret=EngineRegistry(self.job).secret(),
             )
             await stack.enter_async_context(self.engine)
         else:
@@ -315,7 +318,7 @@ class World:
         return keys.Invite(
             run=RUN,
             client=name,
-            secret=keys.client_secret(root, name),
+            secret=keys.derive_client_secret(root, name),
             amqp_url=self._broker_url(name if name in ROLES else "proxy"),
             base_url=f"http://127.0.0.1:{port}/v1",
             policies=(POLICY,),

@@ -37,7 +37,7 @@ from swarmq.client.data.feed import feed
 from swarmq.config import SwarmJob
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower, follow
-from swarmq.runtime.processes import die_with_parent, stop_group, tail
+from swarmq.runtime.processes import die_with_parent, read_tail, stop_group
 from swarmq.up import Deployment, deploy
 
 RUN = "loop"
@@ -337,7 +337,7 @@ def _named(figure: str, model: str) -> str:
 def show_logs(folder: Path) -> None:
     """The ends of all logs, for who was not there."""
     for log in sorted(folder.glob("runs/*/logs/*.log")):
-        print(f"--- the end of {log.name}\n{tail(log)}", flush=True)
+        print(f"--- the end of {log.name}\n{read_tail(log)}", flush=True)
 
 
 def _say(text: str) -> None:

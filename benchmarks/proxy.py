@@ -37,7 +37,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import Mode, new_id
-from swarmq.runtime.processes import die_with_parent, free_port, stop_group
+from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 
 RUN = "proxy-benchmark"
 STREAMS = (1, 64, 512, 2000)
@@ -131,7 +131,7 @@ async def play(
     """Figures and detail, whenever there are more of them."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-        engine_port, port, litellm_port = free_port(), free_port(), free_port()
+        engine_port, port, litellm_port = find_free_port(), find_free_port(), find_free_port()
         engine = f"http://127.0.0.1:{engine_port}"
         job = SwarmJob.build(
             {
@@ -143,7 +143,7 @@ async def play(
             }
         )
         (folder / "job.toml").write_text(job.to_toml())
-        secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
+        secret = keys.derive_client_secret(keys.load_root(job.run_folder.root_secret), "b")
         async with AmqpBroker.open(node.amqp_url, name="proxy benchmark") as broker:
             await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
         python = [sys.executable, "-m"]

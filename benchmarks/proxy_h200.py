@@ -42,8 +42,8 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.engine.auth import authorized
 from swarmq.engine.server.launch import EngineProcess
-from swarmq.registries.engines import Roster
-from swarmq.runtime.processes import free_port
+from swarmq.registries.engines import EngineRegistry
+from swarmq.runtime.processes import find_free_port
 
 COUNTER = "vllm:generation_tokens_total"
 PARTS = {
@@ -135,7 +135,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
     """Figures and detail."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-        port, ports = free_port(), [free_port() for _ in range(arguments.proxies)]
+        port, ports = find_free_port(), [find_free_port() for _ in range(arguments.proxies)]
         policy = {
             "model": str(folder / "model"),
             "engine": {
@@ -152,7 +152,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
                 job.policies["main"],
                 port=port,
                 log_path=folder / "engine.log",
-                secret=Roster(job).secret(),
+                secret=EngineRegistry(job).secret(),
                 progress=print,
             )
         )
@@ -161,7 +161,7 @@ async def play(folder: Path, arguments: Any) -> tuple[dict[str, float], dict[str
         policy["engine"]["urls"] = [engine.url]
         job = SwarmJob.build({**tree, "proxy": {"count": arguments.proxies}})
         (folder / "job.toml").write_text(job.to_toml())
-        secret = keys.client_secret(keys.load_root(job.run_folder.root_secret), "b")
+        secret = keys.derive_client_secret(keys.load_root(job.run_folder.root_secret), "b")
         async with AmqpBroker.open(node.amqp_url, name="proxy benchmark") as broker:
             await broker.declare(RUN, policies=["main"], kinds=job.task_kinds)
         drain = [sys.executable, "-m", "benchmarks.proxy_drain", node.amqp_url, RUN]

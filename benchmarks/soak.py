@@ -37,9 +37,9 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
 from swarmq.config import SwarmJob
 from swarmq.messages import Slot
-from swarmq.registries.engines import Roster
+from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime import logs
-from swarmq.runtime.processes import die_with_parent, free_port, stop_group
+from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 
 RUN, POLICY = "soak", "main"
 GROUP_SIZE, GROUPS_PER_BATCH = 8, 8
@@ -62,7 +62,7 @@ async def play(folder: Path, *, episodes: int, clients: int, concurrency: int) -
     """A run to its end."""
     async with contextlib.AsyncExitStack() as stack:
         node = await stack.enter_async_context(PrivateNode(folder / "broker"))
-        job, engine_port = _job(folder, node.amqp_url), free_port()
+        job, engine_port = _job(folder, node.amqp_url), find_free_port()
         job = SwarmJob.build(_with_engine(job, engine_port))
         (folder / "job.toml").write_text(job.to_toml())
         broker = await stack.enter_async_context(AmqpBroker.open(node.amqp_url, name="soak"))
@@ -152,13 +152,13 @@ def trainer(job: SwarmJob) -> None:
 def _label(job: SwarmJob, version: int) -> None:
     """What is left of a weight push when there are no weights."""
     body = json.dumps({"new_version": str(version)}).encode()
-    for url in Roster(job).urls()[POLICY]:
+    for url in EngineRegistry(job).urls()[POLICY]:
         asked = Request(f"{url}/update_weight_version", body, {"content-type": "application/json"})
         try:
             with urlopen(asked, timeout=READ_S):
                 pass
         except OSError:
-            if url in Roster(job).urls()[POLICY]:  # else it has left meanwhile
+            if url in EngineRegistry(job).urls()[POLICY]:  # else it has left meanwhile
                 raise
 
 
@@ -170,7 +170,7 @@ async def client(job: SwarmJob, number: int, episodes: int, concurrency: int) ->
     invite = keys.Invite(
         run=RUN,
         client=name,
-        secret=keys.client_secret(root, name),
+        secret=keys.derive_client_secret(root, name),
         amqp_url=job.broker.url,
         base_url=f"http://127.0.0.1:{job.proxy.port}/v1",
         policies=(POLICY,),
@@ -230,7 +230,7 @@ def _job(folder: Path, amqp: str) -> dict[str, Any]:
         "run": RUN,
         "folder": str(folder / "runs"),
         "broker": {"url": amqp},
-        "proxy": {"port": free_port()},
+        "proxy": {"port": find_free_port()},
         "groups": {"group_size": GROUP_SIZE, "groups_per_batch": GROUPS_PER_BATCH, "max_staleness": 8},
         "policies": {POLICY: {"model": "none", "sampling": {"max_tokens": 8}, "train": {"keep_batches": False}}},
     }

@@ -29,8 +29,8 @@ from swarmq.client.runners.worker_processes import Plan, run_workers
 from swarmq.config import SwarmJob
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
-from swarmq.registries.proxies import Proxies
-from swarmq.runtime.processes import die_with_parent, free_port, stop_group
+from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.processes import die_with_parent, find_free_port, stop_group
 
 RUN, POLICY = "swarm", "main"
 CALL_S = 120.0
@@ -68,7 +68,7 @@ class World:
         async with contextlib.AsyncExitStack() as stack:
             node = None if amqp_url else await stack.enter_async_context(PrivateNode(folder / "broker"))
             url = amqp_url or (node.amqp_url if node else "")
-            engines, ports = [[free_port() for _ in range(lanes)] for _ in range(2)]
+            engines, ports = [[find_free_port() for _ in range(lanes)] for _ in range(2)]
             tree = {
                 "run": run,
                 "folder": str(folder / "runs"),
@@ -86,7 +86,7 @@ class World:
             job.run_folder.path.mkdir(parents=True, exist_ok=True)
             resolved = job.run_folder.resolved
             resolved.write_text(job.to_toml())
-            Proxies(job.run_folder.proxies).write(map(job.proxy.url, ports))
+            ProxyRegistry(job.run_folder.proxies).write(map(job.proxy.url, ports))
             broker = await stack.enter_async_context(AmqpBroker.open(url, name="swarm", deadline_s=first_wait_s()))
             await broker.declare(run, policies=[POLICY], kinds=job.task_kinds)
             follower = await stack.enter_async_context(follow(job, broker, record=job.run_folder.events))
@@ -141,10 +141,10 @@ class World:
         return keys.Invite(
             run=job.run,
             client=name,
-            secret=keys.client_secret(root, name),
+            secret=keys.derive_client_secret(root, name),
             amqp_url=job.broker.url,
             base_url=job.proxy.url(job.proxy.port),
-            base_urls=Proxies(job.run_folder.proxies).urls(),
+            base_urls=ProxyRegistry(job.run_folder.proxies).urls(),
             policies=(POLICY,),
             kinds=job.task_kinds,
             group_size=job.groups.group_size,

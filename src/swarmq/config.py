@@ -21,7 +21,7 @@ import msgspec
 import tomli_w
 from msgspec import Meta, field
 
-from swarmq.config_errors import explain, place_of
+from swarmq.config_errors import explain, parse_error_path
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
 from swarmq.runtime.logs import log
@@ -167,7 +167,7 @@ class EngineSettings(Settings, frozen=True, kw_only=True):
     start_timeout_s: Positive = 600.0
 
 
-JUDGED_AT = 1.0
+TEACHER_TEMPERATURE = 1.0
 """The temperature of the log-probabilities that a server tells of a prompt."""
 
 
@@ -182,7 +182,7 @@ class SamplingDefaults(Settings, frozen=True, kw_only=True):
     names what was overridden, or refused with 400."""
 
 
-OF_LOSSES = {
+LOSSES_BY_CONSTANT = {
     "mask_delta": ("tis_mask",),
     "logratio_penalty": ("tis_mask",),
     "clip_low": ("ppo_clip", "gspo"),
@@ -208,12 +208,12 @@ class Loss(Settings, frozen=True, kw_only=True):
     kl: Weight = 0.0
     """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
 
-    def unused(self) -> dict[str, tuple[str, ...]]:
+    def find_unused_constants(self) -> dict[str, tuple[str, ...]]:
         """Constants that were chosen and that this loss does not have -> the losses that do."""
         plain = Loss()
         return {
             constant: losses
-            for constant, losses in OF_LOSSES.items()
+            for constant, losses in LOSSES_BY_CONSTANT.items()
             if self.name not in losses and getattr(self, constant) != getattr(plain, constant)
         }
 
@@ -333,7 +333,7 @@ class Train(Settings, frozen=True, kw_only=True):
         return self.mixed_precision
 
     @property
-    def served_teacher(self) -> str | None:
+    def teacher_url(self) -> str | None:
         """The url of the engine that has the teacher, if one has."""
         return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
 
@@ -399,10 +399,10 @@ class Policy(Settings, frozen=True, kw_only=True):
     train: Train = field(default_factory=Train)
 
     def __post_init__(self) -> None:
-        if self.train.served_teacher and self.sampling.temperature != JUDGED_AT:
+        if self.train.teacher_url and self.sampling.temperature != TEACHER_TEMPERATURE:
             raise ValueError(
                 f"sampling.temperature: a teacher that a server has (train.teacher) judges what was sampled at temperature "
-                f"{JUDGED_AT:g} alone, not at {self.sampling.temperature:g}; or name the teacher's model folder, for the learner to load"
+                f"{TEACHER_TEMPERATURE:g} alone, not at {self.sampling.temperature:g}; or name the teacher's model folder, for the learner to load"
             )
 
 
@@ -628,12 +628,12 @@ def _check_points(points: Sequence[MixPoint]) -> None:
         _check_shares(f"mix_schedule.points[{number}].mix", point.mix)
 
 
-def amqp_url(broker: BrokerSettings) -> str | None:
+def resolve_amqp_url(broker: BrokerSettings) -> str | None:
     """The RabbitMQ the user chose, if any: the setting first, then `$SWARMQ_AMQP_URL`."""
     return broker.url or os.environ.get("SWARMQ_AMQP_URL")
 
 
-def assignments(texts: Sequence[str]) -> dict[str, Any]:
+def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
     """`section.key=value` texts as path -> value. Raises ConfigError."""
     return dict(_assignment(text, f"{text!r}") for text in texts)
 
@@ -725,7 +725,7 @@ def _blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[s
     except msgspec.ValidationError as error:
         if str(error) == complaint:
             return []
-    place = place_of(complaint).replace("[...]", ".*")
+    place = parse_error_path(complaint).replace("[...]", ".*")
     steps = re.sub(r"\[\d+\]", "", place).split(".")
     near = [
         text

@@ -69,14 +69,14 @@ Type = msgspec.inspect.Type
 
 def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
     """msgspec's complaint about `tree`, with whole path, value and hint. `root` is the type that `tree` was to become."""
-    what, place = complaint.partition(" - at `$")[0], place_of(complaint)
+    what, place = complaint.partition(" - at `$")[0], parse_error_path(complaint)
     steps = _concrete(complaint, STEPS.findall(place), tree, root)
     there = msgspec.inspect.type_info(root)
     for step in STEPS.findall(place):
         there = _within(there, step)
     path = _joined(steps)
     if isinstance(there, msgspec.inspect.StructType) and (wrong := re.fullmatch("Object contains .*`(.*)`", what)):
-        meant = probable(wrong[1], steps, tree, root)
+        meant = suggest_settings(wrong[1], steps, tree, root)
         names = f"there are {', '.join(field.encode_name for field in there.fields)}"
         return f"{_joined([*steps, wrong[1]])}: unknown field; {f'did you mean {meant}?' if meant else names}"
     value = _at(tree, steps)
@@ -88,14 +88,14 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
     return f"{path}: {what}" if path else what
 
 
-def place_of(complaint: str) -> str:
+def parse_error_path(complaint: str) -> str:
     """Where msgspec says that something is wrong: `policies[...].train`."""
     return complaint.partition(" - at `$")[2].rstrip("`").lstrip(".")
 
 
-def probable(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
+def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
     """The settings that `wrong`, a name in the section at `steps`, was probably meant to be; empty where none is near."""
-    every = settings(root)
+    every = list_setting_paths(root)
     section = _pattern(steps, root)
     own = [path for path in every if path.rpartition(".")[0] == section]
     others = [path for path in every if path not in own]
@@ -119,7 +119,7 @@ def probable(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], root: ty
 
 
 @functools.cache
-def settings(root: type) -> tuple[str, ...]:
+def list_setting_paths(root: type) -> tuple[str, ...]:
     """The path of every setting and section; `*` for a name that the user chooses, `[*]` for a place in a list."""
     return tuple(path for path, _ in _walk(msgspec.inspect.type_info(root), ""))
 
@@ -158,7 +158,9 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
 def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, most: int) -> list[str]:
     """Those whose name is the fewest slips away, `most` of them at most; of equally near ones those of the same letters."""
     plain = _plain(wrong)
-    far = {path: (slips(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths}
+    far = {
+        path: (edit_distance(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths
+    }
     near = {path: distance for path, distance in far.items() if distance[0] <= most and distance[0] < len(plain)}
     return [path for path, distance in near.items() if distance == min(near.values())]
 
@@ -178,7 +180,7 @@ def _alike(one: str, other: str) -> bool:
     return one == other or (min(len(one), len(other)) >= WORD and one[:WORD] == other[:WORD])
 
 
-def slips(one: str, other: str) -> int:
+def edit_distance(one: str, other: str) -> int:
     """Letters to add, leave out, replace or swap with their neighbour to make `other` of `one`."""
     before: list[int] = []
     last = list(range(len(other) + 1))

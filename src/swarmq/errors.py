@@ -58,7 +58,7 @@ class EngineAnswerError(EngineError):
         self.reason = reason
 
 
-def without_trace(error: BaseException) -> BaseException:
+def drop_traceback(error: BaseException) -> BaseException:
     """An error of ours without the places that it passed: its words say everything to who reads them. Any other as it is."""
     return error.with_traceback(None) if isinstance(error, SwarmqError) else error
 

@@ -30,7 +30,7 @@ import msgspec
 
 from swarmq.errors import ConfigError, KeyRefusedError
 from swarmq.messages import Mode, Task
-from swarmq.runtime.files import changing, write_whole
+from swarmq.runtime.files import locked_for_change, write_atomically
 
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
@@ -132,7 +132,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
     def base_urls_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> tuple[str, ...]:
         """That one, and the others in the order in which they are to stand in for it."""
         urls = (now if self.base_urls else ()) or self.base_urls or (self.base_url,)
-        home = home_of(episode_id, len(urls))
+        home = home_proxy_index(episode_id, len(urls))
         return urls[home:] + urls[:home]
 
     def encode(self) -> str:
@@ -150,7 +150,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
             raise KeyRefusedError(f"the invite is damaged ({error}): copy the whole line again") from error
 
 
-def home_of(episode_id: str, num_proxies: int) -> int:
+def home_proxy_index(episode_id: str, num_proxies: int) -> int:
     """Number of the proxy that an episode's client sends it to."""
     return zlib.crc32(episode_id.encode()) % num_proxies
 
@@ -165,7 +165,7 @@ def read_certificate(path: Path) -> bytes:
         raise ConfigError(f"{path}: not a certificate in PEM form: {error}") from error
 
 
-def new_root() -> bytes:
+def generate_root() -> bytes:
     return secrets.token_bytes(ROOT_BYTES)
 
 
@@ -173,9 +173,9 @@ def load_root(path: Path) -> bytes:
     """The run's root secret, made on first use, readable by its owner alone. Raises ConfigError for a damaged one: with an empty
     one, anybody could sign keys."""
     if not path.exists():
-        with changing(path):
+        with locked_for_change(path):
             if not path.exists():  # or another process was first
-                write_whole(path, new_root())
+                write_atomically(path, generate_root())
     if len(root := path.read_bytes()) < ROOT_BYTES:
         raise ConfigError(
             f"{path}: damaged ({len(root)} bytes, not {ROOT_BYTES}), and it cannot be made anew: every key and invite of the run is "
@@ -185,15 +185,15 @@ def load_root(path: Path) -> bytes:
     return root
 
 
-def client_secret(root: bytes, client: str) -> bytes:
+def derive_client_secret(root: bytes, client: str) -> bytes:
     return hmac.digest(root, f"client:{client}".encode(), hashlib.sha256)
 
 
-def operator_secret(root: bytes, name: str) -> bytes:
+def derive_operator_secret(root: bytes, name: str) -> bytes:
     return hmac.digest(root, f"operator:{name}".encode(), hashlib.sha256)
 
 
-def task_secret(root: bytes) -> bytes:
+def derive_task_secret(root: bytes) -> bytes:
     return hmac.digest(root, b"tasks", hashlib.sha256)
 
 
@@ -208,17 +208,17 @@ def is_sealed(secret: bytes, task: Task) -> bool:
     return hmac.compare_digest(seal_task(secret, task).seal, task.seal)
 
 
-def engine_secret(root: bytes) -> str:
+def derive_engine_secret(root: bytes) -> str:
     """What the run's engines ask every caller for."""
     return hmac.digest(root, b"engines", hashlib.sha256).hex()
 
 
-def operator_member(name: str) -> str:
+def operator_entry(name: str) -> str:
     """Under which the revocation of an operator's tokens is kept: no name that a client can have."""
     return f"{OPERATOR_MEMBER}{name}"
 
 
-def is_operator_member(name: str) -> bool:
+def is_operator_entry(name: str) -> bool:
     """Whether a member is no client, but tokens that were revoked."""
     return name.startswith(OPERATOR_MEMBER)
 
@@ -240,7 +240,7 @@ def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[st
     """
     what = "api key"
     hint = "use the one `begin_episode()` returned"
-    claims = _unseal(key, PREFIX, Claims, lambda made: client_secret(root, made.client), what=what, hint=hint)
+    claims = _unseal(key, PREFIX, Claims, lambda made: derive_client_secret(root, made.client), what=what, hint=hint)
     _check_current(claims, what, "its episode is over; begin a new one", run=run, now=now)
     _check_member(claims.client, removed)
     return claims
@@ -250,7 +250,7 @@ def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: C
     """The operator of a genuine, current token of this run. Raises KeyRefusedError, which never repeats the token."""
 
     def secret(made: Operator) -> bytes:
-        return client_secret(root, made.name) if made.by_client else operator_secret(root, made.name)
+        return derive_client_secret(root, made.name) if made.by_client else derive_operator_secret(root, made.name)
 
     what = "operator token"
     operator = _unseal(token, OPERATOR_PREFIX, Operator, secret, what=what, hint="`swarmq token` makes one")
@@ -259,7 +259,7 @@ def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: C
         raise KeyRefusedError("the operator token is signed by a client: its only role may be rollout")
     if operator.by_client:
         _check_member(operator.name, removed)
-    elif operator_member(operator.name) in removed:
+    elif operator_entry(operator.name) in removed:
         raise KeyRefusedError(
             f"the tokens of operator {operator.name!r} were revoked: `swarmq token` makes one under another name"
         )

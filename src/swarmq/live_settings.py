@@ -73,13 +73,13 @@ def is_live(path: str) -> bool:
     return any(fnmatchcase(path, pattern) and path.count(".") == pattern.count(".") for pattern in LIVE)
 
 
-def concerns(path: str) -> str | None:
+def policy_of_path(path: str) -> str | None:
     """The policy whose learner or sampling a path is about; None: the whole run."""
     first, _, rest = path.partition(".")
     return rest.partition(".")[0] if first == "policies" else None
 
 
-def proposed(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
+def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
     """`job` with all of `settings`. Raises ConfigError that names what is wrong; then nothing is to be changed."""
     if not settings:
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
@@ -102,7 +102,7 @@ def proposed(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, 
     return changed
 
 
-def changes_between(
+def diff_settings(
     before: SwarmJob, after: SwarmJob, file: SwarmJob, paths: Iterable[str], *, number: int, **when: Any
 ) -> list[Change]:
     """What differs at `paths`, as changes of this number; `when` goes to those of the mix."""
@@ -115,7 +115,7 @@ def changes_between(
     return found
 
 
-def applied(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
+def apply_changes(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
     """The job as it is now. Changes that a newer job file or release no longer allows are left out."""
     live = job
     for number in sorted({change.number for change in changes}):
@@ -125,7 +125,7 @@ def applied(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
     return live
 
 
-def lifted(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
+def find_reached_limits(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
     """The changes without which policies that have ended train on: last steps that are reached, and are not the job file's own.
 
     `steps` maps each trained policy to the steps that it has made.
@@ -146,7 +146,7 @@ def has_ended(job: SwarmJob, policy: str, made: int) -> bool:
     return 0 < job.policies[policy].train.max_steps <= made
 
 
-def stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change], int]) -> tuple[Stretch, ...]:
+def mix_stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change], int]) -> tuple[Stretch, ...]:
     """The mix over the run; `start` says from which step a change holds."""
     mix, schedule = job.mix, job.mix_schedule
     found = [Stretch(from_step=0, mix=mix, schedule=schedule)]
@@ -171,7 +171,7 @@ def value_at(job: SwarmJob, path: str) -> Any:
     return node
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value of `value_at` for people."""
     return "not set" if value is None else str(value)
 

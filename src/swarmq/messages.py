@@ -50,10 +50,10 @@ NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 EQUAL_REWARDS = "equal_rewards"
 """Why a learner drops a group whose members it cannot tell apart; the collector counts these."""
 
-RESPONSE = "resp_"
+RESPONSE_ID_PREFIX = "resp_"
 """What a call id is told with as the id of a response, by which clients know such ids."""
 
-OBSERVED = "x-swarmq-observed"
+OBSERVED_HEADER = "x-swarmq-observed"
 """Header of a request whose client will name the call in `EpisodeEnd.received` if its answer arrives."""
 
 Mode = Literal["train", "eval"]
@@ -458,8 +458,10 @@ def _check_turn(turn: Turn) -> None:
     if not math.isfinite(turn.sampling.temperature):
         raise MessageError(f"{where}: temperature {turn.sampling.temperature} is not finite")
     logprobs = unpack_floats(turn.logprobs)
-    if not math.isfinite(sum(logprobs)) or not is_possible(min(logprobs, default=0.0), max(logprobs, default=0.0)):
-        wrong = next(logprob for logprob in logprobs if not is_possible(logprob))
+    if not math.isfinite(sum(logprobs)) or not are_valid_logprobs(
+        min(logprobs, default=0.0), max(logprobs, default=0.0)
+    ):
+        wrong = next(logprob for logprob in logprobs if not are_valid_logprobs(logprob))
         raise MessageError(f"{where}: a log-probability is {wrong:g}, outside [{MIN_LOGPROB:g}, 0] or not finite")
     if turn.versions:
         edges = [0, *(span.end for span in turn.versions)]
@@ -486,23 +488,23 @@ def _check_rewards(where: str, *rewards: dict[str, float]) -> None:
     """`rewards`: path -> reward."""
     for of in rewards:
         for path, value in of.items():
-            if said := objection_to_reward(value):
+            if said := find_reward_error(value):
                 raise MessageError(f"{where}: {path} is {value:g}, {said}")
 
 
-def objection_to_reward(value: float) -> str:
+def find_reward_error(value: float) -> str:
     """Why nothing can be learned from a reward; empty where something can. The same for clients, proxies, collector and learner."""
     if not math.isfinite(value):
         return "not a finite number"
     return f"beyond {MAX_REWARD:g}: scale rewards" if abs(value) > MAX_REWARD else ""
 
 
-def is_possible(*logprobs: float) -> bool:
+def are_valid_logprobs(*logprobs: float) -> bool:
     """Whether a token can have been sampled with such log-probabilities."""
     return all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs)
 
 
-def key_of(message: Message) -> str:
+def idempotency_key(message: Message) -> str:
     """The idempotency key: equal for two sendings of the same fact, different for different facts."""
     match message:
         case EpisodeBegin():
@@ -537,7 +539,7 @@ def new_id() -> str:
     return str(uuid.UUID(int=value))
 
 
-def made_at(made_id: str) -> float | None:
+def created_at(made_id: str) -> float | None:
     """Unix time at which `new_id` made it; None for an id that something else made."""
     try:
         value = uuid.UUID(made_id)

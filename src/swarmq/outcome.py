@@ -9,7 +9,7 @@ from typing import Any, Literal, SupportsFloat, SupportsIndex
 import msgspec
 
 from swarmq.errors import OutcomeError
-from swarmq.messages import RESPONSE, EpisodeBegin, EpisodeEnd, objection_to_reward
+from swarmq.messages import RESPONSE_ID_PREFIX, EpisodeBegin, EpisodeEnd, find_reward_error
 
 MAX_REASON = 4000
 """Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
@@ -36,7 +36,7 @@ class Outcome(msgspec.Struct, frozen=True):
     call_rewards: Mapping[str, float] = {}
 
 
-class Ends(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeRef(msgspec.Struct, frozen=True, kw_only=True):
     """What an end needs to know of its episode, where its begin is not at hand."""
 
     run: str
@@ -45,12 +45,12 @@ class Ends(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[str, ...]
 
 
-def as_outcome(returned: Any, name: str = "reward") -> Outcome:
+def to_outcome(returned: Any, name: str = "reward") -> Outcome:
     """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else, calling it `name`."""
-    return returned if isinstance(returned, Outcome) else Outcome(reward=reward_of(name, returned))
+    return returned if isinstance(returned, Outcome) else Outcome(reward=to_reward(name, returned))
 
 
-def said(
+def combine_end_arguments(
     reward: float | Outcome | None,
     rewards: Mapping[str, float] | None,
     success: bool | None,
@@ -68,7 +68,9 @@ def said(
     return reward
 
 
-def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection[str] = ()) -> EpisodeEnd:
+def make_finished_end(
+    begin: EpisodeBegin | EpisodeRef, outcome: Outcome, *, frozen: Collection[str] = ()
+) -> EpisodeEnd:
     """The end of an episode that was scored; `frozen` policies need no reward.
 
     Raises OutcomeError naming the field that is wrong.
@@ -82,13 +84,13 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
         status="finished",
         rewards=_rewards(begin, outcome, frozen),
         agent_rewards={
-            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent, reward_of)
+            _known(begin, "agent_rewards", policy): _numbers(f"agent_rewards.{policy}", by_agent, to_reward)
             for policy, by_agent in outcome.agent_rewards.items()
         },
         call_rewards=_numbers(
             "call_rewards",
-            {name.removeprefix(RESPONSE): reward for name, reward in outcome.call_rewards.items()},
-            reward_of,
+            {name.removeprefix(RESPONSE_ID_PREFIX): reward for name, reward in outcome.call_rewards.items()},
+            to_reward,
         ),
         success=None if outcome.success is None else bool(outcome.success),
         metrics=_numbers("metrics", outcome.metrics),
@@ -96,8 +98,8 @@ def finished(begin: EpisodeBegin | Ends, outcome: Outcome, *, frozen: Collection
     )
 
 
-def unfinished(
-    begin: EpisodeBegin | Ends, status: Literal["aborted", "failed"], reason: str, *, final: bool = False
+def make_unfinished_end(
+    begin: EpisodeBegin | EpisodeRef, status: Literal["aborted", "failed"], reason: str, *, final: bool = False
 ) -> EpisodeEnd:
     """The end of an episode that has no reward: it is never trained and never counted as a 0. `final`: nor is its slot
     attempted again."""
@@ -111,7 +113,7 @@ def unfinished(
     )
 
 
-def untrainable(policies: Sequence[str], known: Sequence[str], frozen: Collection[str]) -> str:
+def explain_untrainable(policies: Sequence[str], known: Sequence[str], frozen: Collection[str]) -> str:
     """Why an episode of these policies cannot be one of training; empty if it can."""
     if not set(policies) <= set(frozen):
         return ""
@@ -122,7 +124,7 @@ def untrainable(policies: Sequence[str], known: Sequence[str], frozen: Collectio
     )
 
 
-def number(name: str, value: Any) -> float:
+def to_finite_float(name: str, value: Any) -> float:
     """A finite float from any number, numpy's and torch's scalars included. Raises OutcomeError."""
     if value is None:
         raise OutcomeError(
@@ -140,18 +142,18 @@ def number(name: str, value: Any) -> float:
     return result
 
 
-def reward_of(name: str, value: Any) -> float:
+def to_reward(name: str, value: Any) -> float:
     """A number that the learner can compute with. Raises OutcomeError."""
-    result = number(name, value)
-    if said := objection_to_reward(result):
+    result = to_finite_float(name, value)
+    if said := find_reward_error(result):
         raise OutcomeError(f"{name} is {result:g}, {said}")
     return result
 
 
-def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome, frozen: Collection[str]) -> dict[str, float]:
+def _rewards(begin: EpisodeBegin | EpisodeRef, outcome: Outcome, frozen: Collection[str]) -> dict[str, float]:
     trained = [policy for policy in begin.policies if policy not in frozen]
     if outcome.rewards is None:
-        reward = reward_of("reward", outcome.reward)
+        reward = to_reward("reward", outcome.reward)
         return dict.fromkeys(trained or begin.policies, reward)
     if outcome.reward is not None:
         raise OutcomeError("both reward and rewards are given: use reward for all policies, or rewards for each")
@@ -161,16 +163,18 @@ def _rewards(begin: EpisodeBegin | Ends, outcome: Outcome, frozen: Collection[st
         )
     for policy in outcome.rewards:
         _known(begin, "rewards", policy)
-    return _numbers("rewards", outcome.rewards, reward_of)
+    return _numbers("rewards", outcome.rewards, to_reward)
 
 
-def _known(begin: EpisodeBegin | Ends, field: str, policy: str) -> str:
+def _known(begin: EpisodeBegin | EpisodeRef, field: str, policy: str) -> str:
     if policy not in begin.policies:
         raise OutcomeError(f"{field} names {policy!r}; this episode's policies are {', '.join(begin.policies)}")
     return policy
 
 
-def _numbers(name: str, values: Mapping[str, Any], read: Callable[[str, Any], float] = number) -> dict[str, float]:
+def _numbers(
+    name: str, values: Mapping[str, Any], read: Callable[[str, Any], float] = to_finite_float
+) -> dict[str, float]:
     if not isinstance(values, Mapping):
         raise OutcomeError(f"{name} is {values!r}: give a dict of name -> number")
     return {str(key): read(f"{name}.{key}", value) for key, value in values.items()}

@@ -13,7 +13,7 @@ from swarmq.broker import Broker, Delivery, Depth, topology
 from swarmq.broker.admin.dead_letters import letters
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.errors import BrokerLostError, MessageError, UnroutableError
-from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, key_of
+from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeEnd, Event, RefusedTurn, Slot, Task, Turn, encode, idempotency_key
 from swarmq.testing import MemoryBroker
 
 SOON_S = 30.0
@@ -113,7 +113,7 @@ async def test_what_was_published_arrives_in_order(bench: Bench) -> None:
     ends = await publish_ends(bench, 20)
     taken = await take(bench, bench.inbox, 20)
     assert [delivery.message for delivery in taken] == ends
-    assert [delivery.key for delivery in taken] == [key_of(message) for message in ends]
+    assert [delivery.key for delivery in taken] == [idempotency_key(message) for message in ends]
     assert taken[0].body == encode(ends[0])
     assert not taken[0].redelivered
 

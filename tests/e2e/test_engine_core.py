@@ -15,7 +15,7 @@ import pytest
 from openai import OpenAI
 
 from swarmq import SwarmClient
-from swarmq.runtime.processes import titled_children
+from swarmq.runtime.processes import find_children
 
 from .test_up import Up, last_step, wait_for_step
 
@@ -52,7 +52,7 @@ class Client(threading.Thread):
 def core(up: Up) -> int:
     """The engine's process that samples."""
     parts = Path(f"/proc/{up.process.pid}/task/{up.process.pid}/children").read_text().split()
-    [pid] = [core for part in parts for core in titled_children(int(part), "VLLM::EngineCore")]
+    [pid] = [core for part in parts for core in find_children(int(part), "VLLM::EngineCore")]
     return pid
 
 

@@ -17,8 +17,8 @@ from swarmq.broker.client_rules import NAME_MARK
 from swarmq.client.data.feed import feed
 from swarmq.learner.store.batch_log import records
 from swarmq.observe.board import Part
-from swarmq.registries.proxies import Proxies
-from swarmq.runtime.processes import free_port
+from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.processes import find_free_port
 from swarmq.weights.push.engine_control import EngineControl
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1200)]
@@ -53,13 +53,13 @@ def trained(world: World) -> tuple[list[int], Counter[str], set[str]]:
 
 async def test_engines_proxies_and_workers_come_and_go_while_a_run_trains(tmp_path, amqp_url, run_name):
     async with World.open(tmp_path, run=run_name, amqp_url=amqp_url, mix={"default": 1.0}, groups=GROUPS) as world:
-        run, proxies = str(world.job.run_folder.path), Proxies(world.job.run_folder.proxies)
+        run, proxies = str(world.job.run_folder.path), ProxyRegistry(world.job.run_folder.proxies)
         await fed(world, tmp_path, 4000)
         await world.hire("first", "default", Pace(seconds=0.05), concurrency=4)
         await world.reach(2)
 
         [old] = world.job.policies[POLICY].engine.urls
-        new = f"http://127.0.0.1:{free_port()}"
+        new = f"http://127.0.0.1:{find_free_port()}"
         await world.start_engine("engine.new", int(new.rpartition(":")[2]))
         async with EngineControl(new) as engine:
             while not await engine.healthy():  # noqa: ASYNC110 - it tells nobody

@@ -105,7 +105,7 @@ def last_step(folder: RunFolder) -> int:
 def proxy_answers(base_url: str, folder: RunFolder) -> bool:
     """Whether a proxy of the run knows a token of the run, and has answered calls."""
     operator = keys.Operator(run="e2e", name="test", roles=("read",), expires_at=time.time() + 3600)
-    token = keys.mint_operator(keys.operator_secret(keys.load_root(folder.root_secret), "test"), operator)
+    token = keys.mint_operator(keys.derive_operator_secret(keys.load_root(folder.root_secret), "test"), operator)
     with urlopen(Request(f"{base_url}/control/status", headers={"authorization": f"Bearer {token}"})) as response:
         return msgspec.json.decode(response.read())["counts"]["calls"] > 0
 

@@ -21,7 +21,7 @@ from swarmq.errors import EngineError
 from swarmq.learner.model.hf_names import as_in_folder
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format.packing import Adapter, FromFolder, Weight, made
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.push.pusher import WeightPusher
@@ -52,7 +52,7 @@ async def serving(
     policy = Policy(model=str(folder), engine=engine)
     network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
     async with EngineProcess(
-        policy, port=free_port(), log_path=tmp_path / "engine.log", secret=SECRET, gpus=[gpu]
+        policy, port=find_free_port(), log_path=tmp_path / "engine.log", secret=SECRET, gpus=[gpu]
     ) as process:
         yield process.url, WeightPusher([process.url], tmp_path, secret=SECRET, patience_s=0), network
 

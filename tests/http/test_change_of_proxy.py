@@ -2,7 +2,7 @@
 
 import pytest
 
-from swarmq.keys import home_of
+from swarmq.keys import home_proxy_index
 from swarmq.messages import new_id, unpack_ids
 
 HI = {"role": "user", "content": "hi"}
@@ -11,7 +11,7 @@ MORE = {"role": "user", "content": "more"}
 
 def episode_of(number, count):
     """An episode whose first call belongs to proxy `number`."""
-    return next(made for made in iter(new_id, None) if home_of(made, count) == number)
+    return next(made for made in iter(new_id, None) if home_proxy_index(made, count) == number)
 
 
 async def first(stage, key):

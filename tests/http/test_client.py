@@ -22,8 +22,8 @@ from swarmq.config import SwarmJob
 from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, Turn, decode
 from swarmq.proxy.http.app import create_app
-from swarmq.registries.clients import Member, Members
-from swarmq.runtime.processes import held_port
+from swarmq.registries.clients import ClientRegistry, InvitedClient
+from swarmq.runtime.processes import reserve_port
 from swarmq.testing import MemoryBroker
 from swarmq.testing.scripted_engine import ScriptedEngine
 
@@ -31,7 +31,7 @@ RUN = "r1"
 INVITE = keys.Invite(
     run=RUN,
     client="alice",
-    secret=keys.client_secret(ROOT, "alice"),
+    secret=keys.derive_client_secret(ROOT, "alice"),
     amqp_url="",
     base_url="",
     policies=("main",),
@@ -252,7 +252,7 @@ async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_c
         async with far.client() as client:
             ep = await client.begin_episode({"id": "a"})
             client._transport._invite = msgspec.structs.replace(
-                far.invite, base_url=f"http://127.0.0.1:{held_port()}/v1"
+                far.invite, base_url=f"http://127.0.0.1:{reserve_port()}/v1"
             )
             client._transport._homes.clear()
             ending = asyncio.ensure_future(ep.end(0.25))
@@ -279,8 +279,8 @@ async def test_what_the_proxy_refuses_is_said_and_not_tried_again(far):
             client.client_id = "bob@elsewhere"
             with pytest.raises(KeyRefusedError, match="the token is that of client 'alice'"):
                 await client.begin_episode({"id": "b"}, mode="eval")
-            with Members.open(far.job.run_folder.clients) as members:
-                members.put(Member(name="alice", added_at=1.0, removed_at=2.0))
+            with ClientRegistry.open(far.job.run_folder.clients) as members:
+                members.put(InvitedClient(name="alice", added_at=1.0, removed_at=2.0))
 
             async def begin_for_ever():  # until the proxy looks again
                 while True:
@@ -299,7 +299,7 @@ async def test_a_worker_needs_rabbitmq_and_says_so(far):
 
 
 async def test_a_proxy_that_does_not_answer_is_passed_over_for_begin_and_end(far, tmp_path):
-    nobody = f"http://127.0.0.1:{held_port()}/v1"
+    nobody = f"http://127.0.0.1:{reserve_port()}/v1"
     async with far.open():
         await far.issue(4)
         there = far.invite.base_url

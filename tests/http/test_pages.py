@@ -54,7 +54,7 @@ async def run_of(*policies):
         invite = keys.Invite(
             run=RUN,
             client="alice",
-            secret=keys.client_secret(ROOT, "alice"),
+            secret=keys.derive_client_secret(ROOT, "alice"),
             amqp_url="",
             base_url=f"{url}/v1",
             policies=policies,

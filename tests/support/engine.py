@@ -15,7 +15,7 @@ import pytest
 from swarmq.config import EngineSettings, Policy
 from swarmq.engine.auth import authorized
 from swarmq.engine.server.launch import EngineProcess, is_cuda_build
-from swarmq.runtime.processes import held_port
+from swarmq.runtime.processes import reserve_port
 
 SECRET = "of the tests' engines"
 """What they ask every caller for."""
@@ -38,7 +38,7 @@ def running_engine(model: Path, log_path: Path, *arguments: str, sees: bool = Fa
     thread = threading.Thread(target=loop.run_forever, name="vllm")
     thread.start()
     engine = EngineProcess(
-        tiny_policy(model, *arguments, trained=not sees), port=held_port(), log_path=log_path, secret=SECRET
+        tiny_policy(model, *arguments, trained=not sees), port=reserve_port(), log_path=log_path, secret=SECRET
     )
     try:
         with pytest.MonkeyPatch.context() as patch:

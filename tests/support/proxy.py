@@ -86,7 +86,7 @@ class Agent:
     ) -> str:
         fields = {"run": self.run, "client": "c", **claims}
         made = keys.Claims(episode_id=episode, policies=policies, expires_at=time.time() + expires_in, **fields)
-        return keys.mint(keys.client_secret(root, made.client), made)
+        return keys.mint(keys.derive_client_secret(root, made.client), made)
 
     async def post(
         self,
@@ -131,7 +131,7 @@ class Agent:
 def token(*roles: str, name: str = "ops", expires_in: float = 86_400, run: str = "r", **how: Any) -> str:
     """Of an operator with these roles. Tests make some while they are collected and use them when their turn comes."""
     operator = keys.Operator(run=run, name=name, roles=roles, expires_at=time.time() + expires_in, **how)
-    secret = keys.client_secret(ROOT, name) if operator.by_client else keys.operator_secret(ROOT, name)
+    secret = keys.derive_client_secret(ROOT, name) if operator.by_client else keys.derive_operator_secret(ROOT, name)
     return keys.mint_operator(secret, operator)
 
 

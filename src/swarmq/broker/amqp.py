@@ -40,7 +40,7 @@ from swarmq.broker.publisher import Publisher
 from swarmq.broker.reconnect import Link
 from swarmq.broker.session import Session, open_session
 from swarmq.errors import BrokerError, BrokerLostError
-from swarmq.messages import Event, Message, encode, key_of
+from swarmq.messages import Event, Message, encode, idempotency_key
 from swarmq.runtime.logs import log
 
 LOGIN_PATIENCE_S = 30.0
@@ -129,7 +129,7 @@ class AmqpBroker:
             queue,
             encode(message),
             kind=str(message.__struct_config__.tag),
-            headers={KEY_HEADER: key_of(message)},
+            headers={KEY_HEADER: idempotency_key(message)},
             deadline_s=deadline_s,
         )
 

@@ -23,7 +23,7 @@ from swarmq.broker.publisher import Publisher, send
 from swarmq.broker.reconnect import Link
 from swarmq.broker.session import Session
 from swarmq.errors import BrokerError, BrokerLostError, UnroutableError
-from swarmq.messages import Message, encode, key_of
+from swarmq.messages import Message, encode, idempotency_key
 
 COPY_HEADER = "BCC"
 """RabbitMQ's sender-selected distribution: further routing keys, taken out of the message before anybody sees it."""
@@ -62,7 +62,7 @@ class AmqpReceipts:
         self._known = await session.call(_read(session, self._book))
 
     async def publish(self, queue: str, messages: Sequence[Message]) -> None:
-        left = {key_of(message): message for message in messages}
+        left = {idempotency_key(message): message for message in messages}
         while left := {key: message for key, message in left.items() if key not in self._known}:
             session = await self.link.session()
             await _exists(session, queue)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from swarmq.broker import topology
 from swarmq.broker.client_rules import objection
 from swarmq.errors import BrokerError, MessageError
-from swarmq.messages import Message, RefusedTurn, Turn, decode, key_of
+from swarmq.messages import Message, RefusedTurn, Turn, decode, idempotency_key
 
 KEY_HEADER = "x-sq-id"
 """Idempotency key: equal for two sendings of the same fact."""
@@ -63,7 +63,7 @@ class Delivery:
     def __init__(self, arrival: Arrival, message: Message) -> None:
         self.arrival = arrival
         self.message = message
-        self.key: str = arrival.headers.get(KEY_HEADER) or key_of(message)
+        self.key: str = arrival.headers.get(KEY_HEADER) or idempotency_key(message)
 
     @property
     def body(self) -> bytes:

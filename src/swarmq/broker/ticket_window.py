@@ -20,7 +20,7 @@ from swarmq.broker.protocol import Broker
 from swarmq.errors import BrokerError, BrokerLostError, SwarmqError, UnroutableError
 from swarmq.messages import Ticket
 from swarmq.runtime.logs import log
-from swarmq.runtime.slow_waits import noticed, only_first
+from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 
 LINGER_S = 2.0
 """How long the consumer stays open with nobody waiting."""
@@ -108,10 +108,10 @@ class TicketDesk:
             self._waiting.append(waiter)
         self._someone.set()
         try:
-            with noticed(
+            with warn_if_slow(
                 "waiting_for_ticket",
                 kind=self._kind,
-                now=only_first(waiter, self._waiting),
+                now=if_first_waiter(waiter, self._waiting),
                 why="the collector issues tickets as the learner trains, and none while the run is paused or drained; "
                 "`swarmq status` shows which it is",
             ):

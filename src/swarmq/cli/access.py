@@ -120,13 +120,13 @@ def client_list(run: Path | None) -> None:
     """
     from rich.table import Table
 
-    from swarmq.registries.clients import read_members
+    from swarmq.registries.clients import read_clients
     from swarmq.runtime.terminal import console
 
     _, folder = _only_run(run)
     table = Table("client", "added", "removed", "reaches", box=None)
-    for one in read_members(folder.clients).values():
-        if keys.is_operator_member(one.name):
+    for one in read_clients(folder.clients).values():
+        if keys.is_operator_entry(one.name):
             continue
         by = "RabbitMQ" if one.broker_user else "HTTP"
         table.add_row(one.name, _day(one.added_at), _day(one.removed_at), by)
@@ -178,7 +178,7 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     curl -H "Authorization: Bearer $(swarmq token runs/demo --role read)" $PROXY/v1/control/status
     swarmq token runs/demo --revoke --name java-agents
     """
-    from swarmq.registries.clients import Members, read_members
+    from swarmq.registries.clients import ClientRegistry, read_clients
 
     job, folder = resolved(run), RunFolder(run)
     if revoke == bool(roles):
@@ -186,20 +186,20 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     if revoke and name is None:
         raise ConfigError("--revoke: say whose tokens with --name; they are refused for good, and the name with them")
     name = "operator" if name is None else name
-    member = keys.operator_member(name)
+    member = keys.operator_entry(name)
     if revoke:
-        with Members.open(folder.clients) as members:
+        with ClientRegistry.open(folder.clients) as members:
             members.remove(member, now=time.time())
         click.echo(f"the tokens of {name} are refused from now on")
         return
     _check_name(name)
     if math.isnan(days):
         raise ConfigError("--days: nan is no number of days")
-    if member in read_members(folder.clients):
+    if member in read_clients(folder.clients):
         raise ConfigError(f"--name: the tokens of {name!r} were revoked, and stay so: choose another name")
     root = keys.load_root(folder.root_secret)
     made = keys.Operator(run=job.run, name=name, roles=roles, expires_at=time.time() + days * 86_400)
-    click.echo(keys.mint_operator(keys.operator_secret(root, name), made))
+    click.echo(keys.mint_operator(keys.derive_operator_secret(root, name), made))
 
 
 @main.command()

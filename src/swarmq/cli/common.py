@@ -19,7 +19,7 @@ import click
 from swarmq.broker import Broker
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError, MissingExtraError, SwarmqError
-from swarmq.runtime.processes import WORDS, exit_status, is_locked
+from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for, is_locked
 from swarmq.runtime.terminal import visible
 from swarmq.version import __version__
 
@@ -61,8 +61,8 @@ def friendly() -> Iterator[None]:
         if others:
             raise
         for line in dict.fromkeys(str(one) for one in ours):
-            click.secho(visible(f"{WORDS}{line}"), fg="red", err=True)
-        sys.exit(exit_status(ours))
+            click.secho(visible(f"{FINAL_MESSAGE_PREFIX}{line}"), fg="red", err=True)
+        sys.exit(exit_status_for(ours))
 
 
 def _sort(error: BaseException) -> tuple[list[BaseException], list[BaseException]]:
@@ -114,13 +114,13 @@ def need(*extras: str, installed: Callable[[str], object] = importlib.util.find_
 @contextlib.contextmanager
 def warnings_in_words() -> Iterator[None]:
     """While the context is open warnings of our log are sentences on standard error, and its other lines are left out."""
-    from swarmq.runtime.logs import told
+    from swarmq.runtime.logs import redirect_to
 
     def say(text: str) -> None:
         if text.startswith("warning: "):
             click.echo(visible(text), err=True)
 
-    with told(say):
+    with redirect_to(say):
         yield
 
 

@@ -27,9 +27,9 @@ def set_command(run: Path, settings: tuple[str, ...]) -> None:
     swarmq set runs/demo 'mix={math = 0.6, code = 0.4}' groups.when_dry=lend
     swarmq set runs/demo policies.main.sampling.temperature=0.9 kinds.code.group_size=4
     """
-    from swarmq.config import assignments
+    from swarmq.config import parse_assignments
 
-    run_until_signalled(_ask(run, "set", assignments(settings)))
+    run_until_signalled(_ask(run, "set", parse_assignments(settings)))
 
 
 @main.command()

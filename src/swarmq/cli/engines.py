@@ -9,7 +9,7 @@ import click
 
 from swarmq.cli.common import RUN, main, one_policy, resolved, run_until_signalled, stored
 from swarmq.config import RunFolder
-from swarmq.registries.engines import Roster
+from swarmq.registries.engines import EngineRegistry
 
 
 @main.group()
@@ -27,10 +27,10 @@ def engine() -> None:
 POLICY = click.option("--policy", help="Whose engine; needed when the run has several policies.")
 
 
-def _engines_of(run: Path, policy: str | None) -> tuple[Roster, str]:
+def _engines_of(run: Path, policy: str | None) -> tuple[EngineRegistry, str]:
     """Those of a run that is up, and the policy that is meant."""
     job = resolved(run)
-    return Roster(job, RunFolder(run)), one_policy(job, policy, frozen_too=True)
+    return EngineRegistry(job, RunFolder(run)), one_policy(job, policy, frozen_too=True)
 
 
 @engine.command("list")
@@ -47,7 +47,7 @@ def engine_list(run: Path) -> None:
     from swarmq.runtime.terminal import console
 
     table = Table("policy", "engine", "weights", "state", box=None)
-    for seen in asyncio.run(look(Roster(resolved(run), RunFolder(run)))):
+    for seen in asyncio.run(look(EngineRegistry(resolved(run), RunFolder(run)))):
         table.add_row(seen.policy, seen.url, seen.weights, seen.state)
     console().print(table)
 
@@ -84,7 +84,7 @@ def engine_secret(run: Path) -> None:
     \b
     swarmq engine secret runs/demo
     """
-    click.echo(Roster(stored(run), RunFolder(run)).secret())
+    click.echo(EngineRegistry(stored(run), RunFolder(run)).secret())
 
 
 @engine.command("remove")

@@ -153,7 +153,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     from swarmq.learner.health.signs import signs
     from swarmq.observe.curves import read_events
     from swarmq.observe.lines import hanging
-    from swarmq.runtime.logs import told
+    from swarmq.runtime.logs import redirect_to
 
     job, folder = stored(run), RunFolder(run)
     name = one_policy(job, policy)
@@ -168,7 +168,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
     found = list(signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness))
     warned: list[str] = []
-    with told(warned.append):
+    with redirect_to(warned.append):
         found += examine(job, name, folder, batches=batches)
     notes = (text.removeprefix("warning: ") for text in warned if text.startswith("warning: "))
     found += [Finding(level="note", check="while reading", text=text) for text in notes]

@@ -121,7 +121,7 @@ async def _feed(
     from swarmq.collector.ledger import changes
 
     folder = RunFolder(run)
-    job = live_settings.applied(resolved(run), changes(folder.inbox))
+    job = live_settings.apply_changes(resolved(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
     async with broker_of(job, "swarmq feed") as broker:
         with Progress(disable=not sys.stdout.isatty()) as progress:
@@ -136,7 +136,7 @@ async def _feed(
                 seed=seed,
                 progress_file=default_progress_file(folder.path, job.run, chosen, source_mark(data)),
                 source=source_mark(data),
-                secret=keys.task_secret(keys.load_root(folder.root_secret)),
+                secret=keys.derive_task_secret(keys.load_root(folder.root_secret)),
                 resume=resume,
                 report=lambda done, total: progress.update(bar, completed=done, total=total, visible=True),
             )

@@ -83,7 +83,7 @@ async def _up(job: SwarmJob) -> None:
     from swarmq.broker.amqp import AmqpBroker
     from swarmq.observe.lines import hanging, since
     from swarmq.observe.monitor import recorded
-    from swarmq.runtime.logs import told
+    from swarmq.runtime.logs import redirect_to
     from swarmq.up import deploy
     from swarmq.up.shutdown import farewell
 
@@ -92,7 +92,7 @@ async def _up(job: SwarmJob) -> None:
     def report(text: str) -> None:
         click.echo(hanging(since(began), text, width=terminal_width()))
 
-    with told(report):
+    with redirect_to(report):
         try:
             async with (
                 deploy(job, report=report) as deployment,

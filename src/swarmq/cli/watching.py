@@ -46,10 +46,10 @@ def status(run: Path, *, as_json: bool) -> None:
 async def _watch(run: Path, *, once: bool, as_json: bool = False) -> None:
     from swarmq.observe.board import as_data
     from swarmq.observe.monitor import glance, look, watch
-    from swarmq.runtime.logs import told
+    from swarmq.runtime.logs import redirect_to
 
     job, notes = resolved(run), deque[str]()
-    with told(notes.append):
+    with redirect_to(notes.append):
         async with broker_of(job, "swarmq watch") as broker:
             if as_json:
                 data = as_data(await look(job, broker, notes=notes), now=time.time())

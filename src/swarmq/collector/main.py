@@ -15,7 +15,7 @@ import structlog
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
-from swarmq.config import SwarmJob, amqp_url, make_folder
+from swarmq.config import SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import ConfigError
 from swarmq.runtime import logs
 
@@ -28,7 +28,7 @@ def run(job: SwarmJob) -> None:
     Raises ConfigError without a broker, BrokerError when it refuses us, CollectorError when the store is unusable.
     """
     logs.configure(role="collector", run=job.run)
-    url = amqp_url(job.broker)
+    url = resolve_amqp_url(job.broker)
     if url is None:
         raise ConfigError("broker.url: the collector needs a RabbitMQ; set it, or $SWARMQ_AMQP_URL, or use `swarmq up`")
     make_folder(job.run_folder.path)

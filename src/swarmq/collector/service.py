@@ -37,7 +37,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
 from swarmq.messages import Command, Event, EventName, Message, RefusedTurn, Rollout, Slot, Task, Ticket, Turn
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 
 PREFETCH = 1000
 BATCH = 500
@@ -64,7 +64,7 @@ class Collector:
     def __init__(self, job: SwarmJob, broker: Broker, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self.job = job
         self._rules = Rules.of(job)
-        self._proxies = Proxies(job.run_folder.proxies)
+        self._proxies = ProxyRegistry(job.run_folder.proxies)
         self._broker = broker
         self._store = store
         self._clock = clock
@@ -210,7 +210,7 @@ class Collector:
     def _task_secret(self) -> bytes | None:
         """None while the run has none: then nobody was invited."""
         path = self.job.run_folder.root_secret
-        return keys.task_secret(keys.load_root(path)) if path.exists() else None
+        return keys.derive_task_secret(keys.load_root(path)) if path.exists() else None
 
     async def _ticker(self) -> None:
         while True:

@@ -33,7 +33,7 @@ from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import draw_reward, read_events
 from swarmq.observe.lines import hanging, since
 from swarmq.observe.monitor import Follower, follow
-from swarmq.runtime.logs import told
+from swarmq.runtime.logs import redirect_to
 from swarmq.up import check_settings, deploy, planned
 
 FRAME_S = 0.5
@@ -79,7 +79,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
     job = demo_settings(options, model)
     report(f"run folder {job.run_folder.path}")
     async with contextlib.AsyncExitStack() as stack:
-        stack.enter_context(told(report))
+        stack.enter_context(redirect_to(report))
         deployment = await stack.enter_async_context(deploy(job, report=report))
         start_s = time.monotonic() - began - model_s
         broker = await stack.enter_async_context(

@@ -143,7 +143,7 @@ class Play:
                 kind,
                 repeats=job.groups.group_size,
                 progress_file=job.run_folder.path / f"fed-{kind}.json",
-                secret=keys.task_secret(keys.load_root(job.run_folder.root_secret)),
+                secret=keys.derive_task_secret(keys.load_root(job.run_folder.root_secret)),
             )
 
     async def _measure(self) -> None:

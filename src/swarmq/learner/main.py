@@ -16,7 +16,7 @@ from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
 from swarmq.learner.distributed.processes import collector_beside, is_main, own_rank, run_ranks
 from swarmq.learner.store.writer_lock import Fence, exclusive
-from swarmq.registries.engines import Roster
+from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime import logs
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     pusher = tokenizers = None
     if is_main and not no_push:
         settings = job.policies[policy]
-        roster = Roster(job)
+        roster = EngineRegistry(job)
         tokenizers = EngineTokenizers(
             settings.model,
             lambda: roster.urls()[policy],
@@ -89,7 +89,7 @@ def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
     urls = job.policies[policy].engine.urls
     if not urls:
         return None
-    roster, folder = Roster(job), job.run_folder.path / policy
+    roster, folder = EngineRegistry(job), job.run_folder.path / policy
     fence = Fence(folder / "lock")
     return WeightPusher(
         urls,

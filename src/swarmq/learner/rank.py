@@ -9,7 +9,7 @@ from swarmq.errors import SwarmqError
 from swarmq.learner.distributed.processes import own_rank
 from swarmq.learner.main import train
 from swarmq.runtime import logs
-from swarmq.runtime.processes import WORDS, exit_status
+from swarmq.runtime.processes import FINAL_MESSAGE_PREFIX, exit_status_for
 
 
 def main(job_file: str, policy: str, no_push: str) -> None:
@@ -18,8 +18,8 @@ def main(job_file: str, policy: str, no_push: str) -> None:
     try:
         train(job, policy, is_main=rank == 0, no_push=bool(int(no_push)))
     except SwarmqError as error:
-        sys.stderr.write(f"{WORDS}rank {rank}: {error}\n")
-        sys.exit(exit_status([error]))
+        sys.stderr.write(f"{FINAL_MESSAGE_PREFIX}rank {rank}: {error}\n")
+        sys.exit(exit_status_for([error]))
 
 
 if __name__ == "__main__":

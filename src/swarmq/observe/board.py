@@ -9,7 +9,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
-from swarmq.live_settings import shown
+from swarmq.live_settings import format_value
 from swarmq.messages import Event
 
 HISTORY = 512
@@ -174,7 +174,7 @@ def _without_figures(text: str) -> str:
 def control_line(fields: dict[str, Any]) -> str:
     """What was asked of the run, or what came of it, in one line."""
     changes = ", ".join(
-        f"{change['path']} = {shown(change['value'])}"
+        f"{change['path']} = {format_value(change['value'])}"
         + (f" from step {change['from_step']}" if "from_step" in change else "")
         for change in fields.get("changes", [])
     )

@@ -22,7 +22,7 @@ from swarmq.broker import Broker, topology
 from swarmq.client.data.tasks import as_task, fed_id
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
-from swarmq.live_settings import shown
+from swarmq.live_settings import format_value
 from swarmq.messages import Action, Command, Event, Slot, Task, new_id
 
 AGAIN_S = 5.0
@@ -134,7 +134,7 @@ def lines(answer: Answer) -> list[str]:
     """For people: what changed, and from which step."""
     stops = answer.accepted["action"] == "stop"
     told = [
-        f"{change['path']}: {shown(change['before'])} -> {shown(change['value'])}"
+        f"{change['path']}: {format_value(change['before'])} -> {format_value(change['value'])}"
         for change in answer.accepted.get("changes", [])
         if not stops  # a learner that is in the step after that one ends with it, and says so
     ]

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from swarmq.live_settings import shown
+from swarmq.live_settings import format_value
 from swarmq.messages import Event
 
 TRAINING, HELD_OUT, CHANGED = "#333333", "#d95f02", "#b03030"
@@ -54,7 +54,7 @@ def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
             if command and command in answered:
                 continue  # it was asked again, and the answer given again
             answered.add(command)
-            changes = ", ".join(f"{c['path']} = {shown(c['value'])}" for c in event.fields.get("changes", []))
+            changes = ", ".join(f"{c['path']} = {format_value(c['value'])}" for c in event.fields.get("changes", []))
             if text := changes or event.fields.get("pace"):
                 yield Mark(at=event.at, text=str(text))
 

@@ -81,7 +81,7 @@ def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, Progress]) -> I
     control = ledger.control(folder.inbox)
     if control and control.pace != "running":
         yield control.pace
-    now = live_settings.applied(job, control.changes if control else ())
+    now = live_settings.apply_changes(job, control.changes if control else ())
     if all(live_settings.has_ended(now, policy, policies[policy].step) for policy in job.trained):
         yield "ended"
 

@@ -23,7 +23,7 @@ from litestar import Litestar
 
 from swarmq import keys
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
-from swarmq.config import ProxySettings, SwarmJob, amqp_url, make_folder
+from swarmq.config import ProxySettings, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.client.vllm import VllmEngine
 from swarmq.errors import ConfigError, MissingExtraError
 from swarmq.messages import Turn
@@ -31,8 +31,8 @@ from swarmq.proxy.completions.live_sampling import Tuning
 from swarmq.proxy.episodes.cache import Episodes
 from swarmq.proxy.http.app import create_app, follow
 from swarmq.proxy.http.connection_limits import Door, most_connections
-from swarmq.registries.engines import Roster
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime import logs
 from swarmq.runtime.open_files import raise_file_limit
 
@@ -61,7 +61,7 @@ def run(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
 
 
 async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
-    url = amqp_url(job.broker)
+    url = resolve_amqp_url(job.broker)
     if url is None:
         raise ConfigError("broker.url: the proxy needs one; `swarmq up` fills it in, or set $SWARMQ_AMQP_URL")
     for name, policy in job.policies.items():
@@ -77,7 +77,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         broker = await stack.enter_async_context(AmqpBroker.open(url, name=name, deadline_s=first_wait_s()))
         await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
         opener = partial(
-            VllmEngine.open, deadline_s=None, secret=Roster(job).secret()
+            VllmEngine.open, deadline_s=None, secret=EngineRegistry(job).secret()
         )  # calls have a deadline of their own
         engines = {
             name: [await stack.enter_async_context(opener(engine)) for engine in policy.engine.urls]
@@ -104,7 +104,7 @@ async def serve(job: SwarmJob, *, number: int = 0, join: bool = False) -> None:
         server = Server(server_config(app, job.proxy, most_connections=_most_connections(job.proxy)))
         if join:
             server.visit = visit
-            staying = tasks.create_task(_stay(server, visit, Proxies(job.run_folder.proxies), own_url))
+            staying = tasks.create_task(_stay(server, visit, ProxyRegistry(job.run_folder.proxies), own_url))
             stack.callback(staying.cancel)
         await server.serve(sockets=[listener])
 
@@ -158,7 +158,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _stay(server: Server, visit: Visit, proxies: Proxies, url: str) -> None:
+async def _stay(server: Server, visit: Visit, proxies: ProxyRegistry, url: str) -> None:
     """Be one of the run's proxies until the visit is over, then serve those who have begun here."""
     proxies.add(url)
     log.info("joined", url=url)

@@ -14,13 +14,13 @@ import msgspec
 
 from swarmq.errors import ConfigError
 from swarmq.messages import NAME
-from swarmq.runtime.files import Sheet, changing, write_whole
+from swarmq.runtime.files import CachedFile, locked_for_change, write_atomically
 
 LOOK_EVERY_S = 0.5
 """How soon a proxy notices that a client was removed."""
 
 
-class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InvitedClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A client that was invited. Times are Unix seconds."""
 
     name: str
@@ -30,45 +30,45 @@ class Member(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Its user in RabbitMQ; empty where it may only use HTTP."""
 
 
-class Members:
+class ClientRegistry:
     """The file of a run, opened for changes: nobody else changes it meanwhile, and it is written whole."""
 
-    def __init__(self, path: Path, known: dict[str, Member]) -> None:
+    def __init__(self, path: Path, known: dict[str, InvitedClient]) -> None:
         self._path = path
-        self.known = known
+        self.entries = known
 
     @classmethod
     @contextmanager
-    def open(cls, path: Path) -> Iterator[Members]:
-        with changing(path):
-            yield cls(path, read_members(path))
+    def open(cls, path: Path) -> Iterator[ClientRegistry]:
+        with locked_for_change(path):
+            yield cls(path, read_clients(path))
 
     def check_new(self, name: str) -> None:
         """Raises ConfigError for a name that cannot be given."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"{name!r}: a client's name is 1 to 40 lower-case letters, digits or dashes")
-        if member := self.known.get(name):
+        if member := self.entries.get(name):
             state = "is a client already" if member.removed_at is None else "was removed, and its keys stay refused"
             raise ConfigError(f"{name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
-    def remove(self, name: str, *, now: float) -> Member:
+    def remove(self, name: str, *, now: float) -> InvitedClient:
         """Also one that was never here: from now on it is refused. Removing again changes nothing."""
-        member = self.known.get(name) or Member(name=name, added_at=now)
+        member = self.entries.get(name) or InvitedClient(name=name, added_at=now)
         if member.removed_at is None:
             member = msgspec.structs.replace(member, removed_at=now)
             self.put(member)
         return member
 
-    def put(self, member: Member) -> None:
-        self.known[member.name] = member
-        write_whole(self._path, msgspec.json.format(msgspec.json.encode(list(self.known.values()))))
+    def put(self, member: InvitedClient) -> None:
+        self.entries[member.name] = member
+        write_atomically(self._path, msgspec.json.format(msgspec.json.encode(list(self.entries.values()))))
 
 
-class Removed:
+class RevokedNames:
     """`name in removed`, true soon after the file says so."""
 
     def __init__(self, path: Path) -> None:
-        self._sheet = Sheet(path, lambda: _removed(path), frozenset[str]())
+        self._sheet = CachedFile(path, lambda: _removed(path), frozenset[str]())
         self._names: frozenset[str] = frozenset()
         self._looked_at = -LOOK_EVERY_S
 
@@ -81,13 +81,13 @@ class Removed:
 
 
 def _removed(path: Path) -> frozenset[str]:
-    return frozenset(one.name for one in read_members(path).values() if one.removed_at is not None)
+    return frozenset(one.name for one in read_clients(path).values() if one.removed_at is not None)
 
 
-def read_members(path: Path) -> dict[str, Member]:
+def read_clients(path: Path) -> dict[str, InvitedClient]:
     """By name, the oldest first. Raises ConfigError for a damaged file."""
     try:
-        members = msgspec.json.decode(path.read_bytes(), type=list[Member])
+        members = msgspec.json.decode(path.read_bytes(), type=list[InvitedClient])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:

@@ -14,13 +14,13 @@ from swarmq import keys
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.errors import EngineError
-from swarmq.runtime.files import changing, read_or_renew, write_whole
+from swarmq.runtime.files import locked_for_change, read_or_reset, write_atomically
 
 Urls = dict[str, tuple[str, ...]]
 DECODER = msgspec.json.Decoder(Urls)
 
 
-class Roster:
+class EngineRegistry:
     def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
         """`folder`: the run folder, where it is not known by the job's name for it."""
         self._folder = folder or job.run_folder
@@ -30,14 +30,14 @@ class Roster:
     def urls(self) -> Urls:
         """Policy -> engines, as of now. Raises EngineError where the file cannot be read."""
         try:
-            written = read_or_renew(self._path, DECODER.decode, Urls(), meaning="the job's engines count again")
+            written = read_or_reset(self._path, DECODER.decode, Urls(), meaning="the job's engines count again")
         except OSError as error:
             raise EngineError(f"{self._path} cannot be read ({error}): check the folder and its rights") from error
         return {name: written.get(name, urls) for name, urls in self._at_start.items()}
 
     def secret(self) -> str:
         """What the engines ask every caller for: $SWARMQ_ENGINE_SECRET, for engines that several runs share, else the run's own."""
-        return os.environ.get(SECRET_ENV) or keys.engine_secret(keys.load_root(self._folder.root_secret))
+        return os.environ.get(SECRET_ENV) or keys.derive_engine_secret(keys.load_root(self._folder.root_secret))
 
     def add(self, policy: str, url: str) -> Urls:
         return self._change(policy, lambda urls: urls if url in urls else (*urls, url))
@@ -50,8 +50,8 @@ class Roster:
         self._path.unlink(missing_ok=True)
 
     def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:
-        with changing(self._path):
+        with locked_for_change(self._path):
             urls = self.urls()
             urls[policy] = change(urls[policy])
-            write_whole(self._path, msgspec.json.encode(urls))
+            write_atomically(self._path, msgspec.json.encode(urls))
         return urls

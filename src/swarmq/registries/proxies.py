@@ -13,15 +13,15 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from swarmq.runtime.files import Sheet, changing, write_whole
+from swarmq.runtime.files import CachedFile, locked_for_change, write_atomically
 
 log = structlog.get_logger()
 
 
-class Proxies:
+class ProxyRegistry:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._sheet = Sheet(path, self._read, tuple[str, ...]())
+        self._sheet = CachedFile(path, self._read, tuple[str, ...]())
 
     def urls(self) -> tuple[str, ...]:
         """Each ends in `/v1`; empty where nobody has said."""
@@ -29,16 +29,16 @@ class Proxies:
 
     def write(self, urls: Iterable[str]) -> None:
         """These and no others."""
-        with changing(self._path):
-            write_whole(self._path, msgspec.json.encode(tuple(urls)))
+        with locked_for_change(self._path):
+            write_atomically(self._path, msgspec.json.encode(tuple(urls)))
 
     def add(self, url: str) -> None:
-        with changing(self._path):
-            write_whole(self._path, msgspec.json.encode(tuple(dict.fromkeys([*self.urls(), url]))))
+        with locked_for_change(self._path):
+            write_atomically(self._path, msgspec.json.encode(tuple(dict.fromkeys([*self.urls(), url]))))
 
     def remove(self, url: str) -> None:
-        with changing(self._path):
-            write_whole(self._path, msgspec.json.encode([one for one in self.urls() if one != url]))
+        with locked_for_change(self._path):
+            write_atomically(self._path, msgspec.json.encode([one for one in self.urls() if one != url]))
 
     def _read(self) -> tuple[str, ...]:
         try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from swarmq.errors import OutcomeError
-from swarmq.outcome import Outcome, number
+from swarmq.outcome import Outcome, to_finite_float
 
 
 def combine(
@@ -19,14 +19,14 @@ def combine(
     weights = weights or {}
     if unknown := [name for name in weights if name not in parts]:
         raise OutcomeError(f"weights names {', '.join(unknown)}; the parts are {', '.join(parts) or 'none'}")
-    values = {name: number(name, value) for name, value in parts.items()}
-    reward = sum(number(f"weights.{name}", weights.get(name, 1.0)) * value for name, value in values.items())
+    values = {name: to_finite_float(name, value) for name, value in parts.items()}
+    reward = sum(to_finite_float(f"weights.{name}", weights.get(name, 1.0)) * value for name, value in values.items())
     return Outcome(reward, success=success, metrics=values)
 
 
 def clip(reward: float, low: float = -1.0, high: float = 1.0) -> float:
     """The reward within bounds. Raises OutcomeError for NaN, which no bound would hold."""
-    return min(max(number("reward", reward), low), high)
+    return min(max(to_finite_float("reward", reward), low), high)
 
 
 def length_penalty(length: float, *, free: float, full: float, worst: float = -1.0) -> float:

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def changing(path: Path) -> Iterator[None]:
+def locked_for_change(path: Path) -> Iterator[None]:
     """Nobody else changes the file inside the block."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("a") as lock:
@@ -25,7 +25,7 @@ def changing(path: Path) -> Iterator[None]:
         yield
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Replace the file, on disk when this returns: readers see the old content or the new one, also after a power loss. It is
     readable by its owner alone."""
     part = path.with_suffix(".part")
@@ -47,7 +47,7 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_or_renew(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: str) -> T:
+def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: str) -> T:
     """What `read` makes of the file, or `empty` where there is none. One that cannot be read is set aside, as NAME.damaged, with a
     log line that says what this means. Raises OSError where the disk refuses."""
     try:
@@ -61,7 +61,7 @@ def read_or_renew(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: 
         return empty
 
 
-class Sheet(Generic[T]):
+class CachedFile(Generic[T]):
     """What a file says, read again when it has changed."""
 
     def __init__(self, path: Path, read: Callable[[], T], empty: T) -> None:

@@ -34,7 +34,7 @@ class Logger:
 log = Logger()
 
 
-class Lossy:
+class LossyStream:
     """A stream that never fails: what it cannot write is kept as far as there is room in its buffer, and else lost."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -56,7 +56,7 @@ class Lossy:
 def survive_full_disk() -> None:
     """From here on nothing that this process prints can end it or change its exit status, tracebacks included."""
     sys.stdout, sys.stderr = (
-        cast("TextIO", Lossy(stream)) if stream else stream for stream in (sys.stdout, sys.stderr)
+        cast("TextIO", LossyStream(stream)) if stream else stream for stream in (sys.stdout, sys.stderr)
     )
 
 
@@ -81,7 +81,7 @@ def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
     structlog.contextvars.bind_contextvars(role=role, run=run)
 
 
-def write_whole_lines() -> None:
+def write_lines_whole() -> None:
     """For one of several processes that print to the same place: without this, Python's `-u` has a line written in two pieces,
     and others in between. Whoever has set structlog up keeps what they chose."""
     import structlog  # noqa: PLC0415 - see Logger
@@ -91,7 +91,7 @@ def write_whole_lines() -> None:
 
 
 @contextlib.contextmanager
-def told(say: Callable[[str], None]) -> Iterator[None]:
+def redirect_to(say: Callable[[str], None]) -> Iterator[None]:
     """While the context is open the lines of this process's log go to `say`, as sentences, and nowhere else."""
     import structlog  # noqa: PLC0415 - see Logger
 

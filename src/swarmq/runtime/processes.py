@@ -18,7 +18,7 @@ from pathlib import Path
 
 from swarmq.errors import SetUpError
 
-WORDS = "swarmq: "
+FINAL_MESSAGE_PREFIX = "swarmq: "
 """Begins the line in which a process of ours says why it ends."""
 _PR_SET_PDEATHSIG = 1
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -29,14 +29,14 @@ _held: deque[int] = deque()
 """Descriptors of sockets, closed by the end of the process."""
 
 
-class Deaths:
+class DeathCounter:
     """How often a process has died lately."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._at: list[float] = []
 
-    def another(self) -> int:
+    def record_death(self) -> int:
         """It died just now. How many deaths that makes within the window."""
         now = time.monotonic()
         self._at = [at for at in self._at if at > now - self._window_s] + [now]
@@ -54,21 +54,21 @@ def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by)
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def find_free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody listened on a moment ago. Where there is one, it is none of those that the system hands out:
     before its user binds it, any connection that somebody opens could be given one of them."""
     with contextlib.suppress(OSError, ValueError):
         beyond = int(_HANDED_OUT.read_text().split()[0])
         for _ in range(_TRIES):
             port = _LOWEST_PORT + secrets.randbelow(beyond - _LOWEST_PORT)
-            if port_is_free(port, host):
+            if is_port_free(port, host):
                 return port
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
-def held_port(host: str = "127.0.0.1") -> int:
+def reserve_port(host: str = "127.0.0.1") -> int:
     """As `free_port`, for a server of ours that takes its time to start: nobody else gets the port in the meantime.
 
     A socket stays bound to it without listening: the system gives the port to no other, nor does this function in another
@@ -84,14 +84,14 @@ def held_port(host: str = "127.0.0.1") -> int:
             server.bind((host, port))
             server.listen()
         except OSError:
-            return free_port(host)
+            return find_free_port(host)
         _held.append(holder.detach())
     if len(_held) > _MOST_HELD:
         os.close(_held.popleft())
     return port
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
+def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -113,23 +113,23 @@ def is_locked(path: Path) -> bool:
     return False
 
 
-def exit_status(errors: Iterable[BaseException]) -> int:
+def exit_status_for(errors: Iterable[BaseException]) -> int:
     """Of a process that ends with these: one that says that to start it again is of no use, or 1."""
     return os.EX_CONFIG if any(isinstance(error, SetUpError) for error in errors) else 1
 
 
-def last_words(path: Path, start: int) -> str:
+def read_final_message(path: Path, start: int) -> str:
     """What a process of ours said of why it ended, in a log that it has written to from byte `start` on; empty: nothing."""
     try:
         with path.open("rb") as log:
             log.seek(start)
-            said = (line.decode(errors="replace") for line in log if line.startswith(WORDS.encode()))
-            return next(said, "").removeprefix(WORDS).strip()
+            said = (line.decode(errors="replace") for line in log if line.startswith(FINAL_MESSAGE_PREFIX.encode()))
+            return next(said, "").removeprefix(FINAL_MESSAGE_PREFIX).strip()
     except OSError:
         return ""
 
 
-def tail(path: Path, lines: int = 15) -> str:
+def read_tail(path: Path, lines: int = 15) -> str:
     """The last lines of a log file, for an error message; empty when there is none."""
     try:
         with path.open("rb") as log:
@@ -139,7 +139,7 @@ def tail(path: Path, lines: int = 15) -> str:
         return ""
 
 
-def titled_children(pid: int, title: str) -> dict[int, str]:
+def find_children(pid: int, title: str) -> dict[int, str]:
     """Child of the process -> its title, of those whose begins like this; none where the system does not tell (anything but Linux)."""
     found = {}
     for children in Path(f"/proc/{pid}/task").glob("*/children"):

@@ -13,7 +13,7 @@ FIRST_S = 10.0
 
 
 @contextlib.contextmanager
-def noticed(
+def warn_if_slow(
     event: str, *, first_s: float | None = None, now: Callable[[], Mapping[str, Any] | None] = dict, **fields: Any
 ) -> Iterator[None]:
     """Log `event` with the seconds waited when the block is still not left after 1, 3, 7, ... times `first_s`, FIRST_S
@@ -37,6 +37,6 @@ def noticed(
         timers[0].cancel()
 
 
-def only_first(waiter: object, waiting: Sequence[object]) -> Callable[[], Mapping[str, Any] | None]:
+def if_first_waiter(waiter: object, waiting: Sequence[object]) -> Callable[[], Mapping[str, Any] | None]:
     """For `now`: of all who wait for the same thing, the first one speaks, and says how many they are."""
     return lambda: {"waiting": len(waiting)} if waiting and waiting[0] is waiter else None

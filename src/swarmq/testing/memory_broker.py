@@ -18,7 +18,7 @@ from swarmq.broker.deliveries import KEY_HEADER, QUEUE_HEADER, REASON_HEADER, Ar
 from swarmq.broker.events import Feed
 from swarmq.broker.protocol import Depth
 from swarmq.errors import BrokerLostError, UnconfirmedError, UnroutableError
-from swarmq.messages import Event, Message, encode, key_of
+from swarmq.messages import Event, Message, encode, idempotency_key
 
 
 class Stored(msgspec.Struct, kw_only=True):
@@ -57,7 +57,7 @@ class MemoryBroker:
         except TimeoutError:
             raise UnconfirmedError(f"not confirmed within {deadline_s} s: broker or queue are away") from None
         await asyncio.sleep(0)
-        self.put(queue, body, {KEY_HEADER: key_of(message)}, kind=str(message.__struct_config__.tag))
+        self.put(queue, body, {KEY_HEADER: idempotency_key(message)}, kind=str(message.__struct_config__.tag))
 
     def put(self, queue: str, body: bytes, headers: dict[str, Any] | None = None, *, kind: str = "") -> None:
         """Put raw bytes into a queue, poison included."""
@@ -191,9 +191,9 @@ class _Receipts:
 
     async def publish(self, queue: str, messages: Sequence[Message]) -> None:
         for message in messages:
-            if key_of(message) not in self._keys:
+            if idempotency_key(message) not in self._keys:
                 await self._broker.publish(queue, message)
-                self._keys.add(key_of(message))
+                self._keys.add(idempotency_key(message))
 
     async def clear(self) -> None:
         self._keys.clear()

@@ -34,18 +34,18 @@ from swarmq.broker.node.files import BLOCKED, check_disk, tls_listener
 from swarmq.broker.node.install import find_server
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.run_claim import claimed
-from swarmq.config import Policy, RunFolder, SwarmJob, amqp_url, make_folder
+from swarmq.config import Policy, RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.engine.server.launch import EngineProcess, visible
 from swarmq.engine.server.membership import warn_of_open
 from swarmq.errors import BrokerError, SwarmqError
 from swarmq.learner.memory.estimate import GPU_SHARE
 from swarmq.messages import Change, Event
-from swarmq.registries.engines import Roster
-from swarmq.registries.proxies import Proxies
-from swarmq.runtime.files import write_whole
+from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log, survive_full_disk
 from swarmq.runtime.open_files import raise_file_limit
-from swarmq.runtime.processes import tail
+from swarmq.runtime.processes import read_tail
 from swarmq.up.job_checks import planned
 from swarmq.up.placement import Placement
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free
@@ -126,7 +126,7 @@ class Deployment:
         """Now, and whenever a part has another process id."""
         text = msgspec.json.format(msgspec.json.encode(self.endpoints()), indent=2)
         with contextlib.suppress(OSError):  # a full disk, of which others tell: the run goes on
-            write_whole(self.job.run_folder.endpoints, text)
+            write_atomically(self.job.run_folder.endpoints, text)
 
 
 @contextlib.asynccontextmanager
@@ -159,7 +159,7 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
             await broker.declare(job.run, policies=job.trained, kinds=job.task_kinds)
             await asyncio.to_thread(_renew_clients, folder, url, node, report)
             await _daemons(deployment, proxies, stack, report)
-            write_whole(folder.invite, deployment.invite.encode().encode() + b"\n")
+            write_atomically(folder.invite, deployment.invite.encode().encode() + b"\n")
             deployment.write_endpoints()
             async with _kept_running(deployment, broker, report):
                 yield deployment
@@ -168,10 +168,10 @@ async def deploy(job: SwarmJob, *, report: Callable[[str], None]) -> AsyncIterat
 def _write_settings(job: SwarmJob, deployment: Deployment) -> None:
     """What the parts read when they start."""
     folder, resolved = job.run_folder, deployment.job
-    Roster(resolved).forget()  # engines that were added to an earlier start
-    Proxies(folder.proxies).write(deployment.invite.base_urls)
-    write_whole(folder.job, job.to_toml().encode())
-    write_whole(folder.resolved, resolved.to_toml().encode())
+    EngineRegistry(resolved).forget()  # engines that were added to an earlier start
+    ProxyRegistry(folder.proxies).write(deployment.invite.base_urls)
+    write_atomically(folder.job, job.to_toml().encode())
+    write_atomically(folder.resolved, resolved.to_toml().encode())
 
 
 @contextlib.asynccontextmanager
@@ -265,7 +265,7 @@ async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
             async for event in events:
                 if event.source == "collector" and event.name == "state" and "changes" in event.fields:
                     changes = msgspec.convert(event.fields["changes"], list[Change])
-                    if not live_settings.has_ended(live_settings.applied(job, changes), policy, made):
+                    if not live_settings.has_ended(live_settings.apply_changes(job, changes), policy, made):
                         return
     except BrokerError as error:
         log.warning("further_steps_not_heard_of", policy=policy, error=str(error))
@@ -275,7 +275,7 @@ async def _steps_to_go(job: SwarmJob, policy: str, broker: Broker) -> None:
 async def _broker(
     job: SwarmJob, stack: contextlib.AsyncExitStack, report: Callable[[str], None]
 ) -> tuple[PrivateNode | None, str]:
-    if url := amqp_url(job.broker):
+    if url := resolve_amqp_url(job.broker):
         report("broker: the one you named")
         return None, url
     if find_server() is None and (container := await asyncio.to_thread(find_container)):
@@ -298,7 +298,7 @@ async def _engines(
     for name, policy in job.policies.items():
         if policy.engine.urls:
             report(f"engine {name}: the ones you named")
-            for line in await warn_of_open(policy.engine.urls, Roster(job).secret()):
+            for line in await warn_of_open(policy.engine.urls, EngineRegistry(job).secret()):
                 report(f"warning: {line}")
         elif name in placements:
             own, gpus = placements[name].applied(policy)
@@ -311,7 +311,7 @@ async def _engines(
             policy,
             port=ports[name],
             log_path=job.run_folder.logs / f"engine.{name}.log",
-            secret=Roster(job).secret(),
+            secret=EngineRegistry(job).secret(),
             progress=partial(_report_engine, report, name),
             gpus=gpus,
         )
@@ -389,7 +389,9 @@ async def _until_serving(daemon: Daemon, host: str, port: int) -> None:
                 await asyncio.sleep(PROBE_S)
     except TimeoutError:
         pass
-    raise DaemonFailedError(f"{daemon.name} does not serve; the end of {daemon.log_path}:\n{tail(daemon.log_path)}")
+    raise DaemonFailedError(
+        f"{daemon.name} does not serve; the end of {daemon.log_path}:\n{read_tail(daemon.log_path)}"
+    )
 
 
 async def _tell(warnings: asyncio.Queue[str], broker: AmqpBroker, run: str) -> None:

@@ -47,7 +47,7 @@ def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
     for name, length in lengths.items():
         report(f"context of {name}: {length} (policies.{name}.engine.max_model_len sets another)")
     for name in job.trained:
-        if (url := job.policies[name].train.served_teacher) and (trouble := trouble_of(url)):
+        if (url := job.policies[name].train.teacher_url) and (trouble := trouble_of(url)):
             report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
     for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
         report(f"warning: {line}")
@@ -124,7 +124,7 @@ def without_effect(job: SwarmJob, models: Mapping[str, Model], placements: Mappi
                 f"{whose}.sampling.max_tokens = {policy.sampling.max_tokens} is more than the engine has room for, prompt and answer "
                 f"together: {room} tokens ({whose}.engine.max_model_len, or fewer where the model was made for fewer)"
             )
-        for constant, losses in policy.train.loss.unused().items():
+        for constant, losses in policy.train.loss.find_unused_constants().items():
             yield (
                 f"{whose}.train.loss.{constant} has no effect with loss.name = {policy.train.loss.name!r}, only with "
                 f"{', '.join(losses)}"

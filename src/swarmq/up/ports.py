@@ -13,8 +13,8 @@ import msgspec
 
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
-from swarmq.runtime.files import read_or_renew, write_whole
-from swarmq.runtime.processes import held_port, port_is_free
+from swarmq.runtime.files import read_or_reset, write_atomically
+from swarmq.runtime.processes import is_port_free, reserve_port
 
 PORTS = msgspec.json.Decoder(dict[str, int])
 PORT_S = 5.0
@@ -58,7 +58,9 @@ async def wait_until_free(job: SwarmJob) -> None:
 def ports_of(job: SwarmJob, names: list[str]) -> dict[str, int]:
     """A port for each name: that of the last start where it is free, else another one."""
     path = job.run_folder.path / "ports.json"
-    known = read_or_renew(path, PORTS.decode, dict[str, int](), meaning="proxies and engines get other ports")
-    ports = {name: known[name] if port_is_free(known.get(name, 0)) and name in known else held_port() for name in names}
-    write_whole(path, msgspec.json.encode(ports))
+    known = read_or_reset(path, PORTS.decode, dict[str, int](), meaning="proxies and engines get other ports")
+    ports = {
+        name: known[name] if is_port_free(known.get(name, 0)) and name in known else reserve_port() for name in names
+    }
+    write_atomically(path, msgspec.json.encode(ports))
     return ports

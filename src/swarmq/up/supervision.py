@@ -17,7 +17,7 @@ from swarmq.broker.node.process import PrivateNode
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import SwarmqError
 from swarmq.runtime.logs import log
-from swarmq.runtime.processes import Deaths, die_with_parent, last_words, stop_group, tail
+from swarmq.runtime.processes import DeathCounter, die_with_parent, read_final_message, read_tail, stop_group
 
 MAX_DEATHS = 5
 """Within the window, after which a part is not started again."""
@@ -48,7 +48,7 @@ class Daemon:
     environment: dict[str, str] = dataclasses.field(default_factory=dict)
     """On top of this process's own."""
     process: asyncio.subprocess.Process | None = None
-    deaths: Deaths = dataclasses.field(default_factory=lambda: Deaths(DEATH_WINDOW_S))
+    deaths: DeathCounter = dataclasses.field(default_factory=lambda: DeathCounter(DEATH_WINDOW_S))
     begins_at: int = 0
     """Bytes of the log that earlier starts wrote."""
     restarted: Callable[[], None] = lambda: None
@@ -79,14 +79,14 @@ class Daemon:
             status = await self.process.wait()
             if status == 0:
                 return
-            why = last_words(self.log_path, self.begins_at)
+            why = read_final_message(self.log_path, self.begins_at)
             if status == os.EX_CONFIG:
-                raise DaemonFailedError(f"{self.name}: {why or tail(self.log_path)}")
-            deaths = self.deaths.another()
+                raise DaemonFailedError(f"{self.name}: {why or read_tail(self.log_path)}")
+            deaths = self.deaths.record_death()
             if deaths >= MAX_DEATHS:
                 raise DaemonFailedError(
                     f"{self.name} died {MAX_DEATHS} times within {DEATH_WINDOW_S:.0f} s (status {status}); "
-                    f"the end of {self.log_path}:\n{tail(self.log_path)}"
+                    f"the end of {self.log_path}:\n{read_tail(self.log_path)}"
                 )
             delay_s = BACKOFF_S[deaths - 1]
             said = f" ({why})" if why else ""
@@ -110,7 +110,9 @@ async def keep_engine(name: str, engine: EngineProcess, warn: Callable[[str], No
         status = await engine.wait()
         return engine.given_up or f"died with status {status}"
 
-    await _keep(f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{tail(engine.log_path)}", warn)
+    await _keep(
+        f"engine {name}", ended, engine.restart, lambda: f"the end of its log:\n{read_tail(engine.log_path)}", warn
+    )
 
 
 async def keep_broker(node: PrivateNode, warn: Callable[[str], None]) -> None:
@@ -165,12 +167,12 @@ async def _keep(
 ) -> None:
     """Restart whenever `ended`, which says why, returns. Raises DaemonFailedError with `ending()` when it keeps dying, and what `restart`
     raises when it fails five times in a row."""
-    deaths = Deaths(DEATH_WINDOW_S)
+    deaths = DeathCounter(DEATH_WINDOW_S)
     failed = 0
     """Starts in a row."""
     while True:
         why = await ended()
-        if deaths.another() >= MAX_DEATHS:
+        if deaths.record_death() >= MAX_DEATHS:
             raise DaemonFailedError(f"{name} died {MAX_DEATHS} times; {ending()}")
         warn(f"{name} {why}; starting it again")
         try:

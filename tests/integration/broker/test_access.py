@@ -26,7 +26,7 @@ from swarmq.config import BrokerSettings, RunFolder, SwarmJob
 from swarmq.errors import BrokerError, ConfigError
 from swarmq.keys import Invite
 from swarmq.messages import Command, EpisodeBegin, EpisodeEnd, Slot, Task, Ticket, encode, new_id
-from swarmq.runtime.processes import held_port
+from swarmq.runtime.processes import reserve_port
 
 pytestmark = pytest.mark.broker
 KINDS = ("math", "code")
@@ -228,7 +228,7 @@ async def test_a_clients_connections_are_limited(world):
 
 async def test_a_management_api_that_is_not_there_invites_nobody(world):
     async with world() as w:
-        w.management = msgspec.structs.replace(w.management, url=f"http://127.0.0.1:{held_port()}")
+        w.management = msgspec.structs.replace(w.management, url=f"http://127.0.0.1:{reserve_port()}")
         with pytest.raises(BrokerError, match="--management"):
             w.invite("alice")
         assert not w.folder.clients.exists()
@@ -237,7 +237,7 @@ async def test_a_management_api_that_is_not_there_invites_nobody(world):
 
 async def test_a_client_joins_over_tls_and_trusts_the_invites_authority_alone(world, tmp_path):
     certificate = self_signed(tmp_path)
-    port = held_port()
+    port = reserve_port()
     settings = BrokerSettings(
         tls_port=port, certificate=str(certificate / "cert.pem"), key=str(certificate / "key.pem")
     )
@@ -413,7 +413,7 @@ async def test_a_client_gives_back_what_was_fed_and_adds_nothing(world):
         tasks, again, evals = (name(w.run, "math") for name in (topology.tasks, topology.again, topology.evals))
         payload = msgspec.Raw(msgspec.msgpack.encode({"question": "2+2"}))
         task = Task(run=w.run, slot=Slot(task_id="t"), kind="math", group_size=2, payload=payload)
-        fed = keys.seal_task(keys.task_secret(root), task)
+        fed = keys.seal_task(keys.derive_task_secret(root), task)
         replace = msgspec.structs.replace
         invented = [
             task,

@@ -18,7 +18,7 @@ from swarmq.client.episodes.async_client import AsyncSwarmClient
 from swarmq.client.episodes.sync_client import SwarmClient
 from swarmq.errors import BrokerError
 from swarmq.messages import EpisodeBegin, EpisodeEnd
-from swarmq.runtime.processes import held_port
+from swarmq.runtime.processes import reserve_port
 
 pytestmark = pytest.mark.broker
 FAST = {"retry_pause_s": 0.0, "progress": False}
@@ -231,7 +231,7 @@ print("begun", ep.episode_id, flush=True)
 input_given = open("go").read()
 ep.end(0.25)
 """
-    node = PrivateNode(tmp_path / "node", port=held_port())
+    node = PrivateNode(tmp_path / "node", port=reserve_port())
     async with node:
         async with opened(node.amqp_url, "r1", tmp_path) as run:
             await run.issue(1)
@@ -259,7 +259,7 @@ ep.end(0.25)
 
 async def test_a_client_works_on_after_the_broker_was_restarted(opened, tmp_path, monkeypatch):
     monkeypatch.setenv("SWARMQ_SPOOL", str(tmp_path / "spool"))
-    node = PrivateNode(tmp_path / "node", port=held_port())
+    node = PrivateNode(tmp_path / "node", port=reserve_port())
     async with contextlib.AsyncExitStack() as stack:
         await stack.enter_async_context(node)
         run = await stack.enter_async_context(opened(node.amqp_url, "r1", tmp_path))

@@ -29,7 +29,7 @@ from swarmq.client.runners.worker_processes import Plan, work
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
-from swarmq.keys import Invite, client_secret
+from swarmq.keys import Invite, derive_client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
 from swarmq.proxy.http.app import create_app
 from swarmq.testing import MemoryBroker
@@ -223,7 +223,7 @@ async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rathe
         async with served(app) as url:
             at = msgspec.structs.replace(job, broker=msgspec.structs.replace(job.broker, url=amqp_url))
             invite = msgspec.structs.replace(
-                host_invite(at, (f"{url}/v1",)), secret=client_secret(ROOT, "local"), group_size=2
+                host_invite(at, (f"{url}/v1",)), secret=derive_client_secret(ROOT, "local"), group_size=2
             )
             async with swarmq.AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
                 agents = {kind: getattr(example, kind) for kind in data}

@@ -11,7 +11,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.client.data.tasks import own_id
 from swarmq.config import SwarmJob
-from swarmq.messages import key_of
+from swarmq.messages import idempotency_key
 
 pytestmark = pytest.mark.broker
 TASKS = 1500
@@ -62,7 +62,7 @@ async def test_a_feed_killed_in_the_middle_goes_on_without_a_task_twice(start_fe
         async with broker.consume(queue, prefetch=1000) as deliveries:
             while len(set(keys)) < 2 * TASKS:
                 batch = await deliveries.batch(1000)
-                keys += [key_of(delivery.message) for delivery in batch]
+                keys += [idempotency_key(delivery.message) for delivery in batch]
                 await deliveries.ack_through(batch[-1])
         assert len(keys) == len(set(keys))
         assert (await broker.depths([queue]))[queue].ready == 0

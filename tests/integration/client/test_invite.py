@@ -15,7 +15,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin
-from swarmq.registries.clients import read_members
+from swarmq.registries.clients import read_clients
 
 pytestmark = pytest.mark.broker
 JOB = 'run = "{run}"\n[policies.main]\nmodel = "none"\nengine.urls = ["http://127.0.0.1:9"]\n'
@@ -62,4 +62,4 @@ async def test_a_run_in_parts_is_opened_joined_fed_looked_at_and_shared(tmp_path
             (await swarmq("client", "add", "alice", "--run", folder, "--http")).removeprefix("export SWARMQ_INVITE=")
         )
         assert (alice.client, alice.base_url) == ("alice", invite.base_url)
-    assert set(read_members(folder / "clients.json")) == {"alice"}
+    assert set(read_clients(folder / "clients.json")) == {"alice"}

@@ -18,7 +18,7 @@ from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.messages import Rollout
 from swarmq.proxy.http.app import create_app
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 from swarmq.testing.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.broker
@@ -52,7 +52,7 @@ async def test_a_group_is_trained_although_its_first_proxy_dies_and_its_size_was
             engines.append(ScriptedEngine())
             app = create_app(job, root=ROOT, engines={"main": [engines[-1]]}, broker=broker, number=number)
             urls.append(f"{await stacks[-1].enter_async_context(served(app))}/v1")
-        Proxies(job.run_folder.proxies).write(urls)
+        ProxyRegistry(job.run_folder.proxies).write(urls)
         for engine in engines:
             for _ in range(2 * SIZE):
                 engine.say("hello")
@@ -61,7 +61,7 @@ async def test_a_group_is_trained_although_its_first_proxy_dies_and_its_size_was
         invite = keys.Invite(
             run=run_name,
             client="alice",
-            secret=keys.client_secret(ROOT, "alice"),
+            secret=keys.derive_client_secret(ROOT, "alice"),
             amqp_url="",
             base_url=urls[0],
             base_urls=(urls[0],),

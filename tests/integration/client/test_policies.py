@@ -82,7 +82,7 @@ async def running(amqp_url: str, run_name: str, folder: Path) -> AsyncIterator[R
             invite = keys.Invite(
                 run=job.run,
                 client="alice",
-                secret=keys.client_secret(ROOT, "alice"),
+                secret=keys.derive_client_secret(ROOT, "alice"),
                 amqp_url=amqp_url,
                 base_url=f"{url}/v1",
                 policies=tuple(job.policies),

@@ -15,7 +15,7 @@ import pytest
 from support.engine import KNOWN, SECRET, tiny_policy
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.runtime.processes import held_port, titled_children
+from swarmq.runtime.processes import find_children, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -61,7 +61,7 @@ async def until_gone(session_id: int) -> None:
 async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_port(tiny_model, tmp_path):
     stages: list[str] = []
     engine = EngineProcess(
-        tiny_policy(tiny_model), port=held_port(), log_path=tmp_path / "engine.log", progress=stages.append
+        tiny_policy(tiny_model), port=reserve_port(), log_path=tmp_path / "engine.log", progress=stages.append
     )
     async with engine:
         assert stages[0] == "starting vLLM"
@@ -82,11 +82,13 @@ async def test_a_server_killed_hard_takes_its_core_along_and_comes_back_on_its_p
 
 
 async def test_a_server_that_loses_its_core_is_ended_with_a_call_in_flight_and_says_why(tiny_model, tmp_path):
-    engine = EngineProcess(tiny_policy(tiny_model), port=held_port(), log_path=tmp_path / "engine.log", secret=SECRET)
+    engine = EngineProcess(
+        tiny_policy(tiny_model), port=reserve_port(), log_path=tmp_path / "engine.log", secret=SECRET
+    )
     async with engine, aiohttp.ClientSession(headers=KNOWN) as http:
         call = await answering(http, int(engine.url.rpartition(":")[2]))
         waiting = asyncio.create_task(engine.wait())
-        [core] = titled_children(engine.pid, "VLLM::EngineCore")
+        [core] = find_children(engine.pid, "VLLM::EngineCore")
         os.kill(core, signal.SIGKILL)
         assert await waiting != 0
         assert engine.given_up.startswith("lost its VLLM::EngineCore")
@@ -104,7 +106,7 @@ async def answering(http: aiohttp.ClientSession, port: int) -> aiohttp.ClientRes
 
 
 async def test_nothing_is_left_when_the_owner_is_killed_hard_with_a_call_in_flight(tiny_model, tmp_path):
-    port, log_path = held_port(), tmp_path / "engine.log"
+    port, log_path = reserve_port(), tmp_path / "engine.log"
     owner = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", OWNER, str(tiny_model), str(port), str(log_path)),
         stdout=asyncio.subprocess.PIPE,
@@ -131,7 +133,7 @@ async def test_nothing_is_left_when_the_owner_is_killed_hard_with_a_call_in_flig
 async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_words(tiny_model, tmp_path):
     policy = tiny_policy(tiny_model)
     policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, arguments=("--no-such",)))
-    engine = EngineProcess(policy, port=held_port(), log_path=tmp_path / "engine.log")
+    engine = EngineProcess(policy, port=reserve_port(), log_path=tmp_path / "engine.log")
     with pytest.raises(EngineError, match=r"ended with status 2 while it started(.|\n)*--no-such"):
         async with engine:
             pass
@@ -142,7 +144,7 @@ async def test_a_server_that_dies_while_it_starts_is_reported_with_its_last_word
 async def test_a_server_that_does_not_come_up_in_time_is_ended(tiny_model, tmp_path):
     policy = tiny_policy(tiny_model)
     policy = msgspec.structs.replace(policy, engine=msgspec.structs.replace(policy.engine, start_timeout_s=0.5))
-    engine = EngineProcess(policy, port=held_port(), log_path=tmp_path / "engine.log")
+    engine = EngineProcess(policy, port=reserve_port(), log_path=tmp_path / "engine.log")
     with pytest.raises(EngineError, match=r"did not serve within 0\.5 s"):
         async with engine:
             pass

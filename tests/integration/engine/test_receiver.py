@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from swarmq.errors import EngineError
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import nccl_group
 from swarmq.weights.format.packing import Packed, checksum
 from swarmq.weights.format.served_folder import ServedFolder
@@ -146,7 +146,7 @@ async def test_a_communicator_that_would_send_nothing_is_no_group(monkeypatch: p
         raise OSError("libnccl.so.2: cannot open shared object file")
 
     monkeypatch.setattr(pynccl, "NCCLLibrary", lacking)
-    port = free_port()
+    port = find_free_port()
     both = [
         asyncio.to_thread(nccl_group.join, "127.0.0.1", port, rank=rank, world_size=2, device=CPU) for rank in (0, 1)
     ]

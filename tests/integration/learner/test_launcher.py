@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from swarmq.config import SwarmJob
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def test_a_learner_that_is_to_be_sharded_by_the_launcher_says_what_shards_it_her
     (tmp_path / "job.toml").write_text(job.to_toml())
     done = subprocess.run(
         [
-            *(sys.executable, *LAUNCH, str(free_port()), "--use_fsdp", "--fsdp_version", "2"),
+            *(sys.executable, *LAUNCH, str(find_free_port()), "--use_fsdp", "--fsdp_version", "2"),
             *("-m", "swarmq", "learner", str(tmp_path / "job.toml"), "--no-collector"),
         ],
         capture_output=True,

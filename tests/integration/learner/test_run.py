@@ -19,7 +19,7 @@ from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.messages import StepReport
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(1500)]  # several learners, one after another
 
@@ -48,7 +48,7 @@ LAUNCH = (
 
 def start(job: SwarmJob, folder: Path, *, num_gpus: int = 1, accelerate: bool = False) -> subprocess.Popen[bytes]:
     (folder / "job.toml").write_text(job.to_toml())
-    launch = (*LAUNCH, str(free_port())) if accelerate else ()
+    launch = (*LAUNCH, str(find_free_port())) if accelerate else ()
     with (folder / "log").open("ab") as log:
         return subprocess.Popen(
             [

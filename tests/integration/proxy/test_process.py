@@ -21,7 +21,7 @@ from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.config import SwarmJob
 from swarmq.engine.auth import SECRET_ENV
 from swarmq.messages import Turn
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 
 pytestmark = [pytest.mark.vllm, pytest.mark.broker]
 
@@ -102,7 +102,7 @@ async def test_it_speaks_https_with_its_own_certificate(job_file, tmp_path):
 
 async def test_a_proxy_that_joins_a_run_is_in_its_list_until_it_is_told_to_leave(job_file):
     job = SwarmJob.load(job_file)
-    proxies = Proxies(job.run_folder.proxies)
+    proxies = ProxyRegistry(job.run_folder.proxies)
     proxies.write(["http://127.0.0.1:1/v1"])
     async with started(job_file, "--join") as process:
         url = await _until(process, "joined")

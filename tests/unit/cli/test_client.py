@@ -9,7 +9,7 @@ from swarmq import cli, keys
 from swarmq.config import SwarmJob
 from swarmq.errors import KeyRefusedError
 from swarmq.keys import Invite
-from swarmq.registries.clients import Removed, read_members
+from swarmq.registries.clients import RevokedNames, read_clients
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def run(tmp_path, monkeypatch):
     invite = Invite(
         run="math",
         client="local",
-        secret=keys.client_secret(root, "local"),
+        secret=keys.derive_client_secret(root, "local"),
         amqp_url="amqp://u:p@127.0.0.1:1/",
         base_url="http://127.0.0.1:2/v1",
         policies=("main",),
@@ -50,7 +50,7 @@ def test_a_client_is_invited_listed_and_removed(run):
     assert keys.verify(root, keys.mint(invite.secret, claims), run="math", now=0.0).client == "alice"
     assert "alice" in swarmq("client", "list").output
     assert swarmq("client", "remove", "alice").exit_code == 0
-    assert read_members(run / "clients.json")["alice"].removed_at
+    assert read_clients(run / "clients.json")["alice"].removed_at
     again = swarmq("client", "add", "alice", "--http")
     assert (again.exit_code, "was removed" in again.output) == (1, True)
 
@@ -72,7 +72,7 @@ def test_a_client_is_invited_listed_and_removed(run):
 def test_what_is_wrong_is_one_line_and_nobody_is_invited(run, arguments, says):
     done = swarmq("client", *arguments)
     assert (done.exit_code, says in done.output) == (1, True), done.output
-    assert not read_members(run / "clients.json")
+    assert not read_clients(run / "clients.json")
     assert swarmq("client", "list").output == "nobody was invited\n"
     assert not (run.parent.parent / "elsewhere").exists()
 
@@ -119,11 +119,11 @@ def test_every_proxy_of_a_run_in_parts_is_in_its_invite(tmp_path, monkeypatch):
 def test_an_operators_tokens_are_revoked_by_name(run):
     made = {name: swarmq("token", run, "--role", "read", "--name", name).output.strip() for name in ("java", "ops")}
     root = (run / "secret").read_bytes()
-    removed = Removed(run / "clients.json")
+    removed = RevokedNames(run / "clients.json")
     assert keys.verify_operator(root, made["java"], run="math", now=0.0, removed=removed).name == "java"
     done = swarmq("token", run, "--revoke", "--name", "java")
     assert (done.exit_code, done.output) == (0, "the tokens of java are refused from now on\n")
-    removed = Removed(run / "clients.json")
+    removed = RevokedNames(run / "clients.json")
     with pytest.raises(KeyRefusedError, match="operator 'java' were revoked"):
         keys.verify_operator(root, made["java"], run="math", now=0.0, removed=removed)
     assert keys.verify_operator(root, made["ops"], run="math", now=0.0, removed=removed).name == "ops"

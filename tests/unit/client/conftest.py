@@ -13,7 +13,7 @@ from swarmq.broker import topology
 from swarmq.client.episodes.async_client import AsyncSwarmClient
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.runners import attempts
-from swarmq.keys import Invite, client_secret
+from swarmq.keys import Invite, derive_client_secret
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Ticket, decode
 from swarmq.testing import MemoryBroker
 
@@ -25,7 +25,7 @@ def invite_of(**changes: Any) -> Invite:
     facts: dict[str, Any] = {
         "run": RUN,
         "client": "alice",
-        "secret": client_secret(ROOT, "alice"),
+        "secret": derive_client_secret(ROOT, "alice"),
         "amqp_url": "amqp://nobody:nothing@127.0.0.1:1/",
         "base_url": "http://127.0.0.1:2/v1",
         "policies": ("main",),

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from swarmq.keys import Invite
-from swarmq.runtime.processes import held_port
+from swarmq.runtime.processes import reserve_port
 
 SCRIPTS = {
     "client": "import swarmq\nswarmq.SwarmClient({invite!r})",
@@ -27,7 +27,7 @@ def test_clients_that_start_while_the_broker_is_down_say_so_in_a_line(tmp_path: 
         run="r",
         client="a",
         secret=b"s" * 32,
-        amqp_url=f"amqp://u:p@127.0.0.1:{held_port()}/",
+        amqp_url=f"amqp://u:p@127.0.0.1:{reserve_port()}/",
         base_url="http://127.0.0.1:1/v1",
         policies=("main",),
         kinds=("k",),

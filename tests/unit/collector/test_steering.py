@@ -10,7 +10,7 @@ from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.report import figures
 from swarmq.config import SwarmJob
-from swarmq.live_settings import lifted
+from swarmq.live_settings import find_reached_limits
 from swarmq.messages import Command, Control
 from unit.collector.twin_store import TwinStore
 
@@ -160,15 +160,15 @@ def test_a_last_step_of_the_job_file_is_not_lifted_by_a_resume(steered, say):
     bench = steered()
     train(bench, say, 1, a=2, b=2)
     bench.take(command(1, **{LAST: 9}))
-    assert lifted(job(), state(bench).changes, {"main": 9})
+    assert find_reached_limits(job(), state(bench).changes, {"main": 9})
     tree = msgspec.to_builtins(job())
     tree["policies"]["main"]["train"]["max_steps"] = 9
     file = SwarmJob.build(tree)
-    assert not lifted(file, state(bench).changes, {"main": 9}), "the file was edited since"
+    assert not find_reached_limits(file, state(bench).changes, {"main": 9}), "the file was edited since"
     (change,) = state(bench).changes
     later = msgspec.structs.replace(change, base=9, before=9, value=12)
-    assert not lifted(file, [later], {"main": 12}), "the file's own last step is over, too"
-    assert lifted(job(), [change], {"main": 8}) == []
+    assert not find_reached_limits(file, [later], {"main": 12}), "the file's own last step is over, too"
+    assert find_reached_limits(job(), [change], {"main": 8}) == []
 
 
 def test_a_paused_run_issues_no_tickets_until_it_is_resumed(steered, say):

@@ -6,7 +6,7 @@ import pytest
 import structlog.testing
 
 from swarmq import config
-from swarmq.config import BrokerSettings, Lora, SwarmJob, amqp_url
+from swarmq.config import BrokerSettings, Lora, SwarmJob, resolve_amqp_url
 from swarmq.errors import ConfigError
 
 TREE = {"run": "r", "policies": {"main": {"model": "m"}}}
@@ -153,10 +153,10 @@ def test_a_file_that_is_missing_or_not_toml_is_named(tmp_path):
 
 def test_the_setting_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("SWARMQ_AMQP_URL", "amqp://env/")
-    assert amqp_url(BrokerSettings(url="amqp://job/")) == "amqp://job/"
-    assert amqp_url(BrokerSettings()) == "amqp://env/"
+    assert resolve_amqp_url(BrokerSettings(url="amqp://job/")) == "amqp://job/"
+    assert resolve_amqp_url(BrokerSettings()) == "amqp://env/"
     monkeypatch.delenv("SWARMQ_AMQP_URL")
-    assert amqp_url(BrokerSettings()) is None
+    assert resolve_amqp_url(BrokerSettings()) is None
 
 
 FORMER = [

@@ -21,10 +21,10 @@ from swarmq.errors import SwarmqError
 from swarmq.learner.feed.control_state import Orders
 from swarmq.learner.store.report_offsets import _number
 from swarmq.messages import Control
-from swarmq.registries.clients import Members, read_members
-from swarmq.registries.engines import Roster
-from swarmq.registries.proxies import Proxies
-from swarmq.runtime.files import write_whole
+from swarmq.registries.clients import ClientRegistry, read_clients
+from swarmq.registries.engines import EngineRegistry
+from swarmq.registries.proxies import ProxyRegistry
+from swarmq.runtime.files import write_atomically
 from swarmq.up.ports import ports_of
 
 
@@ -44,7 +44,7 @@ def job_in(folder: Path) -> SwarmJob:
 
 
 def add_member(_: SwarmJob, path: Path) -> None:
-    with Members.open(path) as members:
+    with ClientRegistry.open(path) as members:
         members.remove("bob", now=1.0)
 
 
@@ -60,25 +60,33 @@ FILES = [
         lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
         lambda _, path: write_files(path.parents[1], load_identity(path.parents[1], port=0), config="", advanced=""),
     ),
-    Kept("engines.json", lambda job, _: Roster(job).add("main", "http://e"), lambda job, _: Roster(job).urls()),
-    Kept("proxies.json", lambda _, path: Proxies(path).write(["http://p"]), lambda _, path: Proxies(path).urls()),
+    Kept(
+        "engines.json",
+        lambda job, _: EngineRegistry(job).add("main", "http://e"),
+        lambda job, _: EngineRegistry(job).urls(),
+    ),
+    Kept(
+        "proxies.json",
+        lambda _, path: ProxyRegistry(path).write(["http://p"]),
+        lambda _, path: ProxyRegistry(path).urls(),
+    ),
     Kept(
         "main/batches/control",
         lambda job, path: Orders(path, job, "main").take(Control(run="r", number=3, pace="paused")),
         lambda job, path: Orders(path, job, "main").take(Control(run="r", number=1)),
     ),
-    Kept("main/batches/reported", lambda _, path: write_whole(path, b"1234"), lambda _, path: _number(path)),
+    Kept("main/batches/reported", lambda _, path: write_atomically(path, b"1234"), lambda _, path: _number(path)),
     Kept("secret", lambda _, path: keys.load_root(path), lambda _, path: keys.load_root(path), renewed=False),
-    Kept("clients.json", add_member, lambda _, path: read_members(path), renewed=False),
+    Kept("clients.json", add_member, lambda _, path: read_clients(path), renewed=False),
     Kept(
         "invite",
-        lambda job, path: write_whole(path, host_invite(job, ("http://p/v1",)).encode().encode()),
+        lambda job, path: write_atomically(path, host_invite(job, ("http://p/v1",)).encode().encode()),
         lambda _, path: find_invite(path.parent),
         renewed=False,
     ),
     Kept(
         "resolved.toml",
-        lambda job, path: write_whole(path, job.to_toml().encode()),
+        lambda job, path: write_atomically(path, job.to_toml().encode()),
         lambda _, path: stored(path.parent),
         renewed=False,
     ),
@@ -120,7 +128,7 @@ def test_a_file_is_replaced_as_a_whole_and_is_its_owners_alone(tmp_path: Path) -
     path.chmod(0o644)
     (tmp_path / "file.part").write_bytes(b"left by a process that was killed")
     with path.open("rb") as reader:
-        write_whole(path, b"new")
+        write_atomically(path, b"new")
         assert reader.read() == b"old", "who has it open reads it to its end"
     assert path.read_bytes() == b"new"
     assert path.stat().st_mode & 0o777 == 0o600

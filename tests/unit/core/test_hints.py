@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.config import SwarmJob
-from swarmq.config_errors import ELSEWHERE, settings, slips
+from swarmq.config_errors import ELSEWHERE, edit_distance, list_setting_paths
 from swarmq.errors import ConfigError
 
 TREE = {"run": "r", "policies": {"main": {"model": "m"}}, "kinds": {"math": {}}}
-EVERY = settings(SwarmJob)
+EVERY = list_setting_paths(SwarmJob)
 FIELDS = [path for path in EVERY if not path.endswith(("*", "[*]"))]
 NAMED = {"policies.*": "policies.main", "kinds.*": "kinds.math"}
 
@@ -68,7 +68,7 @@ def test_one_slip_in_any_setting_names_the_setting_and_its_whole_path(case: tupl
     section, _, name = wrong.rpartition(".")
     siblings = [other.rpartition(".")[2] for other in EVERY if other.rpartition(".")[0] == section]
     right = path.rpartition(".")[2]
-    if name in siblings or name in ELSEWHERE or any(slips(name, one) == 1 for one in siblings if one != right):
+    if name in siblings or name in ELSEWHERE or any(edit_distance(name, one) == 1 for one in siblings if one != right):
         return  # another setting is as near
     said = refusal(wrong)
     assert f"job.toml: {filled(wrong)}: unknown field; did you mean {right}?" in said
@@ -83,7 +83,7 @@ def test_a_setting_in_the_wrong_section_is_told_its_right_one(path: str, section
     said = refusal(wrong)
     homes = [filled(one).replace("[0]", "[*]") for one in FIELDS if one.rpartition(".")[2] == name]
     own = [one.rpartition(".")[2] for one in EVERY if one.rpartition(".")[0] == section]
-    near = any(slips(name, one) <= 1 for one in own)
+    near = any(edit_distance(name, one) <= 1 for one in own)
     assert near or any(home in said for home in homes), said
 
 

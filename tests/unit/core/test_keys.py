@@ -9,7 +9,7 @@ from swarmq.errors import KeyRefusedError
 
 ROOT = bytes(range(32))
 CLAIMS = keys.Claims(run="r", client="alice", episode_id="e1", policies=("main",), expires_at=1000.0)
-KEY = keys.mint(keys.client_secret(ROOT, "alice"), CLAIMS)
+KEY = keys.mint(keys.derive_client_secret(ROOT, "alice"), CLAIMS)
 
 
 def test_a_genuine_key_gives_its_claims_back():
@@ -27,7 +27,7 @@ def test_changing_any_character_is_noticed(at, char):
 
 
 def test_another_clients_secret_cannot_sign_as_alice():
-    forged = keys.mint(keys.client_secret(ROOT, "bob"), CLAIMS)
+    forged = keys.mint(keys.derive_client_secret(ROOT, "bob"), CLAIMS)
     with pytest.raises(KeyRefusedError, match="signature"):
         keys.verify(ROOT, forged, run="r", now=999.0)
 
@@ -61,7 +61,7 @@ def test_an_invite_is_one_line_and_comes_back_whole():
     invite = keys.Invite(
         run="r",
         client="alice",
-        secret=keys.client_secret(ROOT, "alice"),
+        secret=keys.derive_client_secret(ROOT, "alice"),
         amqp_url="amqp://u:p@h/",
         base_url="http://h:1/v1",
         policies=("main",),
@@ -91,14 +91,14 @@ def operator(*roles, **how):
 
 def test_a_genuine_operator_token_gives_its_roles():
     made = operator("read", "rollout")
-    token = keys.mint_operator(keys.operator_secret(ROOT, "ops"), made)
+    token = keys.mint_operator(keys.derive_operator_secret(ROOT, "ops"), made)
     assert keys.verify_operator(ROOT, token, run="r", now=999.0) == made
     assert [made.may(role) for role in ("read", "rollout", "admin")] == [True, True, False]
     assert operator("admin").may("read")
 
 
 def test_a_client_may_roll_out_and_nothing_else():
-    secret = keys.client_secret(ROOT, "alice")
+    secret = keys.derive_client_secret(ROOT, "alice")
     made = operator("rollout", name="alice", by_client=True)
     assert keys.verify_operator(ROOT, keys.mint_operator(secret, made), run="r", now=0.0) == made
     for roles, by_client in ((("admin",), True), (("rollout", "read"), True), (("rollout",), False)):
@@ -110,7 +110,7 @@ def test_a_client_may_roll_out_and_nothing_else():
 def test_a_key_is_no_token_and_a_token_is_no_key():
     with pytest.raises(KeyRefusedError):
         keys.verify_operator(ROOT, KEY, run="r", now=0.0)
-    secret = keys.client_secret(ROOT, "alice")
+    secret = keys.derive_client_secret(ROOT, "alice")
     token = keys.mint_operator(secret, operator("rollout", name="alice", by_client=True))
     with pytest.raises(KeyRefusedError):
         keys.verify(ROOT, token, run="r", now=0.0)
@@ -118,7 +118,7 @@ def test_a_key_is_no_token_and_a_token_is_no_key():
 
 @pytest.mark.parametrize(("how", "reason"), [({"run": "other"}, "for run"), ({"expires_at": float("nan")}, "expired")])
 def test_a_token_that_is_not_good_here_is_refused_with_the_reason(how, reason):
-    token = keys.mint_operator(keys.operator_secret(ROOT, "ops"), operator("read", **how))
+    token = keys.mint_operator(keys.derive_operator_secret(ROOT, "ops"), operator("read", **how))
     with pytest.raises(KeyRefusedError, match=reason):
         keys.verify_operator(ROOT, token, run="r", now=0.0)
 

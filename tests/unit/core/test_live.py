@@ -49,7 +49,7 @@ def job(**fields) -> SwarmJob:
 )
 def test_what_cannot_be_set_is_refused_with_the_reason_and_nothing_changes(settings, words):
     with pytest.raises(ConfigError) as refused:
-        live_settings.proposed(job(), {"groups.max_staleness": 1, **settings} if settings else {}, {"main": 7})
+        live_settings.validate_changes(job(), {"groups.max_staleness": 1, **settings} if settings else {}, {"main": 7})
     assert words in str(refused.value)
 
 
@@ -73,25 +73,25 @@ def test_changes_add_up_and_the_newest_counts():
         Change(number=2, path=RATE, before=1e-5, value=1e-4, base=1e-6),
         Change(number=2, path="groups.group_size", before=8, value=4, base=8),
     ]
-    after = live_settings.applied(job(), changes)
+    after = live_settings.apply_changes(job(), changes)
     assert (after.policies["main"].train.learning_rate, after.groups.group_size) == (1e-4, 4)
 
 
 def test_once_the_job_file_is_edited_at_that_place_it_counts_again():
     changes = [Change(number=1, path="groups.group_size", before=8, value=4, base=8)]
-    assert live_settings.applied(job(groups={"max_staleness": 1}), changes).groups.group_size == 4
-    assert live_settings.applied(job(groups={"group_size": 6}), changes).groups.group_size == 6
+    assert live_settings.apply_changes(job(groups={"max_staleness": 1}), changes).groups.group_size == 4
+    assert live_settings.apply_changes(job(groups={"group_size": 6}), changes).groups.group_size == 6
 
 
 def test_a_change_of_the_mix_holds_from_its_step_on():
     before, after = {"math": 0.5, "code": 0.5}, {"math": 0.9, "code": 0.1}
     change = Change(number=1, path="mix", before=before, value=after, base=before, from_step={"main": 12})
-    first, second = live_settings.stretches(job(), [change], lambda one: one.from_step["main"])
+    first, second = live_settings.mix_stretches(job(), [change], lambda one: one.from_step["main"])
     assert (first.from_step, first.mix, second.from_step, second.mix) == (0, before, 12, after)
 
 
 def test_a_stored_change_under_a_former_name_stays_in_effect():
     stored = Change(number=1, path="groups.silence_s", before=600.0, value=60.0, base=600.0)
-    assert live_settings.applied(job(), [stored]).groups.idle_timeout_s == 60.0
+    assert live_settings.apply_changes(job(), [stored]).groups.idle_timeout_s == 60.0
     assert live_settings.is_live("policies.main.train.loss.pull")
-    assert live_settings.proposed(job(), {"groups.flat_after": 3}, {}).groups.uninformative_groups == 3
+    assert live_settings.validate_changes(job(), {"groups.flat_after": 3}, {}).groups.uninformative_groups == 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from swarmq.runtime.logs import log, told
+from swarmq.runtime.logs import log, redirect_to
 
 FULL = Path("/dev/full")
 pytestmark = pytest.mark.skipif(not FULL.exists(), reason="this system has no file that is always full")
@@ -79,7 +79,7 @@ def test_a_line_is_written_at_one_go_though_nothing_is_buffered(program: str) ->
 
 def test_a_command_that_talks_to_a_person_says_its_log_in_the_same_words(capfd: pytest.CaptureFixture[str]) -> None:
     before, lines = structlog.get_config(), list[str]()
-    with told(lines.append):
+    with redirect_to(lines.append):
         log.info("started_again", part="the broker")
         structlog.get_logger().warning("events_not_recorded", path="runs/a", error="no space")
     assert lines == ["started again: part the broker", "warning: events not recorded: path runs/a, error no space"]

@@ -6,7 +6,7 @@ import pytest
 
 from swarmq import keys
 from swarmq.errors import ConfigError, KeyRefusedError
-from swarmq.registries.clients import Member, Members, Removed, read_members
+from swarmq.registries.clients import ClientRegistry, InvitedClient, RevokedNames, read_clients
 
 ROOT = b"r" * 32
 
@@ -17,15 +17,15 @@ def path(tmp_path):
 
 
 def put(path, name, removed_at=None):
-    with Members.open(path) as members:
-        members.put(Member(name=name, added_at=1.0, removed_at=removed_at))
+    with ClientRegistry.open(path) as members:
+        members.put(InvitedClient(name=name, added_at=1.0, removed_at=removed_at))
 
 
 def test_names_are_given_once(path):
     put(path, "alice")
     put(path, "bob", removed_at=2.0)
-    assert list(read_members(path)) == ["alice", "bob"]
-    with Members.open(path) as members:
+    assert list(read_clients(path)) == ["alice", "bob"]
+    with ClientRegistry.open(path) as members:
         with pytest.raises(ConfigError, match="is a client already: choose another name, e.g. alice-2"):
             members.check_new("alice")
         with pytest.raises(ConfigError, match="was removed"):
@@ -37,11 +37,11 @@ def test_names_are_given_once(path):
 def test_a_damaged_file_names_itself(path):
     path.write_text("rubbish")
     with pytest.raises(ConfigError, match="clients.json"):
-        read_members(path)
+        read_clients(path)
 
 
 def test_the_keys_of_a_removed_client_are_refused_and_nobody_elses(path, monkeypatch):
-    removed = Removed(path)
+    removed = RevokedNames(path)
     clock = [time.monotonic()]
     monkeypatch.setattr("swarmq.registries.clients.time.monotonic", lambda: clock[0])
     put(path, "alice")
@@ -49,11 +49,11 @@ def test_the_keys_of_a_removed_client_are_refused_and_nobody_elses(path, monkeyp
 
     def key(client):
         claims = keys.Claims(run="r", client=client, episode_id="e", policies=("main",), expires_at=1e12)
-        return keys.mint(keys.client_secret(ROOT, client), claims)
+        return keys.mint(keys.derive_client_secret(ROOT, client), claims)
 
     def token(client):
         made = keys.Operator(run="r", name=client, roles=("rollout",), expires_at=1e12, by_client=True)
-        return keys.mint_operator(keys.client_secret(ROOT, client), made)
+        return keys.mint_operator(keys.derive_client_secret(ROOT, client), made)
 
     for name in ("alice", "bob"):
         assert keys.verify(ROOT, key(name), run="r", now=0.0, removed=removed).client == name

@@ -183,9 +183,9 @@ def test_a_record_over_the_size_limit_is_refused_before_it_is_sent():
 
 
 def test_keys_tell_facts_apart_and_sendings_of_one_fact_alike():
-    keys = [m.key_of(record) for record in EVERY_RECORD]
+    keys = [m.idempotency_key(record) for record in EVERY_RECORD]
     assert len(set(keys)) == len(keys)
-    assert m.key_of(end()) == m.key_of(end(reason="sent again"))
+    assert m.idempotency_key(end()) == m.idempotency_key(end(reason="sent again"))
 
 
 def test_ids_sort_by_the_time_they_were_made():

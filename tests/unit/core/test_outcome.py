@@ -7,7 +7,7 @@ import pytest
 
 from swarmq.errors import OutcomeError
 from swarmq.messages import EpisodeBegin, Slot, check
-from swarmq.outcome import MAX_REASON, Outcome, as_outcome, finished, unfinished
+from swarmq.outcome import MAX_REASON, Outcome, make_finished_end, make_unfinished_end, to_outcome
 
 
 def begin(*policies):
@@ -24,14 +24,14 @@ def begin(*policies):
 
 @pytest.mark.parametrize("name", ["r.0", "resp_r.0"], ids=["of a call", "of a response"])
 def test_a_call_is_credited_by_the_id_of_its_answer(name):
-    assert finished(begin(), Outcome(1.0, call_rewards={name: 0.5})).call_rewards == {"r.0": 0.5}
+    assert make_finished_end(begin(), Outcome(1.0, call_rewards={name: 0.5})).call_rewards == {"r.0": 0.5}
 
 
 @pytest.mark.parametrize(
     "reward", [1, 0.5, True, np.float32(0.5), np.int64(3), np.array(0.25), Decimal("0.1"), Fraction(1, 2)]
 )
 def test_every_kind_of_number_is_a_reward(reward):
-    end = finished(begin(), as_outcome(reward))
+    end = make_finished_end(begin(), to_outcome(reward))
     assert end.rewards == {"main": float(reward)}
     check(end)
 
@@ -56,9 +56,9 @@ def test_every_kind_of_number_is_a_reward(reward):
 )
 def test_what_is_no_finite_number_is_no_reward(reward, says):
     with pytest.raises(OutcomeError, match=says):
-        as_outcome(reward)
+        to_outcome(reward)
     with pytest.raises(OutcomeError, match=says):
-        finished(begin(), Outcome(reward=reward))
+        make_finished_end(begin(), Outcome(reward=reward))
 
 
 @pytest.mark.parametrize(
@@ -79,30 +79,33 @@ def test_what_is_no_finite_number_is_no_reward(reward, says):
 )
 def test_an_outcome_that_is_wrong_names_the_field(outcome, says):
     with pytest.raises(OutcomeError, match=says):
-        finished(begin(), outcome)
+        make_finished_end(begin(), outcome)
 
 
 def test_one_reward_is_shared_and_several_are_told_apart():
     two = begin("planner", "executor")
-    assert finished(two, Outcome(1.0)).rewards == {"planner": 1.0, "executor": 1.0}
-    assert finished(two, Outcome(rewards={"planner": 0.0, "executor": 1})).rewards == {"planner": 0.0, "executor": 1.0}
+    assert make_finished_end(two, Outcome(1.0)).rewards == {"planner": 1.0, "executor": 1.0}
+    assert make_finished_end(two, Outcome(rewards={"planner": 0.0, "executor": 1})).rewards == {
+        "planner": 0.0,
+        "executor": 1.0,
+    }
     with pytest.raises(OutcomeError, match="nothing for executor"):
-        finished(two, Outcome(rewards={"planner": 0.0}))
+        make_finished_end(two, Outcome(rewards={"planner": 0.0}))
 
 
 def test_success_of_numpy_is_a_plain_bool_and_metadata_is_text():
-    end = finished(begin(), Outcome(0.0, success=np.bool_(True), metadata={"seed": 3}))
+    end = make_finished_end(begin(), Outcome(0.0, success=np.bool_(True), metadata={"seed": 3}))
     assert end.success is True
     assert end.metadata == {"seed": "3"}
 
 
 def test_an_unfinished_end_has_no_reward_and_keeps_the_last_lines_of_its_reason():
-    end = unfinished(begin(), "failed", "x" * MAX_REASON + "ValueError: no")
+    end = make_unfinished_end(begin(), "failed", "x" * MAX_REASON + "ValueError: no")
     assert end.rewards == {}
     assert len(end.reason) == MAX_REASON
     assert end.reason.endswith("ValueError: no")
 
 
 def test_a_metric_may_be_beyond_what_the_learner_computes_in():
-    end = finished(begin(), Outcome(1e6, metrics={"size": 1e300}))
+    end = make_finished_end(begin(), Outcome(1e6, metrics={"size": 1e300}))
     assert (end.rewards, end.metrics) == ({"main": 1e6}, {"size": 1e300})

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from swarmq.runtime.processes import free_port, held_port, port_is_free
+from swarmq.runtime.processes import find_free_port, is_port_free, reserve_port
 
 LOCAL_PORT_RANGE = 51
 """IP_LOCAL_PORT_RANGE: from which ports the system may choose for a socket."""
@@ -14,14 +14,14 @@ LOCAL_PORT_RANGE = 51
 
 def test_a_free_port_is_none_that_the_system_may_hand_out_meanwhile():
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    port = free_port()
-    assert port_is_free(port)
+    port = find_free_port()
+    assert is_port_free(port)
     assert port < first or first <= 20_000
 
 
 def test_a_held_port_is_given_to_nobody_else_and_its_server_can_listen_there():
-    port = held_port()
-    assert port_is_free(port)
+    port = reserve_port()
+    assert is_port_free(port)
     with socket.socket() as stranger:
         try:
             stranger.setsockopt(socket.IPPROTO_IP, LOCAL_PORT_RANGE, struct.pack("I", port << 16 | port))
@@ -31,4 +31,4 @@ def test_a_held_port_is_given_to_nobody_else_and_its_server_can_listen_there():
             stranger.bind(("127.0.0.1", 0))
     for _ in range(2):  # started again too
         with socket.create_server(("127.0.0.1", port)):
-            assert not port_is_free(port)
+            assert not is_port_free(port)

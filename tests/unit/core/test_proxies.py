@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 
 A, B, C = (f"http://127.0.0.1:{port}/v1" for port in (1, 2, 3))
 
@@ -14,7 +14,7 @@ def path(tmp_path):
 
 
 def test_what_one_process_writes_another_reads(path):
-    one, other = Proxies(path), Proxies(path)
+    one, other = ProxyRegistry(path), ProxyRegistry(path)
     assert other.urls() == ()
     one.write([A, B])
     assert other.urls() == (A, B)
@@ -27,5 +27,5 @@ def test_what_one_process_writes_another_reads(path):
 def test_a_damaged_list_leaves_everybody_with_the_proxies_they_know(path):
     path.write_text("rubbish")
     with capture_logs() as logs:
-        assert Proxies(path).urls() == ()
+        assert ProxyRegistry(path).urls() == ()
     assert [line["event"] for line in logs] == ["proxies_unreadable"]

@@ -7,7 +7,7 @@ import pytest
 
 from support.stored import stored_wire
 from swarmq.keys import Invite, verify
-from swarmq.messages import decode, encode, key_of
+from swarmq.messages import decode, encode, idempotency_key
 
 ROOT = b"r" * 32
 
@@ -17,7 +17,7 @@ def test_a_stored_record_keeps_every_value_and_its_key(name):
     stored = stored_wire()["records"][name]
     body = bytes.fromhex(stored["hex"])
     message = decode(body)
-    assert key_of(message) == stored["key"]
+    assert idempotency_key(message) == stored["key"]
     before, now = msgspec.msgpack.decode(body), msgspec.msgpack.decode(encode(message))
     assert _lost(before, now) == []
 

@@ -19,7 +19,7 @@ from swarmq.observe.board import Board
 from swarmq.observe.board_terminal import draw
 from swarmq.observe.lines import hanging
 from swarmq.runtime import terminal
-from swarmq.runtime.logs import log, told
+from swarmq.runtime.logs import log, redirect_to
 
 CLEAR, RIGHT_TO_LEFT = "\x1b[2J", "\u202e"
 EVIL = f"task{CLEAR}\x07\r\x9b2J{RIGHT_TO_LEFT}[/red]"
@@ -58,7 +58,7 @@ def test_the_picture_of_a_run_shows_what_its_parts_said() -> None:
 def test_lines_of_up_and_doctor_and_errors_of_commands_show_them() -> None:
     assert harmless(hanging("1.0 s  ", EVIL, width=80))
     told_lines: list[str] = []
-    with told(told_lines.append):
+    with redirect_to(told_lines.append):
         log.warning("task_given_up", task=EVIL)
     assert harmless(told_lines[0])
 

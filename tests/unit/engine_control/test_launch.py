@@ -17,7 +17,7 @@ from swarmq.engine.server import launch
 from swarmq.engine.server.launch import EngineProcess, arguments, environment
 from swarmq.engine.server.model_check import Model
 from swarmq.errors import ConfigError, EngineError
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 
 SMALL = Model(name="m", architecture="A", hidden_size=256, is_folder=True, tool_call_parser="hermes")
 LARGE = msgspec.structs.replace(SMALL, hidden_size=4096, is_folder=False, tool_call_parser=None)
@@ -172,7 +172,7 @@ async def test_a_log_without_room_is_no_reason_why_an_engine_does_not_start(mode
     monkeypatch.setattr(launch, "is_cuda_build", lambda: False)
     monkeypatch.setattr(launch.sys, "executable", "/bin/false")
     with pytest.raises(EngineError, match="ended with status 1 while it started"):
-        async with EngineProcess(Policy(model=model), port=free_port(), log_path=WithoutRoom("/dev/null")):
+        async with EngineProcess(Policy(model=model), port=find_free_port(), log_path=WithoutRoom("/dev/null")):
             pass
 
 
@@ -209,7 +209,7 @@ async def test_an_engine_that_ends_says_the_error_at_the_root_of_it(tmp_path, mo
     monkeypatch.setattr(launch, "is_cuda_build", lambda: False)
     monkeypatch.setattr(launch.sys, "executable", str(vllm))
     with pytest.raises(EngineError) as caught:
-        async with EngineProcess(Policy(model=model), port=free_port(), log_path=log):
+        async with EngineProcess(Policy(model=model), port=find_free_port(), log_path=log):
             pass
     assert str(caught.value) == f"vLLM for {model} ended with status 1 while it started: {told}; its log is {log}"
 
@@ -220,7 +220,7 @@ async def test_an_engine_that_names_no_error_is_told_by_the_end_of_its_log(tmp_p
     log = tmp_path / "log"
     log.write_text("TypeError: of an earlier start\n")
     with pytest.raises(EngineError, match=rf"while it started; the end of {log}:\n"):
-        async with EngineProcess(Policy(model=model), port=free_port(), log_path=log):
+        async with EngineProcess(Policy(model=model), port=find_free_port(), log_path=log):
             pass
 
 

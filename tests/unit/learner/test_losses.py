@@ -261,4 +261,4 @@ def test_a_loss_depends_on_the_constants_that_it_is_said_to_have_and_on_no_other
         return policy_loss(tokens, loss).per_token.tolist()
 
     loss = Loss(name=name, **{constant: OTHER[constant]})
-    assert (of(loss) == of(Loss(name=name))) == (constant in loss.unused())
+    assert (of(loss) == of(Loss(name=name))) == (constant in loss.find_unused_constants())

@@ -38,7 +38,7 @@ from swarmq.learner.teachers.tokenizer_checks import (
 )
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.trainer import Trainer
-from swarmq.registries.engines import Roster
+from swarmq.registries.engines import EngineRegistry
 from swarmq.weights.push.pusher import PushReport
 
 MARKUP = {"special": "<|im_start|>", "added": "<think>"}
@@ -226,7 +226,7 @@ async def test_a_learner_looks_at_the_engines_of_now_before_it_loads_anything(tm
     policy = {"model": str(tiny_model()), "engine": {"urls": ["http://127.0.0.1:9"]}}
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": policy}})
     async with engine(shift=1) as added:
-        Roster(job).add("main", added.url)
+        EngineRegistry(job).add("main", added.url)
         with pytest.raises(LearnerError, match=f"the engine at {added.url} has another tokenizer"):
             await asyncio.to_thread(main.train, job, "main", is_main=True, no_push=False)
 

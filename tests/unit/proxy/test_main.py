@@ -12,7 +12,7 @@ from swarmq.config import ProxySettings, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.proxy import main
 from swarmq.proxy.main import _listen, serve
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 
 
 def test_small_packets_are_sent_at_once():
@@ -51,7 +51,7 @@ async def test_a_proxy_that_leaves_serves_on_for_a_while_however_long_nobody_has
     monkeypatch.setattr(main, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(main, "LOOK_S", 0.0)
     server, visit = SimpleNamespace(server_state=SimpleNamespace(tasks=set()), should_exit=False), main.Visit()
-    proxies = Proxies(tmp_path / "proxies.json")
+    proxies = ProxyRegistry(tmp_path / "proxies.json")
     staying = asyncio.create_task(main._stay(server, visit, proxies, "http://h/v1"))
     now = 1000.0
     visit.over.set()

@@ -12,11 +12,11 @@ import msgspec
 from swarmq import keys
 from swarmq.broker.admin.users import MAX_CHANNELS, MAX_CONNECTIONS, Management
 from swarmq.broker.error_mapping import address
-from swarmq.config import RunFolder, SwarmJob, amqp_url, make_folder
+from swarmq.config import RunFolder, SwarmJob, make_folder, resolve_amqp_url
 from swarmq.errors import ConfigError
 from swarmq.keys import Invite
-from swarmq.registries.clients import Member, Members, read_members
-from swarmq.runtime.files import write_whole
+from swarmq.registries.clients import ClientRegistry, InvitedClient, read_clients
+from swarmq.runtime.files import write_atomically
 
 HOST_CLIENT = "local"
 """Name of the client whose invite lies in the run folder."""
@@ -41,7 +41,7 @@ def host_invite(job: SwarmJob, base_urls: tuple[str, ...], *, amqp: str | None =
     return Invite(
         run=job.run,
         client=HOST_CLIENT,
-        secret=keys.client_secret(keys.load_root(job.run_folder.root_secret), HOST_CLIENT),
+        secret=keys.derive_client_secret(keys.load_root(job.run_folder.root_secret), HOST_CLIENT),
         amqp_url=amqp or job.broker.url,
         base_url=base_urls[0],
         base_urls=base_urls,
@@ -58,7 +58,7 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
     """For a run whose parts were started one by one: what `swarmq up` would write into its folder, so that every command
     finds broker and settings, and its invite. `amqp` and `proxy` are the addresses for clients, where they have others
     than we. Raises ConfigError, BrokerError; then nothing is written."""
-    folder, url = job.run_folder, amqp_url(job.broker)
+    folder, url = job.run_folder, resolve_amqp_url(job.broker)
     if folder.endpoints.exists():
         raise ConfigError(f"{folder.path}: this run was started by `swarmq up`, whose invite is in {folder.invite}")
     if url is None:
@@ -76,8 +76,8 @@ def invite_host(job: SwarmJob, *, amqp: str | None = None, proxy: str | None = N
     invite = host_invite(resolved, (proxy,) if proxy else tuple(map(job.proxy.url, ports)), amqp=amqp)
     if proxy:
         invite = msgspec.structs.replace(invite, base_urls=())
-    write_whole(folder.resolved, resolved.to_toml().encode())
-    write_whole(folder.invite, invite.encode().encode() + b"\n")
+    write_atomically(folder.resolved, resolved.to_toml().encode())
+    write_atomically(folder.invite, invite.encode().encode() + b"\n")
     return invite
 
 
@@ -96,7 +96,7 @@ def add_client(
     amqp_url = "" if reach.http else reach.amqp or host.amqp_url
     _check_url("--amqp", amqp_url, ("amqp", "amqps"))
     _check_url("--proxy", reach.proxy or host.base_url, ("http", "https"))
-    with Members.open(folder.clients) as members:
+    with ClientRegistry.open(folder.clients) as members:
         members.check_new(name)
         password = secrets.token_urlsafe(24)
         user = ""
@@ -104,11 +104,11 @@ def add_client(
             user = management.add_client(
                 host.run, name, password, max_connections=max_connections, max_channels=max_channels
             )
-        members.put(Member(name=name, added_at=time.time(), broker_user=user))
+        members.put(InvitedClient(name=name, added_at=time.time(), broker_user=user))
     return msgspec.structs.replace(
         host,
         client=name,
-        secret=keys.client_secret(keys.load_root(folder.root_secret), name),
+        secret=keys.derive_client_secret(keys.load_root(folder.root_secret), name),
         amqp_url=amqp_url and _with_login(amqp_url, user, password),
         base_url=reach.proxy or host.base_url,
         base_urls=() if reach.proxy else host.base_urls,
@@ -119,10 +119,10 @@ def add_client(
 
 def remove_client(folder: RunFolder, name: str, management: Management) -> None:
     """From now on its keys are refused and its connections closed; what it ended before stays. Raises ConfigError."""
-    with Members.open(folder.clients) as members:
-        member = members.known.get(name)
+    with ClientRegistry.open(folder.clients) as members:
+        member = members.entries.get(name)
         if member is None:
-            raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.known) or 'nobody'}")
+            raise ConfigError(f"no client {name!r}: this run has invited {', '.join(members.entries) or 'nobody'}")
         members.remove(name, now=time.time())  # the keys first: they need nobody's help
         if member.broker_user:
             management.remove(member.broker_user)
@@ -130,7 +130,7 @@ def remove_client(folder: RunFolder, name: str, management: Management) -> None:
 
 def renew_clients(folder: RunFolder, management: Management) -> None:
     """Give clients that were invited by an older version the rights of this one. Raises BrokerError."""
-    for member in read_members(folder.clients).values():
+    for member in read_clients(folder.clients).values():
         if member.broker_user and member.removed_at is None:
             management.grant(member.broker_user)
 

@@ -16,8 +16,8 @@ import msgspec
 
 from swarmq.broker.node.programs import must, run, user_folder
 from swarmq.errors import BrokerError
-from swarmq.runtime.files import write_whole
-from swarmq.runtime.processes import free_port, port_is_free
+from swarmq.runtime.files import write_atomically
+from swarmq.runtime.processes import find_free_port, is_port_free
 
 NAME = "swarmq-rabbitmq"
 IMAGE = "rabbitmq:4-management"
@@ -75,7 +75,7 @@ def start_container(report: Callable[[str], None]) -> None:
         run(["docker", "rm", "--force", NAME])
         raise
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, msgspec.json.encode(made))
+    write_atomically(path, msgspec.json.encode(made))
 
 
 def _until_ready() -> None:
@@ -88,7 +88,7 @@ def _until_ready() -> None:
 
 
 def _port(usual: int) -> int:
-    return usual if port_is_free(usual) else free_port()
+    return usual if is_port_free(usual) else find_free_port()
 
 
 def _file() -> Path:

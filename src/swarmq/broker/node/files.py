@@ -16,9 +16,9 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.config import BrokerSettings
 from swarmq.errors import BrokerError
-from swarmq.runtime.files import write_whole
+from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
-from swarmq.runtime.processes import held_port, port_is_free
+from swarmq.runtime.processes import is_port_free, reserve_port
 
 HOST = "127.0.0.1"
 LAST_LINES = 6
@@ -127,15 +127,15 @@ def load_identity(folder: Path, *, port: int) -> Identity:
     identity = msgspec.structs.replace(
         identity,
         amqp_port=port or identity.amqp_port,
-        management_port=identity.management_port if port_is_free(identity.management_port) else management,
+        management_port=identity.management_port if is_port_free(identity.management_port) else management,
         dist_port=dist,
         epmd_port=epmd,
     )
-    if not port_is_free(identity.amqp_port):
+    if not is_port_free(identity.amqp_port):
         raise BrokerError(
             f"port {identity.amqp_port} is taken by another program: stop it, or set broker.port to a free one"
         )
-    write_whole(path, msgspec.json.encode(identity))
+    write_atomically(path, msgspec.json.encode(identity))
     return identity
 
 
@@ -190,7 +190,7 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
     (logs / "start.log").write_bytes(b"")
     cookie = home / ".erlang.cookie"
     if not cookie.exists() or not cookie.stat().st_size:
-        write_whole(cookie, secrets.token_hex(20).encode())
+        write_atomically(cookie, secrets.token_hex(20).encode())
         cookie.chmod(0o400)
     settings = CONFIG.format(
         host=HOST,
@@ -198,7 +198,7 @@ def write_files(folder: Path, identity: Identity, *, config: str, advanced: str)
         ack_timeout_ms=ACK_TIMEOUT_MS,
         **msgspec.structs.asdict(identity),
     )
-    write_whole(folder / "rabbitmq.conf", (settings + config).encode())
+    write_atomically(folder / "rabbitmq.conf", (settings + config).encode())
     (folder / "advanced.config").write_text(advanced + "\n")
     (folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
     (folder / "env.conf").write_text("")
@@ -245,5 +245,5 @@ def last_words(output: str) -> str:
 def _distinct_ports(count: int) -> list[int]:
     ports: set[int] = set()
     while len(ports) < count:
-        ports.add(held_port(HOST))
+        ports.add(reserve_port(HOST))
     return list(ports)

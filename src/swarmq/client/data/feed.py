@@ -22,7 +22,7 @@ from swarmq.broker import Broker, topology
 from swarmq.client.data.tasks import SwarmTask, fed_id, own_id
 from swarmq.errors import TaskError
 from swarmq.messages import Slot, Task
-from swarmq.runtime.files import write_whole
+from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log
 
 WINDOW = 128
@@ -159,6 +159,6 @@ def _confirmed(path: Path, data: str) -> int:
 def _write(path: Path, fed: Fed) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, msgspec.json.encode(fed))
+        write_atomically(path, msgspec.json.encode(fed))
     except OSError as error:
         raise TaskError(f"{path}: the progress cannot be written: {error}") from error

@@ -34,10 +34,10 @@ from swarmq.client.episodes.spool import Orphan, Spool, spool_root
 from swarmq.client.episodes.transport import BrokerTransport, Transport
 from swarmq.client.runners import runner
 from swarmq.config import ProxySettings
-from swarmq.errors import ClientError, EpisodeError, SwarmqError, without_trace
+from swarmq.errors import ClientError, EpisodeError, SwarmqError, drop_traceback
 from swarmq.keys import Claims, Invite, mint
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, encode, new_id
-from swarmq.outcome import Outcome, finished, said, unfinished, untrainable
+from swarmq.outcome import Outcome, combine_end_arguments, explain_untrainable, make_finished_end, make_unfinished_end
 from swarmq.runtime.logs import log
 
 DRAIN_S = 10.0
@@ -100,7 +100,7 @@ class AsyncSwarmClient:
                 self._tasks = await stack.enter_async_context(asyncio.TaskGroup())
                 self._stack = stack.pop_all()
         except SwarmqError as error:
-            raise without_trace(error) from None
+            raise drop_traceback(error) from None
         self.loop = asyncio.get_running_loop()
         self._state = "open"
         self._learning = self._tasks.create_task(self._clock.learn())
@@ -114,7 +114,7 @@ class AsyncSwarmClient:
         """Abort what is open, wait a little for the ends that are being sent, leave the rest to the spool."""
         for record in list(self._open.values()):
             if record.end is None:
-                self._start_sending(record, unfinished(record.begin, "aborted", "the client was closed"))
+                self._start_sending(record, make_unfinished_end(record.begin, "aborted", "the client was closed"))
         self._state = "closed"
         self._looking.cancel()
         self._transport.refuse(ClientError("the client was closed while this episode waited for its ticket"))
@@ -221,24 +221,24 @@ class AsyncSwarmClient:
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
         """As AsyncEpisode.end; `episode` may also be an episode id."""
-        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
+        outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         await self.end_with(episode, outcome)
 
     async def end_with(self, episode: Handle | str, outcome: Outcome) -> None:
         """As end_episode, with everything in one Outcome."""
         record = self._find(episode)
         self._look_for_calls(record)
-        await self._finish(record, finished(record.begin, outcome, frozen=self.invite.frozen))
+        await self._finish(record, make_finished_end(record.begin, outcome, frozen=self.invite.frozen))
 
     async def abort_episode(self, episode: Handle | str, reason: str = "aborted by the client") -> None:
         """Given up on purpose: never trained, the slot is free for another attempt if this was not the last."""
         record = self._find(episode)
-        await self._finish(record, unfinished(record.begin, "aborted", reason, final=record.last_attempt))
+        await self._finish(record, make_unfinished_end(record.begin, "aborted", reason, final=record.last_attempt))
 
     async def fail_episode(self, episode: Handle | str, reason: str) -> None:
         """Something broke: never trained, never a reward of 0."""
         record = self._find(episode)
-        await self._finish(record, unfinished(record.begin, "failed", reason, final=record.last_attempt))
+        await self._finish(record, make_unfinished_end(record.begin, "failed", reason, final=record.last_attempt))
 
     @contextlib.asynccontextmanager
     async def episode(self, task: Any, **options: Any) -> AsyncIterator[AsyncEpisode]:
@@ -271,7 +271,9 @@ class AsyncSwarmClient:
             await self.fail_episode(ep, "".join(traceback.format_exception(error)))
         else:
             record = self._find(ep)  # be it the last attempt: who interrupts it may have its slot attempted again
-            await self._finish(record, unfinished(record.begin, "aborted", f"interrupted by {type(error).__name__}"))
+            await self._finish(
+                record, make_unfinished_end(record.begin, "aborted", f"interrupted by {type(error).__name__}")
+            )
 
     def _look_for_calls(self, record: EpisodeRecord) -> None:
         """An episode without a model call trains nothing. Its calls are the proxy's to see, but none is made without a key."""
@@ -347,7 +349,7 @@ class AsyncSwarmClient:
         if not chosen or (unknown := set(chosen) - set(known)):
             given = ", ".join(sorted(unknown)) if chosen else "none"
             raise EpisodeError(f"policies: {given} given; those of the run are {', '.join(known)}")
-        if mode == "train" and (refusal := untrainable(chosen, known, self.invite.frozen)):
+        if mode == "train" and (refusal := explain_untrainable(chosen, known, self.invite.frozen)):
             raise EpisodeError(refusal)
         return chosen
 

@@ -12,7 +12,7 @@ from swarmq.client.episodes.event_loops import Make, T, blocking, hop
 from swarmq.client.episodes.received_answers import Received
 from swarmq.errors import SwarmqError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
-from swarmq.outcome import Outcome, said
+from swarmq.outcome import Outcome, combine_end_arguments
 
 if TYPE_CHECKING:
     from swarmq.client.episodes.async_client import AsyncSwarmClient
@@ -145,7 +145,7 @@ class AsyncEpisode(Handle):
         Raises OutcomeError for a reward that is not a finite number (nothing is sent, the episode stays open) and
         EpisodeError when the episode has ended in another way before; the same end again is no error.
         """
-        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
+        outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         await self._hop(lambda: self._client.end_with(self, outcome))
 
     async def abort(self, reason: str = "aborted by the client") -> None:
@@ -172,7 +172,7 @@ class Episode(Handle):
         call_rewards: Mapping[str, float] | None = None,
     ) -> None:
         """As AsyncEpisode.end."""
-        outcome = said(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
+        outcome = combine_end_arguments(reward, rewards, success, metrics, metadata, agent_rewards, call_rewards)
         self._wait(lambda: self._client.end_with(self, outcome))
 
     def abort(self, reason: str = "aborted by the client") -> None:

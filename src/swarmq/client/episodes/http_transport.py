@@ -26,7 +26,7 @@ from swarmq.errors import BrokerError, EpisodeError, KeyRefusedError, SwarmqErro
 from swarmq.keys import Invite, Operator, mint_operator
 from swarmq.messages import EpisodeBegin, EpisodeEnd, encode
 from swarmq.runtime.logs import log
-from swarmq.runtime.slow_waits import noticed, only_first
+from swarmq.runtime.slow_waits import if_first_waiter, warn_if_slow
 
 TOKEN_LIFETIME_S = 3600.0
 TICKET_WAIT_S = 20.0
@@ -71,12 +71,12 @@ class HttpTransport:
         waiting = self._waiting[begin.kind]
         waiting.append(asking)
         try:
-            with noticed(
+            with warn_if_slow(
                 "waiting_for_ticket",
                 kind=begin.kind,
                 why="asked of the proxy, which has tickets as the learner trains, and none while the run is paused or drained; "
                 "`swarmq status` shows which it is",
-                now=only_first(asking, waiting),
+                now=if_first_waiter(asking, waiting),
             ):
                 ends: set[asyncio.Future[Any]] = {asking, self._closed}
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -108,7 +108,7 @@ class HttpTransport:
             "call_rewards": end.call_rewards,
             "calls": end.calls,
         }
-        with noticed("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
+        with warn_if_slow("waiting_for_broker", piece="EpisodeEnd", episode=end.episode_id):
             await self._finish(end, body)
         self._homes.pop(end.episode_id, None)
 

@@ -20,7 +20,7 @@ from email.message import Message
 from typing import Any
 from urllib.parse import urlsplit
 
-from swarmq.messages import OBSERVED
+from swarmq.messages import OBSERVED_HEADER
 from swarmq.runtime.logs import log
 
 CALL_ID = "x-swarmq-call-id"
@@ -129,7 +129,7 @@ def by_hand(api_key: str, url: str) -> tuple[dict[str, str], Callable[[Message],
         if received:
             received.add(calls)
 
-    return {OBSERVED: "1"} if received else {}, read
+    return {OBSERVED_HEADER: "1"} if received else {}, read
 
 
 def _calls_of(status: int, headers: Mapping[str, str] | Message) -> tuple[str, ...]:
@@ -207,7 +207,7 @@ def _watch_httpx(httpx: Any) -> bool:
     def begin(request: Any) -> Received | None:
         received = _of(request.headers, str(request.url))
         if received:
-            request.headers[OBSERVED] = "1"
+            request.headers[OBSERVED_HEADER] = "1"
         return received
 
     def end(received: Received, response: Any, wrap: type, *, is_read: bool) -> None:
@@ -253,7 +253,7 @@ def _watch_requests(requests: Any) -> bool:
         is_whole = not how.get("stream", self.stream)
         received = _of(request.headers, request.url) if is_whole else None
         if received:
-            request.headers[OBSERVED] = "1"
+            request.headers[OBSERVED_HEADER] = "1"
         response = original(self, request, **how)
         if received and not _is_events(response.headers):
             received.add(_calls_of(response.status_code, response.headers))
@@ -276,9 +276,9 @@ def _watch_aiohttp(aiohttp: Any) -> bool:
         headers.update(how.get("headers") or {})
         body = how.get("data") or b""
         is_whole = not (how.get("json") or {}).get("stream") if body == b"" else not STREAMED.search(_bytes(body))
-        received = _of(headers, str(url)) if is_whole and OBSERVED not in headers else None
+        received = _of(headers, str(url)) if is_whole and OBSERVED_HEADER not in headers else None
         if received:
-            how["headers"] = {**headers, OBSERVED: "1"}
+            how["headers"] = {**headers, OBSERVED_HEADER: "1"}
         response = await original(self, method, url, **how)
         if received and not _is_events(response.headers) and (calls := _calls_of(response.status, response.headers)):
             received.add_when(calls, response.content.at_eof)

@@ -24,8 +24,8 @@ from typing import IO
 from swarmq.errors import ClientError, MessageError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, decode, encode
-from swarmq.outcome import unfinished
-from swarmq.runtime.files import write_whole
+from swarmq.outcome import make_unfinished_end
+from swarmq.runtime.files import write_atomically
 
 VARIABLE = "SWARMQ_SPOOL"
 BEGIN, END = ".begin", ".end"
@@ -58,7 +58,7 @@ class Spool:
         """Durable when it returns. Raises ClientError when the disk refuses."""
         final = self._path(end.episode_id, END)
         try:
-            write_whole(final, encode(end))
+            write_atomically(final, encode(end))
         except OSError as error:
             raise ClientError(f"the end of an episode cannot be kept in {self.folder}: {error}") from error
 
@@ -127,7 +127,7 @@ class Orphan:
         for path in sorted(self.folder.glob(f"*{BEGIN}")):
             begin = _read(path)
             if isinstance(begin, EpisodeBegin) and not path.with_suffix(".bad").exists():
-                yield unfinished(begin, "aborted", f"its client {begin.client_id} died while it was open")
+                yield make_unfinished_end(begin, "aborted", f"its client {begin.client_id} died while it was open")
             else:
                 path.unlink(missing_ok=True)
 

@@ -21,7 +21,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 from swarmq.client.episodes.async_client import DRAIN_S, AsyncSwarmClient, OpenBroker, open_amqp
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import LoopThread, Make, blocking
-from swarmq.errors import ClientError, without_trace
+from swarmq.errors import ClientError, drop_traceback
 from swarmq.keys import Invite
 
 P = ParamSpec("P")
@@ -84,7 +84,7 @@ class SwarmClient:
         except BaseException as error:
             self._lived.cancel()
             self._stop_threads()
-            raise without_trace(error) from None
+            raise drop_traceback(error) from None
         self._pid = os.getpid()
         atexit.register(self.close)
 

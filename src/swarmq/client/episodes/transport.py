@@ -19,7 +19,7 @@ from swarmq.broker import Broker, TicketDesk, topology
 from swarmq.errors import SwarmqError
 from swarmq.keys import Invite
 from swarmq.messages import EpisodeBegin, EpisodeEnd
-from swarmq.runtime.slow_waits import noticed
+from swarmq.runtime.slow_waits import warn_if_slow
 
 
 class Transport(Protocol):
@@ -94,5 +94,5 @@ class BrokerTransport:
         return desk
 
     async def _publish(self, piece: EpisodeBegin | EpisodeEnd) -> None:
-        with noticed("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
+        with warn_if_slow("waiting_for_broker", piece=type(piece).__name__, episode=piece.episode_id):
             await self._broker.publish(self._inbox, piece)

@@ -20,8 +20,8 @@ from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import LoopThread, in_thread
 from swarmq.config import ProxySettings
 from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
-from swarmq.outcome import Outcome, as_outcome
-from swarmq.runtime.slow_waits import noticed
+from swarmq.outcome import Outcome, to_outcome
+from swarmq.runtime.slow_waits import warn_if_slow
 
 if TYPE_CHECKING:
     from swarmq.client.episodes.async_client import AsyncSwarmClient
@@ -102,7 +102,7 @@ async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, t
 
 async def _end(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
     """Raises OutcomeError that names the function which returned what is no outcome."""
-    outcome = as_outcome(returned, f"what {agent.name} returned")
+    outcome = to_outcome(returned, f"what {agent.name} returned")
     try:
         await client.end_with(ep, outcome)
     except OutcomeError as flaw:
@@ -121,7 +121,7 @@ async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
     error = AttemptTimeoutError(
         f"the agent has not returned within {timeout_s:g} s (attempt_timeout_s); {after}, and its api key has expired"
     )
-    long = noticed(
+    long = warn_if_slow(
         "agent_runs_long",
         first_s=min(LONG_S, timeout_s / 2),
         episode=ep.episode_id,

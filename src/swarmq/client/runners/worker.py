@@ -45,8 +45,8 @@ from swarmq.client.runners.progress import Display
 from swarmq.client.runners.report import RunSummary, Tally
 from swarmq.client.runners.runner import RETRY_PAUSE_S
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError, UnroutableError
-from swarmq.messages import EpisodeBegin, Mode, Task, key_of, new_id
-from swarmq.outcome import unfinished
+from swarmq.messages import EpisodeBegin, Mode, Task, idempotency_key, new_id
+from swarmq.outcome import make_unfinished_end
 from swarmq.runtime.logs import log
 
 TRIES_HERE = 2
@@ -138,7 +138,7 @@ class Worker:
 
     async def _take(self, deliveries: Deliveries, attempts: asyncio.TaskGroup) -> None:
         async for delivery in deliveries:
-            key = key_of(delivery.message)
+            key = idempotency_key(delivery.message)
             if not isinstance(delivery.message, Task):
                 await self._bury(delivery, f"{type(delivery.message).__name__} on a task queue")
             elif key in self._settled:
@@ -196,7 +196,7 @@ class Worker:
             code_version=self._code_version,
             attempt=task.attempt,
         )
-        for piece in (begin, unfinished(begin, "failed", reason, final=True)):
+        for piece in (begin, make_unfinished_end(begin, "failed", reason, final=True)):
             await self._client.broker.publish(topology.inbox(begin.run), piece)
 
     async def _bury(self, delivery: Delivery, reason: str) -> None:

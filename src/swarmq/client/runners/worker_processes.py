@@ -30,7 +30,7 @@ from swarmq.client.runners.worker import EVAL_SHARE, Worker, load_target, stop_o
 from swarmq.errors import SwarmqError, TaskError
 from swarmq.keys import Invite
 from swarmq.messages import Mode
-from swarmq.runtime.logs import log, write_whole_lines
+from swarmq.runtime.logs import log, write_lines_whole
 from swarmq.runtime.processes import die_with_parent
 from swarmq.runtime.terminal import visible
 
@@ -132,7 +132,7 @@ def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan |
     for kind, target in targets.items():
         client.known_kind(kind)
         _check_sendable(target, _function(target))
-    write_whole_lines()
+    write_lines_whole()
     context = multiprocessing.get_context("spawn")
     arguments = (invite.encode(), dict(targets), plan, os.getpid())
     children = [
@@ -163,7 +163,7 @@ def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
     die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
     if os.getppid() != parent:
         return
-    write_whole_lines()
+    write_lines_whole()
     name = multiprocessing.current_process().name
     try:
         for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():

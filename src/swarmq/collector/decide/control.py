@@ -54,9 +54,9 @@ class Steering:
 
     def adopt(self, state: Control) -> None:
         self.state = state
-        self.job = live_settings.applied(self.file, state.changes)
+        self.job = live_settings.apply_changes(self.file, state.changes)
         """The settings that are in effect."""
-        stretches = live_settings.stretches(self.file, state.changes, lambda change: change.from_grant)
+        stretches = live_settings.mix_stretches(self.file, state.changes, lambda change: change.from_grant)
         self.rules = msgspec.structs.replace(Rules.of(self.job), stretches=stretches)
 
     def obey(self, command: Command, *, versions: Mapping[str, int], from_grant: int) -> tuple[Control, dict[str, Any]]:
@@ -66,14 +66,14 @@ class Steering:
             before = self.job
             if command.action == "stop":
                 settings = _last_steps(command.settings, versions)
-                after = live_settings.proposed(before, settings, {})
+                after = live_settings.validate_changes(before, settings, {})
             else:
                 settings = dict(command.settings)
                 if "mix" in settings:
                     settings.setdefault("mix_schedule", None)  # constant from then on
-                after = live_settings.proposed(before, settings, versions)
+                after = live_settings.validate_changes(before, settings, versions)
             ahead = before.groups.max_staleness + 2
-            changes = live_settings.changes_between(
+            changes = live_settings.diff_settings(
                 before,
                 after,
                 self.file,
@@ -91,7 +91,11 @@ class Steering:
             reply = {"learners": sorted(versions)}
         else:
             reply = {"pace": PACES[command.action], "learners": sorted(versions)}
-            gone = live_settings.lifted(self.file, state.changes, versions) if command.action == "resume" else []
+            gone = (
+                live_settings.find_reached_limits(self.file, state.changes, versions)
+                if command.action == "resume"
+                else []
+            )
             if gone:
                 reply["changes"] = [
                     {"path": one.path, "before": one.value, "value": live_settings.value_at(self.file, one.path)}
@@ -202,5 +206,5 @@ def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[s
 
 def _learners(settings: Mapping[str, Any], versions: Mapping[str, int]) -> set[str]:
     """The policies whose learners will say from which step a change holds."""
-    concerned = {live_settings.concerns(path) for path in settings}
+    concerned = {live_settings.policy_of_path(path) for path in settings}
     return {policy for policy in versions if None in concerned or policy in concerned}

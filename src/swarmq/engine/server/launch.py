@@ -30,7 +30,7 @@ from swarmq.engine.server.model_check import Model, check_model
 from swarmq.engine.server.pause_watchdog import PauseWatch
 from swarmq.engine.server.startup_error import root_cause
 from swarmq.errors import EngineError, MissingExtraError
-from swarmq.runtime.processes import die_with_parent, is_alive, port_is_free, stop_group, tail, titled_children
+from swarmq.runtime.processes import die_with_parent, find_children, is_alive, is_port_free, read_tail, stop_group
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.vllm_plugin.plugin import BACKEND, ENGINE_ENV, WORKER_EXTENSION
 
@@ -172,7 +172,7 @@ class EngineProcess:
     async def _start(self) -> None:
         cuda = is_cuda_build()
         model = check_model(self._policy.model, trained=self._policy.trained)
-        if not port_is_free(self._port, HOST):
+        if not is_port_free(self._port, HOST):
             raise EngineError(f"port {self._port} for the engine of {model.name} is taken: stop what listens there")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         argv = [sys.executable, *arguments(self._policy, model, port=self._port, cuda=cuda, cores=_num_cores())]
@@ -218,14 +218,14 @@ class EngineProcess:
                     raise await self._failed(f"ended with status {process.returncode} while it started", cause)
                 await asyncio.sleep(POLL_S)
             await engine.status()
-        self._children = titled_children(process.pid, TITLE)
+        self._children = find_children(process.pid, TITLE)
 
     async def _failed(self, what: str, cause: str = "") -> EngineError:
         await self._stop()
         what = f"vLLM for {self._policy.model} {what}"
         if cause:
             return EngineError(f"{what}: {cause}; its log is {self.log_path}")
-        return EngineError(f"{what}; the end of {self.log_path}:\n{tail(self.log_path)}")
+        return EngineError(f"{what}; the end of {self.log_path}:\n{read_tail(self.log_path)}")
 
     async def _stop(self, grace_s: float = STOP_GRACE_S) -> None:
         if self._process is not None:

@@ -15,8 +15,8 @@ from swarmq.config import RunFolder, SwarmJob
 from swarmq.engine.client.tokenizer_compat import check_joins, ids_of_all
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import ConfigError, EngineError
-from swarmq.registries.engines import Roster
-from swarmq.runtime.processes import held_port, tail
+from swarmq.registries.engines import EngineRegistry
+from swarmq.runtime.processes import read_tail, reserve_port
 from swarmq.weights.push.engine_control import EngineControl
 
 DRAIN_S = 600.0
@@ -38,12 +38,12 @@ class Seen(msgspec.Struct, frozen=True, kw_only=True):
     state: str
 
 
-async def look(roster: Roster) -> list[Seen]:
+async def look(roster: EngineRegistry) -> list[Seen]:
     """Every engine of every policy."""
     return [await _seen(policy, url, roster.secret()) for policy, urls in roster.urls().items() for url in urls]
 
 
-async def add(roster: Roster, policy: str, url: str) -> str:
+async def add(roster: EngineRegistry, policy: str, url: str) -> str:
     """What to warn of; empty for nothing. Raises EngineError for what is not an engine of ours or of the policy; nothing has changed
     then."""
     url = url.rstrip("/")
@@ -67,7 +67,7 @@ async def warn_of_open(urls: Sequence[str], secret: str) -> list[str]:
     return lines
 
 
-def remove(roster: Roster, policy: str, url: str) -> None:
+def remove(roster: EngineRegistry, policy: str, url: str) -> None:
     """Raises ConfigError for an engine that is not there, or is the only one."""
     present = [one.rstrip("/") for one in roster.urls()[policy]]
     if url.rstrip("/") not in present:
@@ -87,9 +87,9 @@ async def serve(
     report: Callable[[str], None],
 ) -> None:
     """One more engine until cancelled; then it leaves, and ends when nothing is open there. Raises EngineError."""
-    port = port or held_port()
+    port = port or reserve_port()
     log_path = folder.logs / f"engine.{policy}.{port}.log"
-    roster = Roster(job, folder)
+    roster = EngineRegistry(job, folder)
     async with EngineProcess(
         job.policies[policy], port=port, log_path=log_path, secret=roster.secret(), progress=report, gpus=gpus
     ) as engine:
@@ -101,7 +101,7 @@ async def serve(
             roster.remove(policy, engine.url)
             await _drained(engine, job.proxy.probe_every_s, report)
         why = engine.given_up or f"ended with status {status}"
-        raise EngineError(f"the engine {why}; the end of {log_path}:\n{tail(log_path)}")
+        raise EngineError(f"the engine {why}; the end of {log_path}:\n{read_tail(log_path)}")
 
 
 async def _drained(process: EngineProcess, probe_every_s: float, report: Callable[[str], None]) -> None:

@@ -23,7 +23,7 @@ import structlog
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.store.durable_files import mapped
-from swarmq.runtime.files import write_whole
+from swarmq.runtime.files import write_atomically
 from swarmq.runtime.processes import die_with_parent
 
 log = structlog.get_logger()
@@ -142,7 +142,7 @@ def job_file(job: SwarmJob, policy: str) -> Path:
     path = job.run_folder.path / policy / "job.toml"
     with mapped(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, job.to_toml().encode())
+        write_atomically(path, job.to_toml().encode())
     return path
 
 

@@ -18,7 +18,7 @@ from operator import not_
 
 import msgspec
 
-from swarmq.config import JUDGED_AT, Train
+from swarmq.config import TEACHER_TEMPERATURE, Train
 from swarmq.errors import TimelineError
 from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
 from swarmq.learner.batching.unsupported_sampling import altered
@@ -227,7 +227,7 @@ class Intake:
             if settings := altered(turn.sampling):
                 why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
                 return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
-            if self.limits.train.served_teacher and turn.sampling.temperature != JUDGED_AT:
+            if self.limits.train.teacher_url and turn.sampling.temperature != TEACHER_TEMPERATURE:
                 why = f"was sampled at temperature {turn.sampling.temperature:g}, at which no server can judge it"
                 return "no_teacher", f"turn {turn.call_id} of {episode.episode_id} {why} (train.teacher)"
             if turn.finish_reason == "length" and self.limits.train.overlong == "drop":

@@ -16,7 +16,7 @@ from swarmq.config import SwarmJob, Train
 from swarmq.learner.feed.batcher import Limits
 from swarmq.learner.store.durable_files import mapped
 from swarmq.messages import Control
-from swarmq.runtime.files import read_or_renew, write_whole
+from swarmq.runtime.files import read_or_reset, write_atomically
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +37,7 @@ class Orders:
         self._path, self._file, self._policy = path, file, policy
         with mapped(path):
             nothing = Kept(state=Control(run=file.run, number=0))
-            self._kept = read_or_renew(
+            self._kept = read_or_reset(
                 path, DECODER.decode, nothing, meaning="the collector says it again at its start"
             )
         self._settle()
@@ -67,7 +67,7 @@ class Orders:
         return Limits(
             groups_per_batch=groups.groups_per_batch,
             mix=self.job.mix,
-            stretches=live_settings.stretches(
+            stretches=live_settings.mix_stretches(
                 self._file, changes, lambda change: change.from_step.get(self._policy, 0)
             ),
             lent=self.state.lent,
@@ -85,7 +85,7 @@ class Orders:
         news = [
             change
             for change in self.state.changes
-            if change.number == self.state.number and live_settings.concerns(change.path) in (None, self._policy)
+            if change.number == self.state.number and live_settings.policy_of_path(change.path) in (None, self._policy)
         ]
         changes = [
             {
@@ -108,11 +108,11 @@ class Orders:
 
     def _write(self, kept: Kept) -> None:
         with mapped(self._path):
-            write_whole(self._path, msgspec.msgpack.encode(kept))
+            write_atomically(self._path, msgspec.msgpack.encode(kept))
         self._kept = kept
         self._settle()
 
     def _settle(self) -> None:
-        self.job = live_settings.applied(self._file, self.state.changes)
+        self.job = live_settings.apply_changes(self._file, self.state.changes)
         """The settings in effect."""
         self.train: Train = self.job.train_of(self._policy)

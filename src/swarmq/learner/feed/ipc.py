@@ -21,7 +21,7 @@ import structlog
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.feed import frames
 from swarmq.learner.store import records
-from swarmq.runtime.processes import Deaths, die_with_parent
+from swarmq.runtime.processes import DeathCounter, die_with_parent
 
 log = structlog.get_logger()
 
@@ -69,7 +69,7 @@ class Link:
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
     ) -> None:
         self._hello, self._stop, self._command = hello, stop, command
-        self._deaths = Deaths(DEATH_WINDOW_S)
+        self._deaths = DeathCounter(DEATH_WINDOW_S)
 
     def __enter__(self) -> Self:
         self._start(again=False)
@@ -162,7 +162,7 @@ class Link:
     def _restart(self) -> None:
         self._socket.close()
         status = self._process.wait()
-        if self._deaths.another() >= MAX_DEATHS:
+        if self._deaths.record_death() >= MAX_DEATHS:
             raise LearnerError(
                 f"the learner's I/O process died {MAX_DEATHS} times in a minute (status {status}): see its log lines above"
             )

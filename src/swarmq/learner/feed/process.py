@@ -31,7 +31,7 @@ import structlog
 
 from swarmq.broker import Broker, Delivery, topology
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
-from swarmq.config import amqp_url
+from swarmq.config import resolve_amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
 from swarmq.learner.feed import frames
 from swarmq.learner.feed.batch_summary import describe
@@ -71,7 +71,7 @@ T = TypeVar("T")
 
 def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
     """One that cannot be reached is waited for, but at the very first start not long: its address may be wrong."""
-    url = amqp_url(hello.job.broker)
+    url = resolve_amqp_url(hello.job.broker)
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
     name = f"learner {hello.job.run}.{hello.policy}"

@@ -57,7 +57,7 @@ def judges(train: Train, initial: str) -> dict[str, str]:
     `train` has a use for it. The initial model under adapters is not among them, nor is a teacher that an engine serves."""
     loads = train.loss.kl and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
-    return reference | ({"teacher": train.teacher} if train.teacher and not train.served_teacher else {})
+    return reference | ({"teacher": train.teacher} if train.teacher and not train.teacher_url else {})
 
 
 def learner_bytes(

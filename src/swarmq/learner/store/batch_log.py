@@ -25,7 +25,7 @@ import zstandard
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.store.durable_files import mapped
 from swarmq.learner.store.records import SCHEMA, BatchRecord, Identity, Index, decode_record, encode_record
-from swarmq.runtime.files import fsync_folder, write_whole
+from swarmq.runtime.files import fsync_folder, write_atomically
 
 log = structlog.get_logger()
 
@@ -169,7 +169,7 @@ class BatchLog:
         """Complete before it gets its name, so a segment never has half a head."""
         head = msgspec.msgpack.encode(Head(schema=SCHEMA, identity=self.identity))
         path = self.folder / f"{record:012d}.log"
-        write_whole(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
+        write_atomically(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
         self._open(path)
 
 
@@ -203,7 +203,7 @@ def _set_aside(segment: Path, end: int, places: list[Place], needed: int) -> Non
     with segment.open("rb+") as file:
         file.seek(end)
         aside = segment.with_name(f"{segment.name}.{end}.torn")
-        write_whole(aside, tail := file.read())
+        write_atomically(aside, tail := file.read())
         log.warning("batch_log_torn_tail", segment=str(segment), at=end, bytes=len(tail), moved_to=aside.name)
         file.truncate(end)
         os.fsync(file.fileno())

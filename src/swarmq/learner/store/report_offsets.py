@@ -7,7 +7,7 @@ from pathlib import Path
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.durable_files import mapped
 from swarmq.learner.store.records import Index
-from swarmq.runtime.files import write_whole
+from swarmq.runtime.files import write_atomically
 
 
 class Reports:
@@ -52,7 +52,7 @@ class Reports:
             self.through += 1
             self._confirmed.discard(self.through)
         with mapped(self.path):
-            write_whole(self.path, str(self.through).encode())
+            write_atomically(self.path, str(self.through).encode())
 
 
 def _number(path: Path) -> int:

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from swarmq.config import JUDGED_AT
+from swarmq.config import TEACHER_TEMPERATURE
 from swarmq.engine.auth import authorized
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import Pass, Work
@@ -73,7 +73,7 @@ class ServedTeacher:
         """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
         wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
         for index in wanted:
-            if any(turn.sampling.temperature != JUDGED_AT for turn in episodes[index].turns):
+            if any(turn.sampling.temperature != TEACHER_TEMPERATURE for turn in episodes[index].turns):
                 raise LearnerError(
                     "train.teacher: a served teacher judges what was sampled at temperature 1 only; set "
                     "sampling.temperature to 1, or name the teacher's model folder, which the learner then loads"

@@ -267,7 +267,7 @@ class Learner:
 
     def _teacher_trouble(self) -> str:
         """Of a teacher that a server has, where it is and what is wrong; empty where it answers, or there is none."""
-        url = self.settings.train.served_teacher
+        url = self.settings.train.teacher_url
         return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
 
     def _teacher_answers(self, link: Link) -> bool:

@@ -263,7 +263,7 @@ class Trainer:
         """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
         little memory for it as it was, and a teacher that is served may have another address by now."""
         assert record.settings is not None
-        teacher = self.train.served_teacher if record.settings.served_teacher else None
+        teacher = self.train.teacher_url if record.settings.teacher_url else None
         most = self.train.micro_batch_tokens
         if most < record.settings.micro_batch_tokens:
             most = max(most, *(len(turn) for episode in record.episodes for turn in resolve(episode.turns)))
@@ -312,7 +312,7 @@ class Trainer:
         """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
 
         Raises LearnerError when it does not answer."""
-        served = train.served_teacher
+        served = train.teacher_url
         self._taught = (
             self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
         )

@@ -17,7 +17,7 @@ from swarmq.engine.client.tokenizer_compat import check_joins, ids_of
 from swarmq.errors import EngineError
 from swarmq.proxy.completions.engine_pool import WAIT_S, EngineView, Lane, Pool
 from swarmq.proxy.http_errors import RefusedError
-from swarmq.registries.engines import Roster
+from swarmq.registries.engines import EngineRegistry
 
 Opener = Callable[[str], contextlib.AbstractAsyncContextManager[Engine]]
 
@@ -31,7 +31,7 @@ class Fleet:
         self,
         engines: Mapping[str, Sequence[Engine]],
         *,
-        roster: Roster,
+        roster: EngineRegistry,
         max_behind: int,
         probe_every_s: float,
         opener: Opener | None = None,

@@ -45,7 +45,7 @@ class Tuning:
         if event.source != "collector" or event.name != "state" or event.fields.get("control", 0) == self.number:
             return
         changes = msgspec.convert(event.fields.get("changes", []), list[Change])
-        self.job, self.number = live_settings.applied(self._file, changes), event.fields["control"]
+        self.job, self.number = live_settings.apply_changes(self._file, changes), event.fields["control"]
         log.info("settings", control=self.number)
 
 

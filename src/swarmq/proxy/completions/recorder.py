@@ -17,8 +17,8 @@ from swarmq.messages import (
     Timings,
     Turn,
     VersionSpan,
+    are_valid_logprobs,
     check,
-    is_possible,
     pack_floats,
     pack_ids,
     unpack_floats,
@@ -111,7 +111,7 @@ def _check(turn: Turn) -> None:
     try:
         check(turn)
     except MessageError as error:
-        impossible = not is_possible(*unpack_floats(turn.logprobs))
+        impossible = not are_valid_logprobs(*unpack_floats(turn.logprobs))
         raise EngineAnswerError("logprobs" if impossible else "malformed", str(error)) from error
 
 

@@ -21,7 +21,7 @@ import structlog
 
 from swarmq.engine.client.protocol import Logprob
 from swarmq.keys import Claims
-from swarmq.messages import OBSERVED, new_id
+from swarmq.messages import OBSERVED_HEADER, new_id
 from swarmq.proxy.completions.pipeline import Begun, Completions
 from swarmq.proxy.completions.recorder import call_id
 from swarmq.proxy.counters import Meter
@@ -136,7 +136,7 @@ def read(
         stream=flag(body, "stream"),
         retry=min(int(retry), MAX_RETRIES_TOLD) if counts_retries else 0,
         counts_retries=counts_retries,
-        observed=OBSERVED in told,
+        observed=OBSERVED_HEADER in told,
         digest=hashlib.sha256(_canonical.encode(body)).hexdigest(),
         agent=agent or claims.agent,
         kept=ask.kept,

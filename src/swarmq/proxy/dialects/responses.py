@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from swarmq.engine.client.protocol import Logprob
-from swarmq.messages import RESPONSE
+from swarmq.messages import RESPONSE_ID_PREFIX
 from swarmq.proxy.completions.pipeline import Begun
 from swarmq.proxy.dialects import known_parameters, openapi_schemas
 from swarmq.proxy.dialects.base import (
@@ -272,7 +272,7 @@ class ResponseWriter:
 def response(begun: Begun, output: Sequence[Json], *, status: str = "in_progress", usage: Json | None = None) -> Json:
     body, sampling = begun.call.body, begun.asked.sampling
     return {
-        "id": RESPONSE + answer_id(begun),
+        "id": RESPONSE_ID_PREFIX + answer_id(begun),
         "object": "response",
         "created_at": int(begun.call.began_at),
         "status": status,
@@ -329,7 +329,7 @@ def _before(body: Json, told: Conversations) -> list[Json]:
     name = body.get("previous_response_id")
     if name is None:
         return []
-    messages = told.recall(name.removeprefix(RESPONSE)) if isinstance(name, str) else None
+    messages = told.recall(name.removeprefix(RESPONSE_ID_PREFIX)) if isinstance(name, str) else None
     if messages is None:
         raise RefusedError(
             f"response {name!r:.100} is not known here: send the whole input instead",

@@ -20,13 +20,13 @@ import msgspec
 
 from swarmq import keys
 from swarmq.config import SwarmJob
-from swarmq.messages import Event, made_at
+from swarmq.messages import Event, created_at
 from swarmq.proxy.completions.engine_pool import Lane
 from swarmq.proxy.episodes.conversation_graph import Graph
 from swarmq.proxy.episodes.conversations import Conversations
 from swarmq.proxy.episodes.token_budget import Budget
 from swarmq.proxy.http_errors import RefusedError, foreign_episode
-from swarmq.registries.proxies import Proxies
+from swarmq.registries.proxies import ProxyRegistry
 
 LIMIT_BYTES = 512 * 1024 * 1024
 OVERHEAD_BYTES = 1024
@@ -127,12 +127,12 @@ class Episodes:
     @classmethod
     def of_job(cls, job: SwarmJob, *, number: int, url: str = "", now: Callable[[], float] = time.time) -> Episodes:
         """Those of the proxy that clients find at `url`, or of this number where they were told of no other, from now on."""
-        started_at, proxies = now(), Proxies(job.run_folder.proxies)
+        started_at, proxies = now(), ProxyRegistry(job.run_folder.proxies)
 
         def is_home(episode_id: str) -> bool:
-            made, urls = made_at(episode_id), proxies.urls()
+            made, urls = created_at(episode_id), proxies.urls()
             place, count = (urls.index(url), len(urls)) if url in urls else (number, job.proxy.count)
-            return keys.home_of(episode_id, count) == place and (made is None or made >= started_at)
+            return keys.home_proxy_index(episode_id, count) == place and (made is None or made >= started_at)
 
         return cls(
             idle_s=job.proxy.key_lifetime_s,

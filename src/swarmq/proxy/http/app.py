@@ -37,8 +37,8 @@ from swarmq.proxy.http.control_routes import FAULTS, SECURITY, Authority, ProxyS
 from swarmq.proxy.http.episode_control import Control
 from swarmq.proxy.http.metrics import CONTENT_TYPE, Metrics
 from swarmq.proxy.http_errors import RefusedError, refusal_of
-from swarmq.registries.clients import Removed
-from swarmq.registries.engines import Roster
+from swarmq.registries.clients import RevokedNames
+from swarmq.registries.engines import EngineRegistry
 from swarmq.version import __version__
 
 STATE_EVERY_S = 2.0
@@ -78,7 +78,7 @@ def create_app(
     gate = Gate(max_open=job.proxy.max_open_calls, max_waiting=job.proxy.max_waiting_calls)
     fleet = Fleet(
         {name: engines[name] for name in job.policies},
-        roster=Roster(job),
+        roster=EngineRegistry(job),
         max_behind=job.groups.max_staleness,
         probe_every_s=job.proxy.probe_every_s,
         opener=opener,
@@ -97,7 +97,7 @@ def create_app(
         timeout_s=job.proxy.request_timeout_s,
     )
 
-    removed = Removed(job.run_folder.clients)
+    removed = RevokedNames(job.run_folder.clients)
 
     def claims_of(request: Request[Any, Any, Any]) -> keys.Claims:
         claims = keys.verify(root, key_of(request), run=job.run, now=now(), removed=removed)

@@ -23,7 +23,7 @@ from swarmq.broker import Broker, TicketDesk, topology
 from swarmq.broker.client_rules import NAME_MARK, is_foreign
 from swarmq.config import SwarmJob
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot, new_id
-from swarmq.outcome import Ends, Outcome, finished, unfinished, untrainable
+from swarmq.outcome import EpisodeRef, Outcome, explain_untrainable, make_finished_end, make_unfinished_end
 from swarmq.proxy.episodes.idempotency import Ended, Entry, Ledger
 from swarmq.proxy.http_errors import RefusedError, foreign_episode
 
@@ -199,7 +199,7 @@ class Control:
             policies=begin.policies,
             model=begin.policies[0],
             base_url=base_url,
-            api_key=keys.mint(keys.client_secret(self._root, claims.client), claims),
+            api_key=keys.mint(keys.derive_client_secret(self._root, claims.client), claims),
             expires_at=expires_at,
             repeated=repeated,
             group_size=self._size(begin.kind),
@@ -218,7 +218,7 @@ class Control:
             agent_rewards=asked.agent_rewards,
             call_rewards=asked.call_rewards,
         )
-        end = finished(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
+        end = make_finished_end(self._ending(episode_id, entry, asked, client_id), outcome, frozen=self._job.frozen)
         return await self._end(
             entry, msgspec.structs.replace(end, calls=asked.calls, received=asked.received), asked.outcome_id
         )
@@ -226,8 +226,10 @@ class Control:
     async def abort(self, episode_id: str, asked: AbortRequest, *, client_id: str) -> EndedEpisode:
         """Raises RefusedError, BrokerError."""
         entry = self._owned(episode_id, client_id)
-        who = Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
-        return await self._end(entry, unfinished(who, asked.status, asked.reason, final=asked.final), asked.outcome_id)
+        who = EpisodeRef(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=())
+        return await self._end(
+            entry, make_unfinished_end(who, asked.status, asked.reason, final=asked.final), asked.outcome_id
+        )
 
     def _owned(self, episode_id: str, client_id: str) -> Entry:
         """Raises RefusedError for an episode that another client began; where another proxy began it, the collector looks."""
@@ -280,7 +282,7 @@ class Control:
         policies = tuple(dict.fromkeys(job.policies if asked.policies is None else asked.policies))
         if not policies or set(policies) - set(job.policies):
             raise RefusedError(f"policies: those of the run are {', '.join(job.policies)}", param="policies")
-        if asked.mode == "train" and (refusal := untrainable(policies, tuple(job.policies), job.frozen)):
+        if asked.mode == "train" and (refusal := explain_untrainable(policies, tuple(job.policies), job.frozen)):
             raise RefusedError(refusal, param="policies")
         size = asked.group_size or (self._size(kind) if asked.mode == "train" else 1)
         if asked.mode == "train" and asked.repeat >= (most := max(size, self._desks[kind].group_size or 0)):
@@ -307,7 +309,7 @@ class Control:
         """Attempts that make a group now, as far as tickets have told."""
         return self._desks[kind].group_size or self._job.group_size(kind)
 
-    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> Ends:
+    def _ending(self, episode_id: str, entry: Entry, asked: EndRequest, client_id: str) -> EpisodeRef:
         """Whose end it is. What it says must not depend on which proxy was asked, or a repeat would be another end."""
         policies = tuple(self._job.policies) if len(self._job.policies) == 1 else None
         policies = entry.begin.policies if entry.begin else asked.policies or policies
@@ -318,7 +320,7 @@ class Control:
                 "another proxy began this episode: give `policies` beside `reward`, or `rewards` for each",
                 param="policies",
             )
-        return Ends(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=policies)
+        return EpisodeRef(run=self._job.run, episode_id=episode_id, client_id=client_id, policies=policies)
 
 
 def _conflict(message: str) -> RefusedError:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from swarmq.errors import EngineError
-from swarmq.runtime.processes import free_port
+from swarmq.runtime.processes import find_free_port
 from swarmq.weights.format import adapters, cuda_ipc, nccl_group
 from swarmq.weights.format.packing import (
     CPU,
@@ -268,7 +268,7 @@ class NcclTransfer:
             return
         if group is not None:
             self._forget(engine.url)
-        world_size, port = 1 + len(route.workers), free_port()
+        world_size, port = 1 + len(route.workers), find_free_port()
         device = torch.device("cuda", torch.cuda.current_device())
         joining = _abandonable(
             partial(nccl_group.join, LOOPBACK, port, rank=nccl_group.LEARNER, world_size=world_size, device=device)
