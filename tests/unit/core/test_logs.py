@@ -60,7 +60,7 @@ def test_lines_are_whole_and_in_order_where_there_is_room(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "program",
-    [LOGGING, f"import swarmq.runtime.logs\nswarmq.runtime.logs.write_whole_lines(){CLIENT}"],
+    [LOGGING, f"import swarmq.runtime.logs\nswarmq.runtime.logs.write_lines_whole(){CLIENT}"],
     ids=["daemon", "worker"],
 )
 def test_a_line_is_written_at_one_go_though_nothing_is_buffered(program: str) -> None:

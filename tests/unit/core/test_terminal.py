@@ -75,7 +75,7 @@ def test_lines_of_up_and_doctor_and_errors_of_commands_show_them() -> None:
 LOGGING = {
     "client": "",
     "daemon": "from swarmq.runtime import logs; logs.configure(role='collector', run='r')",
-    "worker": "from swarmq.runtime import logs; logs.write_whole_lines()",
+    "worker": "from swarmq.runtime import logs; logs.write_lines_whole()",
 }
 
 
