@@ -1,6 +1,6 @@
-"""The settings of a run: one typed object, TOML in and out, `--set a.b=v`, and where things lie in the run folder.
+"""The settings of a run as typed records, read from TOML and `--set a.b=v`, and the layout of the run folder.
 
-Every default has its home here. Unknown keys and values out of range are errors that name their path.
+Every default is defined here. Unknown keys and values out of range are errors that name the path of the setting.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from swarmq.runtime.logs import log
 Positive = Annotated[float, Meta(gt=0)]
 NonNegative = Annotated[float, Meta(ge=0)]
 Factor = Annotated[float, Meta(gt=0, le=sys.float_info.max)]
-"""What is multiplied with: `inf`, which takes a limit away elsewhere, would make everything infinite."""
+"""A finite multiplier: `inf`, which removes a limit elsewhere, would make every product infinite."""
 Weight = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
 Count = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 Whole = Annotated[int, Meta(ge=0, le=2**63 - 1)]
@@ -48,21 +48,21 @@ Advantage = Literal["rloo", "centered", "grpo", "batch_norm", "ema"]
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every section."""
+    """Base of every settings section."""
 
 
 class BrokerSettings(Settings, frozen=True, kw_only=True):
-    """Which RabbitMQ. Without a url, `$SWARMQ_AMQP_URL`; without that, a private node in the run folder."""
+    """The RabbitMQ of the run: `url`, else `$SWARMQ_AMQP_URL`, else a private node in the run folder."""
 
     url: str | None = None
     port: Port = 0
     """AMQP port of the private node; 0 picks a free one."""
     tls_port: Port = 0
-    """amqps port of the private node, open to other machines; 0 opens none. Needs `certificate` and `key`."""
+    """TLS port (amqps) of the private node, open to other machines; 0 opens none. Needs `certificate` and `key`."""
     certificate: str | None = None
-    """PEM file."""
+    """PEM file with the node's certificate."""
     key: str | None = None
-    """PEM file."""
+    """PEM file with the node's private key."""
 
     def __post_init__(self) -> None:
         if self.tls_port and not (self.certificate and self.key):
@@ -70,116 +70,125 @@ class BrokerSettings(Settings, frozen=True, kw_only=True):
 
 
 class ProxySettings(Settings, frozen=True, kw_only=True):
+    """The proxies of the run: address, limits, timeouts and how requests are treated."""
+
     host: str = "127.0.0.1"
     port: Port = 0
-    """The first proxy's; 0 picks free ones. A fixed port of several proxies is followed by the next ones."""
+    """Port of the first proxy, further proxies take the following ports; 0 picks free ports."""
     certificate: str | None = None
-    """PEM file; with it and `key` the proxy speaks https, and `host` is to be the name in the certificate."""
+    """PEM file with a certificate for the name `host`; with it and `key` the proxy serves https."""
     key: str | None = None
-    """PEM file."""
+    """PEM file with the certificate's private key."""
     count: Count = 1
-    """Proxies side by side; each is one process on one core. An episode stays with one of them."""
+    """Number of proxy processes, each of which uses one core. An episode stays with one of them."""
     key_lifetime_s: Positive = 7200.0
+    """Seconds after which an episode's API key expires."""
     request_timeout_s: Positive = 600.0
-    """Deadline of a call, from its arrival to its last byte; later it is answered 504."""
+    """Seconds from a call's arrival to its last byte, after which it is answered 504."""
     receive_timeout_s: Positive = 60.0
-    """How long the head of a request may take to arrive, and how long its body; later it is answered 408."""
+    """Seconds for the head of a request to arrive, and again for its body, after which it is answered 408."""
     max_body_bytes: Count = 10 * 1024 * 1024
+    """Size of the largest request body; larger ones are answered 413."""
     confirm_timeout_s: Positive = 15.0
-    """How long an answer waits for the broker's confirm before the agent gets a 503."""
+    """Seconds that an answer waits for the broker's confirm before the agent gets a 503."""
     max_open_calls: Count = 4096
-    """Calls of one proxy that are rendered or sampled at a time; what is beyond waits its turn."""
+    """Most calls of one proxy that are rendered or sampled at the same time; further calls wait."""
     max_waiting_calls: Whole = 4096
-    """Calls that wait; what is beyond is answered 429 with `Retry-After`."""
+    """Most waiting calls of one proxy; further calls are answered 429 with `Retry-After`."""
     max_memory_bytes: Count = 512 * 1024 * 1024
-    """For the conversations of open episodes in one proxy; beyond it the least recently used are forgotten."""
+    """Memory of one proxy for the conversations of open episodes; beyond it, the least recently used are forgotten."""
     max_episode_calls: Count = 256
-    """Calls of one episode at a time, so that no key takes all places; what is beyond is answered 429."""
+    """Most calls of one episode at the same time, so that no key uses up a proxy; further calls are answered 429."""
     remote_images: bool = False
-    """Engines fetch images from https urls that agents name, with the rights of the engine's host in its network."""
+    """Let engines fetch images from https URLs in requests, with the network access of the engine's host."""
     server_tools: Literal["leave_out", "refuse"] = "leave_out"
-    """Tools that a provider would run (web search, code interpreter, remote MCP servers): left out of the request and named in
-    the header `x-swarmq-overridden`, or answered 400."""
+    """Treatment of tools that a provider would run (web search, code interpreter, remote MCP servers): left out of the request and
+    named in the header `x-swarmq-overridden`, or answered 400."""
     unknown_parameters: Literal["refuse", "leave_out"] = "refuse"
-    """Parameters of OpenAI's dialects that neither OpenAI nor vLLM has: answered 400, as OpenAI does, or left out of the request and
+    """Treatment of request parameters that neither OpenAI nor vLLM has: answered 400, as OpenAI does, or left out of the request and
     named in the header `x-swarmq-overridden`."""
     special_tokens: Literal["keep", "escape"] = "keep"
-    """What becomes of the text of a special token (`<|im_end|>`) in the messages of agents: the token, as in vLLM, or text that forges
-    no turn. Escape where agents read what strangers wrote."""
+    """Treatment of a special token's text (`<|im_end|>`) in agents' messages: kept as the token, as in vLLM, or escaped to plain text
+    that cannot forge a turn. Escape where agents read text from strangers."""
     probe_every_s: Positive = 2.0
-    """How often engines are asked for their health and weight version."""
+    """Seconds between two probes of an engine's health and weight version."""
     traces: bool = False
-    """A span for each call, sent where OpenTelemetry's environment variables say; needs `swarmq[traces]`."""
+    """Send an OpenTelemetry span for each call, configured by OpenTelemetry's environment variables; needs `swarmq[traces]`."""
     drift_alert: Share = 0.05
-    """Warn when more than this share of turns cannot continue their conversation token by token, though its history was
-    not edited: the template writes it anew, or drift that could not be repaired. Of turns whose history the agent edited,
-    more than half warn. 1 never warns."""
+    """Share of turns that cannot continue their conversation token by token above which a warning is given. Turns whose history the
+    agent edited do not count, and cause a warning only above one half. 1 never warns."""
     drift_window: Count = 100
-    """The newest turns of a policy that `drift_alert` looks at."""
+    """Number of a policy's newest turns to which `drift_alert` applies."""
 
     def __post_init__(self) -> None:
         if bool(self.certificate) != bool(self.key):
             raise ValueError("certificate and key belong together: give both PEM files, or neither")
 
     def url(self, port: int) -> str:
-        """What agents of the proxy at this port get."""
+        """Return the base URL of the proxy at this port."""
         return f"{'https' if self.certificate else 'http'}://{self.host}:{port}/v1"
 
 
 class GroupSettings(Settings, frozen=True, kw_only=True):
-    """What makes an optimizer batch, and how far rollouts may run ahead of it."""
+    """The composition of optimizer batches, and how far rollouts may run ahead of training."""
 
     group_size: Count = 8
+    """Number of attempts at a task that form a group."""
     groups_per_batch: Count = 8
+    """Number of groups in an optimizer batch."""
     min_group: Count = 2
-    """A group that is not whole goes on with at least this many members."""
+    """Fewest members with which an incomplete group is trained."""
     deadline_s: Positive = 600.0
-    """How long a group waits for members that may still come after the first has finished."""
+    """Seconds that a group waits for its other members after the first has finished."""
     max_staleness: Whole = 4
-    """Optimizer steps between the sampling of an episode's oldest token and its training."""
+    """Most weight versions between the sampling of a rollout's oldest token and its training."""
     idle_timeout_s: Positive = 600.0
-    """An episode without a sign of life for this long expires."""
+    """Seconds without a sign of life after which an episode expires."""
     when_dry: Literal["wait", "lend"] = "wait"
-    """What batches do when a kind of the mix has nothing for them: wait for it, or lend its share to the others until it
-    is back. What was lent is not paid back."""
+    """What batches do when a kind of the mix runs dry: wait for it, or lend its share to the other kinds until it is back. Lent
+    shares are not paid back."""
     dry_after_s: Positive = 120.0
-    """A kind has run dry when its tickets have lain untouched for this long with none of its episodes running, ..."""
+    """Seconds for which a kind's tickets lie untouched, with none of its episodes running, until the kind counts as dry."""
     uninformative_groups: Count = 16
-    """... or when so many of its groups in a row, for each that a batch wants, taught nothing: their rewards were equal."""
+    """Groups with equal rewards in a row, per group that a batch wants of the kind, after which a kind counts as dry, too."""
 
 
 class EngineSettings(Settings, frozen=True, kw_only=True):
     """The vLLM servers of one policy."""
 
     urls: tuple[str, ...] = ()
-    """Engines that run elsewhere; empty starts `count` of our own."""
+    """URLs of engines that are started elsewhere; empty: `swarmq up` starts `count` engines."""
     count: Count = 1
+    """Number of engines that `swarmq up` starts."""
     max_model_len: Count | None = None
-    """Tokens of prompt and answer together; a model made for fewer is served with its own limit. Without it `swarmq up`
-    takes as many as the model, the learner's passes and the GPU's memory allow, and says which of them decided."""
+    """Most tokens of prompt and answer together; a model with a smaller limit keeps its own. None: the largest number that the
+    model, the learner's micro-batches and GPU memory allow, which `swarmq up` reports with its cause."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Data type of the served weights, as vLLM's `--dtype`."""
     gpu_memory_utilization: Share | None = None
-    """Share of a GPU's memory that one engine takes; chosen by `placement` without it."""
+    """Share of a GPU's memory that one engine takes; None: chosen from the policy's `placement`."""
     sleep: bool | None = None
-    """Engines give their memory back while the learner computes; chosen by `placement` without it."""
+    """Whether engines release their GPU memory while the learner computes; None: chosen from the policy's `placement`."""
     arguments: tuple[str, ...] = ()
-    """Further arguments of the vLLM server, as on its command line."""
+    """Further command-line arguments of the vLLM server."""
     start_timeout_s: Positive = 600.0
+    """Seconds for an engine to start."""
 
 
 TEACHER_TEMPERATURE = 1.0
-"""The temperature of the log-probabilities that a server tells of a prompt."""
+"""Temperature at which a vLLM server reports the log-probabilities of a prompt."""
 
 
 class SamplingDefaults(Settings, frozen=True, kw_only=True):
-    """Training episodes are sampled like this; evaluation keeps the agent's wishes."""
+    """Sampling parameters of training episodes. Evaluation episodes are sampled as their agents ask."""
 
     temperature: Factor = 1.0
+    """Sampling temperature."""
     max_tokens: Count | None = None
-    """Longest answer of one call; without it as long as the agent asks for, and no longer than the engine has room for."""
+    """Most tokens of one answer; None: as many as the agent asks for and the engine has room for."""
     conflicts: Literal["override", "refuse"] = "override"
-    """A call of a training episode that asks for other sampling is answered as the run samples, with a header that
-    names what was overridden, or refused with 400."""
+    """Treatment of a training call that asks for other sampling: sampled as the run samples, with a header that names the overridden
+    parameters, or refused with 400."""
 
 
 LOSSES_BY_CONSTANT = {
@@ -189,27 +198,31 @@ LOSSES_BY_CONSTANT = {
     "clip_high": ("ppo_clip", "cispo", "gspo"),
     "dual_clip": ("ppo_clip",),
 }
-"""Constant -> the losses that have it."""
+"""Constant of `Loss` -> names of the losses that use it."""
 
 
 class Loss(Settings, frozen=True, kw_only=True):
     """The policy loss and its constants (docs/learning.md)."""
 
     name: Literal["tis_mask", "ppo_clip", "cispo", "gspo", "reinforce", "sft", "distill"] = "tis_mask"
+    """Name of the policy loss."""
     ratio_cap: Positive = 20.0
+    """Largest importance ratio that weights a token."""
     mask_delta: Positive = 0.2
+    """Change of a token's probability, in the direction of its advantage, beyond which `tis_mask` masks it."""
     logratio_penalty: Weight = 1e-3
     """Weight of the squared log-ratio (logprobs - behavior_logprobs)^2 in `tis_mask`."""
     clip_low: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """How far a ratio may fall; without it the loss's own: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
+    """Clip range of the ratio below 1; None: 0.2 in `ppo_clip`, 3e-4 in `gspo`."""
     clip_high: NonNegative | None = None
-    """How far a ratio may rise; without it the loss's own: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
+    """Clip range of the ratio above 1; None: 0.28 in `ppo_clip`, 4e-4 in `gspo`, 4 in `cispo`."""
     dual_clip: Annotated[float, Meta(gt=1)] = 3.0
+    """Bound of the `ppo_clip` loss for negative advantages (dual-clip PPO)."""
     kl: Weight = 0.0
-    """beta, the weight of the KL divergence from `train.reference`; 0 loads no reference."""
+    """Weight (beta) of the KL divergence from `train.reference`; 0 loads no reference."""
 
     def find_unused_constants(self) -> dict[str, tuple[str, ...]]:
-        """Constants that were chosen and that this loss does not have -> the losses that do."""
+        """Return constants that were set although this loss does not use them -> losses that do."""
         plain = Loss()
         return {
             constant: losses
@@ -219,7 +232,7 @@ class Loss(Settings, frozen=True, kw_only=True):
 
 
 class LengthPenalty(Settings, frozen=True, kw_only=True):
-    """Taken from an episode's reward: nothing up to `free` sampled tokens, `weight` from `full` on, linear between."""
+    """Penalty subtracted from an episode's reward: 0 up to `free` sampled tokens, `weight` from `full` on, linear in between."""
 
     free: Whole
     full: Count
@@ -231,82 +244,96 @@ class LengthPenalty(Settings, frozen=True, kw_only=True):
 
 
 class Lora(Settings, frozen=True, kw_only=True):
-    """Train low-rank adapters instead of all parameters."""
+    """Low-rank adapters (LoRA), trained in place of all parameters."""
 
     rank: Count = 16
     alpha: Factor = 32.0
     modules: tuple[str, ...] | None = None
-    """Names of the linear layers that get adapters; all but the head without it."""
+    """Names of the linear layers that get adapters; None: all but the language-model head."""
 
 
 class Train(Settings, frozen=True, kw_only=True):
-    """How one policy learns."""
+    """Training settings of one policy."""
 
     advantage: Advantage = "rloo"
+    """Advantage estimator."""
     advantages: dict[str, Advantage] = field(default_factory=dict)
-    """Task kind -> its advantage, where that is another; filled in from `kinds.X.advantage`."""
+    """Task kind -> advantage estimator, for kinds with another one; filled in from `kinds.X.advantage`."""
     ema_decay: Decay = 0.95
-    """alpha of the `ema` baseline: what it keeps of itself at every episode."""
+    """Decay (alpha) of the `ema` baseline at every episode."""
     call_discount: Annotated[float, Meta(ge=0, le=1)] | None = None
-    """gamma: calls of a group with rewards by call are credited with G_k = r_k + gamma G_(k+1); none: with r_k."""
+    """Discount (gamma) of rewards by call: calls are credited with the return G_k = r_k + gamma G_(k+1); None: with r_k."""
     length_penalty: LengthPenalty | None = None
+    """Penalty for long episodes; None: no penalty."""
     overlong: Literal["keep", "drop"] = "keep"
-    """An episode with a call that was cut off by a token limit: trained with its reward, or dropped and counted."""
+    """Treatment of an episode with a call that a token limit cut off: trained with its reward, or dropped and counted."""
     loss: Loss = field(default_factory=Loss)
+    """The policy loss."""
     reference: str | None = None
-    """Model folder or name that `loss.kl` holds the policy to; the policy's initial model without it, which is there already
-    where adapters are trained."""
+    """Model folder or name of the reference policy of `loss.kl`; None: the policy's initial model, which LoRA training has
+    loaded anyway."""
     teacher: str | None = None
-    """Model folder or name, of the policy's vocabulary, that the `distill` loss learns from; or the url of a vLLM server
-    that has it, for policies sampled at temperature 1."""
+    """Model folder or name of the teacher of the `distill` loss, with the policy's vocabulary; or the URL of a vLLM server with it,
+    for policies sampled at temperature 1."""
     steps_per_batch: Count = 1
-    """Optimizer steps of one batch: its groups are shared out among them, and from the second on the loss is corrected
-    for what the ones before have moved."""
+    """Optimizer steps per batch. Its groups are divided among the steps, and from the second step on the loss is corrected for the
+    steps before."""
     normalisation: Literal["token", "episode", "constant"] = "token"
+    """Denominator of the loss: trained tokens, episodes, or episodes times `constant_length`."""
     constant_length: Count = 1024
-    """L_max of the `constant` normalisation."""
+    """Length L_max of the `constant` normalisation, in tokens."""
     row_k3_max: NonNegative = 0.0
-    """Model calls whose mean k3 mismatch with the engine is larger are left out; 0 keeps all."""
+    """Largest mean k3 mismatch with the engine at which a model call is trained; 0 trains all."""
     ratio_band: tuple[Positive, Positive] | None = None
-    """Tokens whose probability ratio to the engine's is outside are left out, e.g. [0.5, 2.0]."""
+    """Range of the probability ratio to the engine within which a token is trained, e.g. [0.5, 2.0]; None: any ratio."""
     engine_gap_max: NonNegative | None = None
-    """Nats by which engine and learner, with the same weights, may differ about sampled tokens on average; beyond, the learner stops
-    before it trains on them. 0.005 without it where both compute in FP32, else 0.1; 0 never stops."""
+    """Largest mean difference, in nats, between engine and learner log-probabilities of sampled tokens under the same weights. Above
+    it, the learner stops before it trains. None: 0.005 if both compute in FP32, else 0.1. 0 never stops."""
     learning_rate: Factor = 1e-6
+    """Learning rate of AdamW."""
     warmup_steps: Whole = 10
+    """Steps over which the learning rate rises linearly."""
     betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decays of AdamW's two moments."""
     weight_decay: Weight = 0.0
+    """Weight decay of AdamW."""
     grad_clip: Positive = 1.0
+    """Largest norm of the gradient; larger gradients are scaled down to it."""
     max_steps: Whole = 0
-    """0 trains until stopped."""
+    """Last step; 0: train until stopped."""
     micro_batch_tokens: Count = 16384
     """Most tokens of one forward and backward pass. An episode with a longer call is dropped and counted."""
     layout: Literal["auto", "rows", "tree"] = "auto"
-    """Packed rows, or trees that compute shared beginnings once; `auto` takes what is less work. The result is the same."""
+    """Layout of micro-batches: packed rows, or trees that compute shared beginnings once; `auto` takes the cheaper one. The
+    gradient is the same."""
     gradient_checkpointing: bool = True
-    """The backward pass computes layers again, as many as GPU memory does not hold (without a GPU: all of them)."""
+    """Recompute as many layers in the backward pass as GPU memory does not hold (without a GPU: all of them)."""
     mixed_precision: Literal["auto", "no", "bf16"] = "auto"
-    """What layers compute in: BF16 beside FP32 master weights, or FP32 alone (`no`); `auto` is BF16 on a GPU, else FP32."""
+    """Precision of the layers: BF16 with FP32 master weights, or FP32 (`no`); `auto`: BF16 on a GPU, else FP32."""
     sharding: Literal["auto", "none", "full"] = "auto"
-    """Of several ranks: each holds the whole model, or its share of parameters, gradients and optimizer state (FSDP2);
-    `auto` shares where the whole does not fit a GPU."""
+    """Whether ranks shard parameters, gradients and optimizer state (FSDP2, `full`) or each hold the whole model (`none`); `auto`
+    shards if the whole model does not fit a GPU."""
     cpu_offload: bool = False
-    """With full sharding: keep parameters and optimizer state in host memory between uses."""
+    """Keep parameters and optimizer state in host memory between uses; needs full sharding."""
     context_parallel: Count = 1
-    """So many ranks share each pass, token by token, for calls that are longer than one GPU has memory for; `micro_batch_tokens`
-    are those of the whole pass. The number of ranks must be a multiple."""
+    """Number of ranks that share the tokens of each micro-batch, for calls that are too long for one GPU; `micro_batch_tokens` counts
+    the tokens of the whole micro-batch. The number of ranks must be a multiple of it."""
     lora: Lora | None = None
+    """Low-rank adapters; None: train all parameters."""
     checkpoint_every: Count = 20
+    """Steps between two checkpoints."""
     keep_checkpoints: Count = 3
+    """Number of newest checkpoints to keep."""
     keep_batches: bool = True
-    """Keep the whole batch log; false removes what no kept checkpoint needs."""
+    """Keep the whole batch log; false removes batches that no kept checkpoint needs."""
     token_log: bool = True
-    """Record what every step saw of every token, for `swarmq inspect`: 4 bytes a sampled token before compression."""
+    """Record the learner's view of every trained token for `swarmq inspect`: 4 bytes a sampled token before compression."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "swanlab", "trackio"], ...] = ("tensorboard",)
-    """Where the figures of every step go besides the run's events; their files lie in `<run>/<policy>/trackers`."""
+    """Trackers that get the metrics of every step; their files are in `<run>/<policy>/trackers`."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    """Seed of the learner's random numbers."""
     deterministic: bool = False
-    """A step that is made again, on the same kind of machine, comes out the same to the bit. Slower on a GPU."""
+    """Make a repeated step equal bit for bit on the same kind of machine. Slower on a GPU."""
 
     def __post_init__(self) -> None:
         if self.cpu_offload and self.sharding != "full":
@@ -322,81 +349,85 @@ class Train(Settings, frozen=True, kw_only=True):
             raise ValueError("reference: has no effect while loss.kl is 0")
 
     def of_kind(self, kind: str) -> Train:
-        """As it is for tasks of this kind."""
+        """Return the settings that apply to tasks of a kind."""
         own = self.advantages.get(kind, self.advantage)
         return self if own == self.advantage else msgspec.structs.replace(self, advantage=own)
 
     def precision(self, *, cuda: bool) -> Literal["no", "bf16"]:
-        """`mixed_precision`, resolved for ranks on GPUs or on processors."""
+        """Return `mixed_precision` with `auto` resolved for GPU or CPU ranks."""
         if self.mixed_precision == "auto":
             return "bf16" if cuda else "no"
         return self.mixed_precision
 
     @property
     def teacher_url(self) -> str | None:
-        """The url of the engine that has the teacher, if one has."""
+        """URL of the vLLM server with the teacher; None if the learner loads the teacher itself."""
         return self.teacher if self.teacher and self.teacher.startswith(("http://", "https://")) else None
 
     @property
     def needs_baseline(self) -> bool:
-        """Whether an episode is judged by the others of its group, so that equal rewards teach nothing."""
+        """Whether advantages compare the episodes of a group, so that equal rewards give no gradient."""
         return self.advantage != "ema" and self.loss.name not in {"sft", "distill"}
 
 
 class MixPoint(Settings, frozen=True, kw_only=True):
-    """The mix from one step on, or on the way to it."""
+    """The mix at one step of a schedule."""
 
     step: Count
     mix: dict[str, Share]
 
 
 class MixSchedule(Settings, frozen=True, kw_only=True):
-    """How the mix goes on from `mix`, which holds at step 0. A kind that a point leaves out has no share there."""
+    """Schedule of the mix, starting from `mix` at step 0. A kind that a point leaves out has no share there."""
 
     shape: Literal["linear", "cosine", "table"] = "linear"
-    """Between two points: a straight line, half a cosine, or the earlier one until the later one's step."""
+    """Interpolation between two points: linear, half a cosine, or the earlier point's mix until the later point (`table`)."""
     points: tuple[MixPoint, ...]
 
 
 class Kind(Settings, frozen=True, kw_only=True):
-    """What is different for one task kind."""
+    """Settings of one task kind, in place of the run's."""
 
     group_size: Count | None = None
-    """In place of `groups.group_size`."""
+    """Group size in place of `groups.group_size`."""
     advantage: Advantage | None = None
-    """In place of `policies.X.train.advantage`."""
+    """Advantage estimator in place of `policies.X.train.advantage`."""
     max_tokens: Count | None = None
-    """Longest answer of one model call, where it is less than `policies.X.sampling.max_tokens` allows."""
+    """Most tokens of one answer, if fewer than `policies.X.sampling.max_tokens` allows."""
     episode_tokens: Count | None = None
-    """Most tokens that the calls of one episode may sample together: the last one is cut, later ones are refused."""
+    """Most tokens that the calls of one episode may sample together: the last call is cut, later ones are refused."""
     episode_calls: Count | None = None
     """Most model calls of one episode; later ones are refused."""
 
 
 class Eval(Settings, frozen=True, kw_only=True):
-    """Evaluation while training, of the tasks that `swarmq feed --eval` brought."""
+    """Evaluation during training, on the tasks of `swarmq feed --eval`."""
 
     every: Whole = 0
-    """Steps between two rounds; 0 holds none."""
+    """Steps between two evaluation rounds; 0: no evaluation."""
     k: tuple[Count, ...] = (1,)
-    """pass@k is told for each of these that the number of attempts allows."""
+    """Values of k for which pass@k is reported, if there are enough attempts."""
     deadline_s: Positive = 1800.0
-    """A round that is not complete by then is closed with what it has."""
+    """Seconds after which an incomplete round is closed with the results so far."""
 
 
 class Policy(Settings, frozen=True, kw_only=True):
-    """A model being trained, or served frozen."""
+    """A model that is trained, or served frozen."""
 
     model: str
-    """A Hugging Face model folder or name."""
+    """Hugging Face model folder or name."""
     aliases: tuple[str, ...] = ()
-    """Other names that agents may ask for it by, for those whose model name cannot be changed; e.g. ["gpt-4o", "claude-*"]."""
+    """Further model names by which agents may request the policy, e.g. ["gpt-4o", "claude-*"], for agents with a fixed model name."""
     trained: bool = True
+    """Whether the policy has a learner; false: it is served frozen."""
     placement: Literal["auto", "shared", "split"] = "auto"
-    """Of learner and engines on this host's GPUs: on the same ones, or on some each; chosen from memory by `auto`."""
+    """Whether learner and engines share the host's GPUs (`shared`) or get separate ones (`split`); `auto` decides by memory."""
     engine: EngineSettings = field(default_factory=EngineSettings)
+    """The policy's vLLM servers."""
     sampling: SamplingDefaults = field(default_factory=SamplingDefaults)
+    """Sampling parameters of training episodes."""
     train: Train = field(default_factory=Train)
+    """Training settings."""
 
     def __post_init__(self) -> None:
         if self.train.teacher_url and self.sampling.temperature != TEACHER_TEMPERATURE:
@@ -407,21 +438,28 @@ class Policy(Settings, frozen=True, kw_only=True):
 
 
 class SwarmJob(Settings, frozen=True, kw_only=True):
-    """Everything about a run that can be chosen. `SwarmJob.load("job.toml", sets=["groups.group_size=4"])`."""
+    """All settings of a run, e.g. `SwarmJob.load("job.toml", sets=["groups.group_size=4"])`."""
 
     run: str
+    """Name of the run, used in queue names."""
     folder: str = "runs"
-    """The run folder is `<folder>/<run>`."""
+    """Parent of the run folder, which is `<folder>/<run>`."""
     mix: dict[str, Share] = field(default_factory=lambda: {"default": 1.0})
-    """Task kind -> its share of the groups of every batch; the shares sum to 1."""
+    """Task kind -> share of the groups of every batch; the shares sum to 1."""
     mix_schedule: MixSchedule | None = None
+    """Change of the mix over the steps; None: the mix stays."""
     kinds: dict[str, Kind] = field(default_factory=dict)
-    """Settings of single kinds; kinds outside the mix may be named, to be mixed in later."""
+    """Kind -> its own settings. Kinds outside the mix get queues, too, and can be mixed in later."""
     eval: Eval = field(default_factory=Eval)
+    """Evaluation during training."""
     policies: dict[str, Policy]
+    """Name -> policy."""
     broker: BrokerSettings = field(default_factory=BrokerSettings)
+    """The RabbitMQ of the run."""
     proxy: ProxySettings = field(default_factory=ProxySettings)
+    """The proxies of the run."""
     groups: GroupSettings = field(default_factory=GroupSettings)
+    """Groups and batches."""
 
     def __post_init__(self) -> None:
         for where, names in (
@@ -459,18 +497,18 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
 
     @property
     def task_kinds(self) -> tuple[str, ...]:
-        """Every kind that has queues: of the mix at any step, or with settings of its own."""
+        """Kinds that have queues: those in the mix at any step, and those in `kinds`."""
         points = self.mix_schedule.points if self.mix_schedule else ()
         return tuple(dict.fromkeys([*self.mix, *(kind for point in points for kind in point.mix), *self.kinds]))
 
     @property
     def trained(self) -> tuple[str, ...]:
-        """Policies that have a learner."""
+        """Names of the policies that have a learner."""
         return tuple(name for name, policy in self.policies.items() if policy.trained)
 
     @property
     def frozen(self) -> tuple[str, ...]:
-        """Policies that are served and never trained."""
+        """Names of the policies that are served and never trained."""
         return tuple(name for name, policy in self.policies.items() if not policy.trained)
 
     def group_size(self, kind: str) -> int:
@@ -478,7 +516,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
         return (own.group_size if own else None) or self.groups.group_size
 
     def train_of(self, policy: str) -> Train:
-        """How the policy learns, the kinds' own advantages included."""
+        """Return the policy's training settings with the kinds' own advantages filled in."""
         train = self.policies[policy].train
         own = {name: kind.advantage for name, kind in self.kinds.items() if kind.advantage}
         return msgspec.structs.replace(train, advantages={**own, **train.advantages})
@@ -489,7 +527,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, path: str | Path, *, sets: Sequence[str] = ()) -> SwarmJob:
-        """Read TOML and apply `a.b=v` overrides. Raises ConfigError naming file and key."""
+        """Read a TOML file and apply `a.b=v` overrides. Raises ConfigError that names file and setting."""
         try:
             tree = tomllib.loads(Path(path).read_text())
         except OSError as error:
@@ -500,7 +538,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
 
     @classmethod
     def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:
-        """A job from plain data and `a.b=v` overrides. Raises ConfigError naming the key."""
+        """Build a job from plain data and `a.b=v` overrides. Raises ConfigError that names the setting."""
         whole = copy.deepcopy(tree)
         _rename_former(whole)
         for assignment in sets:
@@ -514,12 +552,12 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
             raise ConfigError(f"{where}: {explain(str(error), whole, cls)}") from error
 
     def to_toml(self) -> str:
-        """Every resolved value, readable by `load`."""
+        """Return all settings as TOML that `load` reads."""
         return tomli_w.dumps(_without_none(msgspec.to_builtins(self)))
 
 
 class RunFolder:
-    """Where the parts of a run keep their files; nothing else knows these names."""
+    """Paths of a run's files. No other module knows these names."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -530,7 +568,7 @@ class RunFolder:
 
     @property
     def resolved(self) -> Path:
-        """The job with every address filled in."""
+        """TOML of the job with every address filled in."""
         return self.path / "resolved.toml"
 
     @property
@@ -543,27 +581,27 @@ class RunFolder:
 
     @property
     def clients(self) -> Path:
-        """JSON of everybody who was invited with `swarmq client add`."""
+        """JSON of all clients invited with `swarmq client add`."""
         return self.path / "clients.json"
 
     @property
     def endpoints(self) -> Path:
-        """JSON that `swarmq up` writes: urls of broker, management UI, proxies and engines."""
+        """JSON written by `swarmq up`: URLs of broker, management UI, proxies and engines."""
         return self.path / "endpoints.json"
 
     @property
     def roster(self) -> Path:
-        """JSON: engines of each policy, where they have changed since the start (registries/engines.py)."""
+        """JSON of each policy's engines, if they have changed since the start (registries/engines.py)."""
         return self.path / "engines.json"
 
     @property
     def proxies(self) -> Path:
-        """JSON: the proxies that serve now (proxies.py)."""
+        """JSON list of the proxies that serve at present (registries/proxies.py)."""
         return self.path / "proxies.json"
 
     @property
     def lock(self) -> Path:
-        """Held by whoever keeps the run up."""
+        """Lock file held by the process that keeps the run up."""
         return self.path / "up.lock"
 
     @property
@@ -580,7 +618,7 @@ class RunFolder:
 
     @property
     def events(self) -> Path:
-        """JSON lines of every event of the run, for plots."""
+        """JSON lines of the run's events."""
         return self.path / "events.jsonl"
 
     def batch_log(self, policy: str) -> Path:
@@ -596,13 +634,13 @@ class RunFolder:
         return self.path / policy / "checkpoints"
 
     def newest_checkpoint(self, policy: str) -> int:
-        """The weight version of the newest one; 0 without any."""
+        """Return the weight version of the newest checkpoint, or 0 if there is none."""
         versions = (path.name.removeprefix("step-") for path in self.checkpoints(policy).glob("step-*"))
         return max((int(version) for version in versions if version.isdecimal()), default=0)
 
 
 def make_folder(path: Path) -> None:
-    """Raises ConfigError where there can be none, or nothing can be written there."""
+    """Create the folder and its parents. Raises ConfigError if that fails or the folder is not writable."""
     reason = os.strerror(errno.EACCES)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -629,12 +667,12 @@ def _check_points(points: Sequence[MixPoint]) -> None:
 
 
 def resolve_amqp_url(broker: BrokerSettings) -> str | None:
-    """The RabbitMQ the user chose, if any: the setting first, then `$SWARMQ_AMQP_URL`."""
+    """Return the URL of the user's RabbitMQ: the setting, else `$SWARMQ_AMQP_URL`, else None."""
     return broker.url or os.environ.get("SWARMQ_AMQP_URL")
 
 
 def parse_assignments(texts: Sequence[str]) -> dict[str, Any]:
-    """`section.key=value` texts as path -> value. Raises ConfigError."""
+    """Parse `section.key=value` texts into path -> value. Raises ConfigError for a malformed text."""
     return dict(_assignment(text, f"{text!r}") for text in texts)
 
 
@@ -647,7 +685,7 @@ def _assignment(text: str, where: str) -> tuple[str, Any]:
     except tomllib.TOMLDecodeError:
         return path.strip(), given.strip()
     try:
-        msgspec.msgpack.encode(value)  # as it is sent
+        msgspec.msgpack.encode(value)  # commands carry the value as msgpack
     except OverflowError as error:
         raise ConfigError(f"{where}: a whole number of more than 64 bits") from error
     return path.strip(), value
@@ -709,7 +747,7 @@ def _warn_of_former(former: str, present: str) -> None:
 
 
 def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[str]) -> None:
-    """Raises ConfigError for a setting of a policy that is neither in the file nor given a model."""
+    """Raise ConfigError for a setting of a policy that is neither in the file nor given a model."""
     known = tree.get("policies")
     for text in sets:
         sections = _path(text)
@@ -719,7 +757,7 @@ def _check_policies(whole: dict[str, Any], tree: dict[str, Any], sets: Sequence[
 
 
 def _blamed(complaint: str, tree: dict[str, Any], sets: Sequence[str]) -> list[str]:
-    """Of `sets` those that a complaint is about; none where the settings without them are as wrong."""
+    """Return the `sets` that caused msgspec's complaint, or none if the file alone causes it, too."""
     try:
         msgspec.convert(tree, SwarmJob)
     except msgspec.ValidationError as error:

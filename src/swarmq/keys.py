@@ -1,13 +1,13 @@
-"""Api keys that a client mints and any proxy verifies without asking anybody, and the invite a client starts from.
+"""API keys that clients mint and proxies verify without asking anybody, operator tokens, and invites.
 
-One root secret per run gives every client its own secret, HMAC(root, client name); a key is signed with that:
+One root secret per run gives every client its own secret, HMAC(root, client name), with which the client signs keys:
 
     root ──HMAC(name)──> client secret ──HMAC(claims)──> sq1.<claims>.<mac>
 
-so a leaked client secret is revoked by its name, and a proxy needs the root alone.
+A leaked client secret is revoked by the client's name, and a proxy needs the root secret alone.
 
-Operator tokens open the control routes in the same way (sqt1.<operator>.<mac>). Whoever holds the root signs them with
-any roles; a client signs with its own secret, and what it signs may only roll out.
+Operator tokens (sqt1.<operator>.<mac>) open the control routes in the same way. The holder of the root signs them with any
+roles. A client signs them with its own secret, and only with the role `rollout`.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from swarmq.runtime.files import locked_for_change, write_atomically
 PREFIX = "sq1"
 OPERATOR_PREFIX = "sqt1"
 OPERATOR_MEMBER = "operator."
-"""Before an operator's name, among members."""
+"""Prefix of operators' names among the entries of the client registry."""
 ROOT_BYTES = 32
 CLOCK_LEEWAY_S = 60.0
-"""How far a client's clock may run ahead or behind before its fresh keys count as expired."""
+"""Seconds by which a client's clock may differ from the proxy's before fresh keys count as expired."""
 
 
 _PEM = ("-----BEGIN CERTIFICATE-----", "-----END CERTIFICATE-----")
 
 
 class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a key permits: calls of these policies within this episode until `expires_at` (Unix seconds)."""
+    """Permissions of an API key: calls of `policies` within one episode until `expires_at` (Unix seconds)."""
 
     run: str
     client: str
@@ -55,28 +55,28 @@ class Claims(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     mode: Mode = "train"
     expires_at: float
     max_calls: int = 0
-    """0 means no limit."""
+    """Most model calls of the episode; 0: no limit."""
     max_tokens: int = 0
-    """Sampled tokens over the whole episode; 0 means no limit."""
+    """Most sampled tokens of the whole episode; 0: no limit."""
     agent: str | None = None
-    """Who is credited with calls whose header `x-swarmq-agent` names nobody."""
+    """Agent tag of calls without the header `x-swarmq-agent`."""
     made_at: float = 0.0
-    """Unix time by its maker's clock, for messages; 0 where it does not say."""
+    """Unix time of minting by the client's clock, for error messages; 0 if unknown."""
 
 
 Role = Literal["rollout", "read", "admin"]
-"""rollout: begin and end episodes; read: status, episodes, metrics; admin: both of these, and add and remove engines."""
+"""`rollout` begins and ends episodes; `read` sees status, episodes and metrics; `admin` may do both and manage engines."""
 
 
 class Operator(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Who may use the control routes of a run until `expires_at` (Unix seconds), and what for."""
+    """Permissions of an operator token: roles on the control routes of a run until `expires_at` (Unix seconds)."""
 
     run: str
     name: str
     roles: tuple[Role, ...]
     expires_at: float
     by_client: bool = False
-    """Signed with the secret of the client `name`."""
+    """Whether the token is signed with the secret of the client `name`."""
 
     def may(self, role: Role) -> bool:
         return role in self.roles or "admin" in self.roles
@@ -86,51 +86,51 @@ Sealed = TypeVar("Sealed", Claims, Operator)
 
 
 class Invite(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a client needs to join a run, in one line to paste."""
+    """Everything that a client needs to join a run, encoded as one line of text."""
 
     run: str
     client: str
     secret: bytes
     amqp_url: str
     base_url: str
-    """The first proxy's, ending in `/v1`."""
+    """Base URL of the first proxy, ending in `/v1`."""
     policies: tuple[str, ...]
     kinds: tuple[str, ...]
     group_size: int
     ticketed: bool = True
     base_urls: tuple[str, ...] = ()
-    """Of all proxies when the invite was made, as the run's host reaches them; empty: `base_url` and no other is meant."""
+    """Base URLs of all proxies when the invite was made, as the run's host reaches them; empty: only `base_url`."""
     frozen: tuple[str, ...] = ()
-    """Of the policies, those that are served and never trained: they need no reward."""
+    """Policies that are served and never trained, and therefore need no reward."""
     group_sizes: dict[str, int] = {}
-    """Kind -> its own group size, where it has one."""
+    """Kind -> group size, for kinds that differ from `group_size`."""
     invited: bool = False
-    """Has a RabbitMQ user of its own, `<run>.<client>`, with a client's rights alone."""
+    """Whether the client has a RabbitMQ user of its own, `<run>.<client>`, with a client's rights alone."""
     ca: bytes = b""
-    """Certificate (DER) of the authority that vouches for broker and proxy, where the machine's own do not."""
+    """DER certificate of the authority behind the broker's and proxy's certificates; empty: the machine's own authorities."""
 
     @property
     def over_http(self) -> bool:
-        """Whether RabbitMQ is out of reach: episodes begin and end through the proxy."""
+        """Whether the client cannot reach RabbitMQ and begins and ends episodes through the proxy."""
         return not self.amqp_url
 
     @property
     def broker_url(self) -> str:
-        """`amqp_url` with the authority in it, as the driver wants it."""
+        """`amqp_url` with the certificate authority as a query parameter, as the driver expects it."""
         if not self.ca:
             return self.amqp_url
         joint = "&" if "?" in self.amqp_url else "?"
         return f"{self.amqp_url}{joint}cadata={quote(base64.b64encode(self.ca), safe='')}"
 
     def base_url_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> str:
-        """The proxy that an episode is to use: always the same one, so that it finds its conversation there.
+        """Return the base URL of the episode's proxy, always the same one, because that proxy holds its conversation.
 
-        `now` are the run's proxies where they have changed since the invite was made.
+        `now`: the run's present proxies, if they have changed since the invite was made.
         """
         return self.base_urls_of(episode_id, now=now)[0]
 
     def base_urls_of(self, episode_id: str, *, now: tuple[str, ...] = ()) -> tuple[str, ...]:
-        """That one, and the others in the order in which they are to stand in for it."""
+        """Return the base URL of the episode's proxy, followed by its fallbacks in order."""
         urls = (now if self.base_urls else ()) or self.base_urls or (self.base_url,)
         home = home_proxy_index(episode_id, len(urls))
         return urls[home:] + urls[:home]
@@ -140,7 +140,7 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def decode(cls, text: str) -> Invite:
-        """Raises KeyRefusedError when `text` is not an invite."""
+        """Return the invite in `text`. Raises KeyRefusedError if there is none."""
         head, _, body = text.strip().partition(".")
         if head != "swarmq-invite":
             raise KeyRefusedError("not an invite: it starts with `swarmq-invite.`; `swarmq client add NAME` prints one")
@@ -151,12 +151,12 @@ class Invite(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def home_proxy_index(episode_id: str, num_proxies: int) -> int:
-    """Number of the proxy that an episode's client sends it to."""
+    """Return the index of the proxy that serves an episode."""
     return zlib.crc32(episode_id.encode()) % num_proxies
 
 
 def read_certificate(path: Path) -> bytes:
-    """DER of the first certificate in a PEM file. Raises ConfigError."""
+    """Return the first certificate of a PEM file as DER. Raises ConfigError if there is none."""
     try:
         text = path.read_text()
         begin, end = text.index(_PEM[0]), text.index(_PEM[1])
@@ -170,8 +170,10 @@ def generate_root() -> bytes:
 
 
 def load_root(path: Path) -> bytes:
-    """The run's root secret, made on first use, readable by its owner alone. Raises ConfigError for a damaged one: with an empty
-    one, anybody could sign keys."""
+    """Return the run's root secret, creating it on first use, readable by its owner alone.
+
+    Raises ConfigError if the file is damaged: with an empty secret, anybody could sign keys.
+    """
     if not path.exists():
         with locked_for_change(path):
             if not path.exists():  # or another process was first
@@ -198,7 +200,8 @@ def derive_task_secret(root: bytes) -> bytes:
 
 
 def seal_task(secret: bytes, task: Task) -> Task:
-    """The task with its seal: whoever gives it back can count its attempts on, and change nothing else of it."""
+    """Return the task with its seal, which covers everything but the attempt number: a client that returns the task can change
+    nothing else."""
     facts = (task.run, task.slot, task.kind, task.group_size, task.mode, bytes(task.payload))
     seal = hmac.digest(secret, msgspec.msgpack.encode(facts), hashlib.sha256)
     return msgspec.structs.replace(task, seal=seal)
@@ -209,34 +212,34 @@ def is_sealed(secret: bytes, task: Task) -> bool:
 
 
 def derive_engine_secret(root: bytes) -> str:
-    """What the run's engines ask every caller for."""
+    """Return the secret that the run's engines require of every caller."""
     return hmac.digest(root, b"engines", hashlib.sha256).hex()
 
 
 def operator_entry(name: str) -> str:
-    """Under which the revocation of an operator's tokens is kept: no name that a client can have."""
+    """Return the registry entry under which an operator's tokens are revoked; no client can have this name."""
     return f"{OPERATOR_MEMBER}{name}"
 
 
 def is_operator_entry(name: str) -> bool:
-    """Whether a member is no client, but tokens that were revoked."""
+    """Return whether a registry entry stands for an operator's revoked tokens and not for a client."""
     return name.startswith(OPERATOR_MEMBER)
 
 
 def mint(secret: bytes, claims: Claims) -> str:
-    """The api key for one episode. `secret` is the client's."""
+    """Sign an API key for one episode with the client's secret."""
     return _seal(PREFIX, claims, secret)
 
 
 def mint_operator(secret: bytes, operator: Operator) -> str:
-    """An operator token. `secret` is the operator's, or the client's where it is `by_client`."""
+    """Sign an operator token with the operator's secret, or with the client's if `operator.by_client`."""
     return _seal(OPERATOR_PREFIX, operator, secret)
 
 
 def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[str] = ()) -> Claims:
-    """The claims of a genuine, current key of this run. Raises KeyRefusedError, which never repeats the key.
+    """Return the claims of a genuine, unexpired key of this run.
 
-    `removed` holds the names of the clients whose keys count no more.
+    `removed`: names of clients whose keys are revoked. Raises KeyRefusedError, whose text never contains the key.
     """
     what = "api key"
     hint = "use the one `begin_episode()` returned"
@@ -247,10 +250,11 @@ def verify(root: bytes, key: str, *, run: str, now: float, removed: Container[st
 
 
 def verify_operator(root: bytes, token: str, *, run: str, now: float, removed: Container[str] = ()) -> Operator:
-    """The operator of a genuine, current token of this run. Raises KeyRefusedError, which never repeats the token."""
+    """Return the operator of a genuine, unexpired token of this run. Raises KeyRefusedError, whose text never contains the token."""
 
-    def secret(made: Operator) -> bytes:
-        return derive_client_secret(root, made.name) if made.by_client else derive_operator_secret(root, made.name)
+    def secret(operator: Operator) -> bytes:
+        derive = derive_client_secret if operator.by_client else derive_operator_secret
+        return derive(root, operator.name)
 
     what = "operator token"
     operator = _unseal(token, OPERATOR_PREFIX, Operator, secret, what=what, hint="`swarmq token` makes one")
@@ -290,18 +294,18 @@ def _check_current(record: Claims | Operator, what: str, hint: str, *, run: str,
     if record.run != run:
         raise KeyRefusedError(f"the {what} is for run {record.run!r}, this proxy serves {run!r}")
     if not record.expires_at + CLOCK_LEEWAY_S >= now:
-        raise KeyRefusedError(f"the {what} has expired{_by_whose_clock(record, now)}: {hint}")
+        raise KeyRefusedError(f"the {what} has expired{_describe_clocks(record, now)}: {hint}")
 
 
-def _by_whose_clock(record: Claims | Operator, now: float) -> str:
-    """An expired key may be a fresh one of a machine whose clock is behind: whoever reads this can tell."""
+def _describe_clocks(record: Claims | Operator, now: float) -> str:
+    """Describe the clocks behind an expired key: a fresh key of a machine whose clock is behind looks expired."""
     if not math.isfinite(record.expires_at):
         return ""
     made_at = record.made_at if isinstance(record, Claims) else 0.0
-    made = f", and it was made at {_clock(made_at)} by its maker's" if made_at else ""
+    minted = f", and the key was minted at {_clock(made_at)} by the client's clock" if made_at else ""
     return (
-        f" at {_clock(record.expires_at)}; by this proxy's clock it is {_clock(now)}{made} (a machine whose clock is behind makes keys "
-        "that are old when they are new: set it)"
+        f" at {_clock(record.expires_at)}; this proxy's clock says {_clock(now)}{minted} (if the client's clock is behind, set it: "
+        "its fresh keys look expired)"
     )
 
 

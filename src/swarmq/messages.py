@@ -1,8 +1,8 @@
-"""Every record that crosses a process, and the one way to encode it.
+"""Every record that is sent between processes, and its encoding.
 
-Records are frozen msgspec structs, msgpack on the wire, tagged by `type`. Unknown fields are ignored on read so
-that a newer writer does not break an older reader; an unknown tag or a newer `schema` is an error, and its message
-goes to the dead-letter queue. Token ids and log-probabilities travel as packed little-endian int32 and float32.
+Records are frozen msgspec structs, encoded as msgpack and tagged by `type`. Readers ignore unknown fields, so that a newer
+writer does not break an older reader. An unknown tag or a newer `schema` is an error, and the message goes to the dead-letter
+queue. Token ids and log-probabilities travel as packed little-endian int32 and float32.
 
     client  --EpisodeBegin, EpisodeEnd-->  in
     proxy   --Turn, Served-->              in
@@ -30,45 +30,46 @@ import msgspec
 from swarmq.errors import MessageError
 
 SCHEMA = 1
-"""Version of the wire format. A reader accepts its own and older ones."""
+"""Version of the wire format. A reader accepts its own version and older ones."""
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
-"""Largest record we publish. RabbitMQ 4 closes the channel above 16 MiB."""
+"""Size of the largest record that is published. RabbitMQ 4 closes the channel above 16 MiB."""
 
 MAX_LOGPROB = 1e-3
-"""Rounding lets an engine report a log-probability a little above 0, not more."""
+"""Largest log-probability that is accepted: rounding lets an engine report one slightly above 0."""
 
 MIN_LOGPROB = -104.0
-"""Below the logarithm of the smallest positive float32: no sampler draws a token of such a probability. vLLM writes -9999 for none."""
+"""Smallest log-probability that is accepted, below the logarithm of the smallest positive float32: no sampler draws a less probable
+token. vLLM reports -9999 where it has no log-probability."""
 
 MAX_REWARD = 1e6
-"""Largest reward, either way. The others of its batch would drown in a larger one, and the learner computes in float32."""
+"""Largest absolute reward. A larger one would drown the other rewards of its batch, and the learner computes in float32."""
 
 NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
-"""Runs, policies and kinds name queues: lower case, digits and dashes, at most 40."""
+"""Pattern of the names of runs, policies and kinds, which become parts of queue names."""
 
 EQUAL_REWARDS = "equal_rewards"
-"""Why a learner drops a group whose members it cannot tell apart; the collector counts these."""
+"""Reason for which a learner drops a group whose rewards are all equal; the collector counts these groups."""
 
 RESPONSE_ID_PREFIX = "resp_"
-"""What a call id is told with as the id of a response, by which clients know such ids."""
+"""Prefix of call ids in objects of the Responses API."""
 
 OBSERVED_HEADER = "x-swarmq-observed"
-"""Header of a request whose client will name the call in `EpisodeEnd.received` if its answer arrives."""
+"""Header of requests whose client will list the call in `EpisodeEnd.received` once its answer has arrived."""
 
 Mode = Literal["train", "eval"]
 Status = Literal["finished", "aborted", "failed"]
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="type"):
-    """Base of what is sent. `run` is in every record so that a stray one is recognised."""
+    """Base of all records. Every record names its run, so that one that strayed into another run is recognised."""
 
     schema: int = SCHEMA
     run: str
 
 
 class Slot(msgspec.Struct, frozen=True, kw_only=True, order=True):
-    """The thing that is to be trained once: one repeat of a task in one epoch."""
+    """The unit that is trained exactly once: one repeat of a task in one epoch."""
 
     task_id: str
     repeat: int = 0
@@ -80,12 +81,12 @@ class Slot(msgspec.Struct, frozen=True, kw_only=True, order=True):
 
     @property
     def group_id(self) -> str:
-        """Slots that share a baseline: all repeats of one task in one epoch."""
+        """Id shared by all repeats of one task in one epoch, whose rewards are each other's baseline."""
         return f"{self.task_id}/{self.epoch}"
 
 
 class EpisodeBegin(Record, frozen=True, kw_only=True, tag="begin"):
-    """client -> in: one attempt at a slot starts."""
+    """client -> in: the begin of an episode, which is one attempt at a slot."""
 
     episode_id: str
     slot: Slot
@@ -102,7 +103,7 @@ class EpisodeBegin(Record, frozen=True, kw_only=True, tag="begin"):
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Sampled tokens [start, end) of a turn came from weight version `version`."""
+    """Sampled tokens [start, end) of a turn and the weight version that sampled them."""
 
     version: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
     start: int
@@ -110,7 +111,7 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The sampling parameters that were in effect, after overrides."""
+    """Sampling parameters that were in effect for a turn, after the run's overrides."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -123,16 +124,16 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     repetition_penalty: float = 1.0
     min_tokens: int = 0
     logit_bias: dict[str, float] = {}
-    """Token id -> what was added to its logit."""
+    """Token id -> value added to its logit."""
     stop: tuple[str, ...] = ()
     grammar: str = ""
-    """Kind and digest of what the answer was held to."""
+    """Kind and digest of the grammar that constrained the answer."""
     others: tuple[str, ...] = ()
-    """Names of what else changed the distribution."""
+    """Names of further parameters that changed the distribution."""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Seconds, measured by the proxy's monotonic clock; `began_at` is Unix time for people."""
+    """Durations of a turn in seconds, by the proxy's monotonic clock; `began_at` is Unix time, for display."""
 
     began_at: float = 0.0
     first_token_s: float = 0.0
@@ -140,57 +141,58 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Turn(Record, frozen=True, kw_only=True, tag="turn"):
-    """proxy -> in: one model call and exactly the tokens that were sampled.
+    """proxy -> in: one sampled answer with the exact tokens of prompt and answer.
 
-    The prompt is the first `shared` tokens of the parent's full sequence (its prompt and its sampled tokens)
-    followed by `prompt_ids`; without a parent `shared` is 0 and `prompt_ids` is the whole prompt.
+    The prompt is the first `shared` tokens of the parent's full sequence (its prompt followed by its sampled tokens)
+    followed by `prompt_ids`. Without a parent, `shared` is 0 and `prompt_ids` is the whole prompt.
     """
 
     episode_id: str
     policy: str
     call_id: str
-    """Unique within the episode, one per sampled choice."""
+    """Id of the turn, unique within the episode."""
     mode: Mode = "train"
     request_id: str
-    """The same for all choices of one HTTP request."""
+    """Id of the HTTP request, shared by all of its choices."""
     retry: int = 0
-    """How often the client library had sent this request before."""
+    """Number of earlier sendings of this request, as counted by the client library."""
     counts_retries: bool = False
-    """The client library says so with every request: at 0, an equal request is meant and no repeat."""
+    """Whether the client library counts retries in every request, so that an equal request with retry 0 is a new request."""
     receipt: bool = False
-    """The proxy will say in a `Served` whether the answer was sent. False before proxies did: nobody will."""
+    """Whether the proxy will report in a `DeliveryReport` if the answer was sent; False from proxies that report nothing."""
     observed: bool = False
-    """The client watches its agent's calls: its end names this one in `received` if the agent got the answer."""
+    """Whether the client watches its agent's calls and lists this one in `EpisodeEnd.received` if its answer arrives."""
     request_digest: str = ""
-    """Equal for two sendings of the same request: how a retry's orphan is recognised."""
+    """Digest of the request, equal for two sendings of it, by which the orphan of a retry is recognised."""
     parent: str | None = None
-    """Where the first tokens of the prompt are: what it continues, an equal request, or one that begins alike."""
+    """Call id of the turn that holds the first tokens of the prompt: the continued turn, another choice or sending of the same
+    request, or a turn whose prompt begins alike."""
     shared: int = 0
     begins: bool = False
-    """No earlier turn was to be continued: it only has the parent's first tokens."""
+    """Whether the turn starts a conversation; its parent then only shares first tokens."""
     prompt_ids: bytes
-    """Packed int32, the tokens after the shared ones."""
+    """Packed int32: the prompt tokens after the shared ones."""
     sampled_ids: bytes
     """Packed int32."""
     logprobs: bytes
-    """Packed float32, natural log, one per sampled token, of the distribution that was sampled."""
+    """Packed float32: natural log-probability of each sampled token under the distribution that was sampled from."""
     versions: tuple[VersionSpan, ...] = ()
     sampling: Sampling = Sampling()
     finish_reason: str = "stop"
     agent: str | None = None
     client_id: str = ""
-    """Whose key it was called with."""
+    """Client whose API key the request carried."""
     branch: str | None = None
-    """Why no earlier turn could be continued, when one was expected (`history_edited`, `drift`, ...)."""
+    """Reason for which no earlier turn could be continued although one was expected (`history_edited`, `drift`, ...)."""
     repaired: bool = False
-    """A fresh rendering would have given other tokens; the recorded ones were kept."""
+    """Whether a fresh rendering would have given other tokens than the recorded ones, which were kept."""
     timings: Timings = Timings()
     messages: bytes = b""
-    """JSON list of the chat messages this turn added, its answer last. For people; nothing computes with it."""
+    """JSON list of the chat messages that this turn added, its answer last. Only for display."""
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of the whole prompt, the shared ones included."""
+        """Number of tokens of the whole prompt, including the shared ones."""
         return self.shared + len(self.prompt_ids) // 4
 
     @property
@@ -199,7 +201,7 @@ class Turn(Record, frozen=True, kw_only=True, tag="turn"):
 
 
 class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
-    """What a reader of `in` gets in place of a turn that cannot be used: its episode is not whole."""
+    """Stand-in for an invalid turn, by which the collector learns that its episode is incomplete."""
 
     episode_id: str
     call_id: str
@@ -207,45 +209,44 @@ class RefusedTurn(Record, frozen=True, kw_only=True, tag="refused_turn"):
 
 
 class DeliveryReport(Record, frozen=True, kw_only=True, tag="served"):
-    """proxy -> in: which recorded answers were sent to their agents, and which never will be. Behind the answers, so that
-    no agent waits for it."""
+    """proxy -> in: which recorded answers were sent to their agents and which never will be. Published after the answers, so
+    that no agent waits for it."""
 
     served_id: str
     sent: dict[str, tuple[str, ...]] = {}
-    """Episode -> ids of calls whose answers left to the last byte."""
+    """Episode id -> call ids whose answers were sent to the last byte."""
     withdrawn: dict[str, tuple[str, ...]] = {}
-    """Episode -> ids of calls whose agents got an error or had gone; their turns may be in the queue all the same."""
+    """Episode id -> call ids whose agents got an error or had disconnected. Their turns may still be in the queue."""
 
 
 class EpisodeEnd(Record, frozen=True, kw_only=True, tag="end"):
-    """client -> in: how an attempt ended, for all of its policies at once."""
+    """client -> in: the outcome of an episode, for all of its policies at once."""
 
     episode_id: str
     status: Status
     rewards: dict[str, float] = {}
-    """Policy -> reward. Empty unless finished."""
+    """Policy -> reward; empty unless the episode is finished."""
     agent_rewards: dict[str, dict[str, float]] = {}
-    """Policy -> agent tag -> reward, where agents of one policy are credited apart."""
+    """Policy -> agent tag -> reward, where agents of one policy are rewarded separately."""
     call_rewards: dict[str, float] = {}
-    """call_id -> reward."""
+    """Call id -> reward."""
     success: bool | None = None
     metrics: dict[str, float] = {}
     metadata: dict[str, str] = {}
     calls: tuple[str, ...] | None = None
-    """The call ids whose answers the agent received, where whoever ends the episode knows all of them: no other is kept."""
+    """All call ids whose answers the agent received, if the sender knows every one of them; other turns are then dropped."""
     received: tuple[str, ...] | None = None
-    """The call ids of which the client saw its agent receive the answer; it speaks for the calls that are `observed`.
-    None: the client did not look."""
+    """Call ids whose answers the client saw arrive, among the turns marked `observed`; None if the client did not watch."""
     reason: str = ""
     final: bool = False
-    """No further attempt at the slot will come, though this one has no reward: neither its group nor its evaluation round need wait for it."""
+    """Whether no further attempt at the slot will come although this one has no reward, so that nothing waits for the slot."""
     client_id: str = ""
 
 
 class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
-    """collector -> <policy>.ready: all that a learner needs of one finished episode.
+    """collector -> <policy>.ready: a finished episode with its turns and rewards, as a learner trains it.
 
-    The members of a group are published one after another; `group_members` says how many there are.
+    The members of a group are published one after another; `group_members` is their number.
     """
 
     policy: str
@@ -265,39 +266,39 @@ class Rollout(Record, frozen=True, kw_only=True, tag="episode"):
     code_version: str = ""
     attempt: int = 0
     orphan_turns: int = 0
-    """Recorded answers that its agent did not receive: they are not among the turns."""
+    """Number of recorded answers that the agent did not receive; they are not among the turns."""
     uncredited: dict[str, float] = {}
-    """Rewards of the end for calls that no policy is trained on."""
+    """Rewards that the end gave to calls on which no policy is trained."""
     turns: tuple[Turn, ...]
 
 
 class StepReport(Record, frozen=True, kw_only=True, tag="consumed"):
-    """learner -> in: one optimizer step was logged, and what became of the episodes it took. Of no episode at all: the
-    learner waits and nothing comes; what it has not reported is to be sent once more."""
+    """learner -> in: what became of the rollouts of one batch-log record. A report without any rollout says that the learner
+    waits in vain and that unreported rollouts must be published again."""
 
     policy: str
     record: int = 0
-    """Number of the batch-log record; episodes may be dropped between two steps, so one version has several."""
+    """Number of the batch-log record. A version may have several, because rollouts may be dropped between two steps."""
     version: int
     """Weight version after the step."""
     trained: tuple[str, ...]
     dropped: dict[str, str] = {}
-    """episode_id -> reason."""
+    """Episode id -> reason."""
 
 
 class Ticket(Record, frozen=True, kw_only=True, tag="ticket"):
-    """collector -> tickets.<kind>: permission to begin one episode of this kind."""
+    """collector -> tickets.<kind>: permission to begin one episode of the kind."""
 
     ticket_id: str
     kind: str
     group_size: int | None = None
-    """Attempts that make a group of this kind now; None leaves it to the invite."""
+    """Present group size of the kind; None: the size in the invite."""
     proxies: tuple[str, ...] = ()
-    """Base urls of the run's proxies now; empty leaves them to the invite."""
+    """Base URLs of the proxies that serve the run at present; empty: those in the invite."""
 
 
 class Task(Record, frozen=True, kw_only=True, tag="task"):
-    """feeder -> tasks.<kind>: one slot to attempt, held unacknowledged by a worker until it has ended."""
+    """feeder -> tasks.<kind>: one slot to attempt. A worker holds it unacknowledged until the attempt has ended."""
 
     slot: Slot
     kind: str
@@ -305,9 +306,9 @@ class Task(Record, frozen=True, kw_only=True, tag="task"):
     mode: Mode = "train"
     attempt: int = 0
     payload: msgspec.Raw = msgspec.Raw(b"\xc0")
-    """msgpack of what the worker's function gets; nothing of swarmq looks inside."""
+    """msgpack of the object that the worker's function receives, opaque to swarmq."""
     seal: bytes = b""
-    """Proves to the collector that it was fed, when an invited client gives it back (`keys.seal_task`)."""
+    """Proof that the task was fed, checked by the collector when an invited client returns it (`keys.seal_task`)."""
 
 
 Action = Literal["set", "stop", "pause", "drain", "resume", "checkpoint"]
@@ -315,12 +316,12 @@ Pace = Literal["running", "paused", "draining"]
 
 
 class Command(Record, frozen=True, kw_only=True, tag="command"):
-    """operator -> control: change the run while it is up. Obeyed once however often it is sent."""
+    """operator -> control: a change of the run while it is up. Applied once, however often it is delivered."""
 
     command_id: str
     action: Action
     settings: dict[str, Any] = {}
-    """Path in the job -> new value; all of them are accepted or none. Of `stop`: policy -> its last step, None for the present one."""
+    """Path of a setting -> new value; either all are accepted or none. For `stop`: policy -> last step, None for the present step."""
     sender: str = ""
 
 
@@ -328,30 +329,30 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     """One setting that was changed while the run was up."""
 
     number: int
-    """Of the control state that it came with."""
+    """Number of the control state that introduced the change."""
     path: str
     before: Any
     value: Any
     base: Any
-    """What the job file says; once that is edited, the file counts again."""
+    """Value in the job file at the time of the change; once the file is edited, its value takes effect again."""
     from_step: dict[str, int] = {}
-    """Policy -> first step with the new value; empty: the next that begins."""
+    """Policy -> first step with the new value; empty: the next step that begins."""
     from_grant: int = 0
-    """The first batch whose tickets are granted by it, counted by the collector."""
+    """Number of the first batch whose tickets are issued under the change, counted by the collector."""
 
 
 class Control(Record, frozen=True, kw_only=True, tag="control"):
-    """collector -> <policy>.control: the whole of what is asked of a learner now. The highest number counts."""
+    """collector -> <policy>.control: the complete control state for learners. The one with the highest number is in effect."""
 
     number: int
     changes: tuple[Change, ...] = ()
     lent: tuple[str, ...] = ()
-    """Kinds that have run dry and whose share the others have."""
+    """Dry kinds whose share is lent to the other kinds."""
     pace: Pace = "running"
     checkpoints: int = 0
-    """How many checkpoints were asked for since the run began."""
+    """Number of checkpoints requested since the run began."""
     command_id: str = ""
-    """The command that brought this number; empty where the collector decided by itself."""
+    """Id of the command behind this number; empty where the collector decided by itself."""
 
 
 EventName = Literal[
@@ -360,10 +361,10 @@ EventName = Literal[
 
 
 class Event(Record, frozen=True, kw_only=True, tag="event"):
-    """daemon -> swarmq.events: something a person or a monitor may want to know. Best effort, not durable."""
+    """daemon -> swarmq.events: news for people and monitors. Best effort, not durable."""
 
     source: str
-    """Who says so: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>`, `client.<id>`."""
+    """Sender: `collector`, `learner.<policy>`, `proxy.<n>`, `engine.<policy>.<n>` or `client.<id>`."""
     name: EventName
     at: float
     """Unix time."""
@@ -385,14 +386,14 @@ Message = (
     | Event
 )
 InboxMessage = EpisodeBegin | Turn | RefusedTurn | DeliveryReport | EpisodeEnd | StepReport
-"""What the collector reads from `in`."""
+"""Records that the collector reads from its inbox, the queue `in`."""
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
 
 
 def encode(message: Message) -> bytes:
-    """Bytes of a record. Raises MessageError if it is larger than MAX_MESSAGE_BYTES."""
+    """Return the record as bytes. Raises MessageError if they are more than MAX_MESSAGE_BYTES."""
     body = _encoder.encode(message)
     if len(body) > MAX_MESSAGE_BYTES:
         raise MessageError(
@@ -403,7 +404,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(body: bytes) -> Message:
-    """The record in `body`, checked. Raises MessageError with the reason."""
+    """Decode and check the record in `body`. Raises MessageError with the reason."""
     if len(body) > MAX_MESSAGE_BYTES:
         raise MessageError(f"{len(body)} bytes are over the limit of {MAX_MESSAGE_BYTES}: no swarmq sent this")
     try:
@@ -417,7 +418,7 @@ def decode(body: bytes) -> Message:
 
 
 def check(message: Message) -> None:
-    """Raise MessageError where fields of a record contradict each other or hold no finite number."""
+    """Raise MessageError if fields of the record contradict each other or a number is not finite."""
     match message:
         case Turn():
             _check_turn(message)
@@ -485,27 +486,27 @@ def _check_end(end: EpisodeEnd) -> None:
 
 
 def _check_rewards(where: str, *rewards: dict[str, float]) -> None:
-    """`rewards`: path -> reward."""
-    for of in rewards:
-        for path, value in of.items():
-            if said := find_reward_error(value):
-                raise MessageError(f"{where}: {path} is {value:g}, {said}")
+    """Raise MessageError for a reward that cannot be trained on; each of `rewards` maps paths to rewards."""
+    for by_path in rewards:
+        for path, value in by_path.items():
+            if problem := find_reward_error(value):
+                raise MessageError(f"{where}: {path} is {value:g}, {problem}")
 
 
 def find_reward_error(value: float) -> str:
-    """Why nothing can be learned from a reward; empty where something can. The same for clients, proxies, collector and learner."""
+    """Return why a reward cannot be trained on, or "" if it can. Clients, proxies, collector and learner all use this check."""
     if not math.isfinite(value):
         return "not a finite number"
     return f"beyond {MAX_REWARD:g}: scale rewards" if abs(value) > MAX_REWARD else ""
 
 
 def are_valid_logprobs(*logprobs: float) -> bool:
-    """Whether a token can have been sampled with such log-probabilities."""
+    """Return whether tokens can have been sampled with these log-probabilities."""
     return all(MIN_LOGPROB <= logprob <= MAX_LOGPROB for logprob in logprobs)
 
 
 def idempotency_key(message: Message) -> str:
-    """The idempotency key: equal for two sendings of the same fact, different for different facts."""
+    """Return the idempotency key, which is equal for two sendings of the same record and differs between records."""
     match message:
         case EpisodeBegin():
             return f"{message.episode_id}:begin"
@@ -532,24 +533,24 @@ def idempotency_key(message: Message) -> str:
 
 
 def new_id() -> str:
-    """A UUIDv7: sorts by time of making (RFC 9562), so logs and ids agree about order."""
+    """Return a new UUIDv7 (RFC 9562), so that ids sort by time of creation."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
     value = value & ~(0xF << 76) | 0x7 << 76
     value = value & ~(0x3 << 62) | 0x2 << 62
     return str(uuid.UUID(int=value))
 
 
-def created_at(made_id: str) -> float | None:
-    """Unix time at which `new_id` made it; None for an id that something else made."""
+def created_at(record_id: str) -> float | None:
+    """Return the Unix time at which `new_id` created the id, or None if the id is not a UUIDv7."""
     try:
-        value = uuid.UUID(made_id)
+        value = uuid.UUID(record_id)
     except ValueError:
         return None
     return (value.int >> 80) / 1000 if value.version == 7 else None
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """Packed little-endian int32. Raises MessageError for an id that does not fit."""
+    """Pack ids as little-endian int32. Raises MessageError for an id that does not fit 32 bits."""
     try:
         return _little_endian(array("i", ids)).tobytes()
     except OverflowError as error:
@@ -557,17 +558,17 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> array[int]:
-    """The ids in `packed`, an array('i')."""
+    """Return the ids in `packed` as an array('i')."""
     return _little_endian(array("i", packed))
 
 
 def pack_floats(values: Sequence[float]) -> bytes:
-    """Packed little-endian float32."""
+    """Pack values as little-endian float32."""
     return _little_endian(array("f", values)).tobytes()
 
 
 def unpack_floats(packed: bytes) -> array[float]:
-    """The numbers in `packed`, an array('f')."""
+    """Return the values in `packed` as an array('f')."""
     return _little_endian(array("f", packed))
 
 

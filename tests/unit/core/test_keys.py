@@ -43,7 +43,7 @@ def test_another_clients_secret_cannot_sign_as_alice():
             KEY,
             "r",
             1000.0 + keys.CLOCK_LEEWAY_S + 1,
-            r"expired at 1970-01-01 00:16:40 UTC; by this proxy's clock it is 1970-01-01 00:17:41 UTC",
+            r"expired at 1970-01-01 00:16:40 UTC; this proxy's clock says 1970-01-01 00:17:41 UTC",
         ),
     ],
 )
