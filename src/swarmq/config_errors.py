@@ -1,12 +1,12 @@
-"""What to say about a setting that does not exist or has a wrong value: its whole path, the value, and what was probably meant. Pure.
+"""Error messages for unknown settings and wrong values: the full path, the value, and a suggestion. Pure.
 
-A wrong name is compared, in this order, with
+An unknown name is compared, in this order, with
 
-    what other libraries call a setting, and the initials of a name      lr -> learning_rate
-    the names of the same section, one slip away                         temprature -> temperature
-    the names of all other sections, as they are                         train.temperature -> policies.main.sampling.temperature
-    the names of the same section, further away or by their words        max_new_tokens -> max_tokens
-    the names of all other sections, one slip away
+    names of the setting in other libraries, and initials                lr -> learning_rate
+    names in the same section, one edit away                             temprature -> temperature
+    names in other sections, exactly                                     train.temperature -> policies.main.sampling.temperature
+    names in the same section, further away or sharing words             max_new_tokens -> max_tokens
+    names in other sections, one edit away
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ ELSEWHERE = {
     "model_name": "policies.*.model",
     "name": "run",
 }
-"""What other libraries call a setting -> the setting, wherever it was written."""
+"""Name of a setting in other libraries -> path of the setting here."""
 
 MOST_HINTS = 3
 LONGEST_VALUE = 60
 STEPS = re.compile(r"\w+|\[[^]]*\]")
-"""Of a path as msgspec writes it: `policies[...].train.betas[0]`."""
+"""Pattern of the steps of a path as msgspec writes it: `policies[...].train.betas[0]`."""
 WORD = 4
-"""Letters of a word that must agree."""
+"""Number of first letters by which two words count as alike."""
 
 Type = msgspec.inspect.Type
 
 
 def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
-    """msgspec's complaint about `tree`, with whole path, value and hint. `root` is the type that `tree` was to become."""
+    """Return msgspec's complaint about `tree` with full path, value and suggestion. `root`: the type to which `tree` was converted."""
     what, place = complaint.partition(" - at `$")[0], parse_error_path(complaint)
     steps = _concrete(complaint, STEPS.findall(place), tree, root)
     there = msgspec.inspect.type_info(root)
@@ -89,12 +89,12 @@ def explain(complaint: str, tree: Mapping[str, Any], root: type) -> str:
 
 
 def parse_error_path(complaint: str) -> str:
-    """Where msgspec says that something is wrong: `policies[...].train`."""
+    """Return the path in a message of msgspec, e.g. `policies[...].train`."""
     return complaint.partition(" - at `$")[2].rstrip("`").lstrip(".")
 
 
 def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
-    """The settings that `wrong`, a name in the section at `steps`, was probably meant to be; empty where none is near."""
+    """Return the settings that the unknown name `wrong`, in the section at `steps`, probably means; "" if none is similar."""
     every = list_setting_paths(root)
     section = _pattern(steps, root)
     own = [path for path in every if path.rpartition(".")[0] == section]
@@ -120,7 +120,7 @@ def suggest_settings(wrong: str, steps: Sequence[str], tree: Mapping[str, Any], 
 
 @functools.cache
 def list_setting_paths(root: type) -> tuple[str, ...]:
-    """The path of every setting and section; `*` for a name that the user chooses, `[*]` for a place in a list."""
+    """Return the path of every setting and section, with `*` for a name that the user chooses and `[*]` for a list index."""
     return tuple(path for path, _ in _walk(msgspec.inspect.type_info(root), ""))
 
 
@@ -139,7 +139,7 @@ def _walk(there: Type, path: str) -> Iterator[tuple[str, Type]]:
 
 
 def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> str:
-    """That a wrong value is right for another setting, or nearly right for this one."""
+    """Return a hint if a wrong value is valid for another setting or similar to a valid one, else ""."""
     where = [
         (path, there.values)
         for path, there in _walk(msgspec.inspect.type_info(root), "")
@@ -156,7 +156,7 @@ def _hint_of_value(value: Any, steps: Sequence[str], tree: Mapping[str, Any], ro
 
 
 def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, most: int) -> list[str]:
-    """Those whose name is the fewest slips away, `most` of them at most; of equally near ones those of the same letters."""
+    """Return the paths whose name is the fewest edits away, at most `most` edits; ties are broken by common letters."""
     plain = _plain(wrong)
     far = {
         path: (edit_distance(plain, _plain(name(path))), _other_letters(plain, _plain(name(path)))) for path in paths
@@ -166,7 +166,7 @@ def _nearest(wrong: str, paths: Sequence[str], name: Callable[[str], str], *, mo
 
 
 def _of_like_words(wrong: str, paths: Sequence[str], name: Callable[[str], str]) -> list[str]:
-    """Those that share most words with it, or their beginnings, if at least half of either's."""
+    """Return the paths whose name shares the most words (or word beginnings) with `wrong`, if at least half of either name."""
     words = _words(wrong)
 
     def common(path: str) -> int:
@@ -181,7 +181,7 @@ def _alike(one: str, other: str) -> bool:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Letters to add, leave out, replace or swap with their neighbour to make `other` of `one`."""
+    """Return the Damerau-Levenshtein distance: letters to insert, delete, replace or swap with a neighbour."""
     before: list[int] = []
     last = list(range(len(other) + 1))
     for i, a in enumerate(one, start=1):
@@ -196,12 +196,12 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def _other_letters(one: str, other: str) -> int:
-    """How many letters one has more often than the other."""
+    """Return the number of letters that differ between two names, whatever their order."""
     return sum(abs(one.count(letter) - other.count(letter)) for letter in {*one, *other})
 
 
 def _plain(name: str) -> str:
-    """Without what styles of writing differ in: learningRate, learning-rate, learning_rate."""
+    """Return a name in snake case, whatever its style: learningRate, learning-rate, learning_rate."""
     return "_".join(_words(name))
 
 
@@ -215,7 +215,7 @@ def _initials(name: str) -> str:
 
 
 def _shared(path: str, other: str) -> int:
-    """Steps from the root that two paths have in common; names that the user chooses count little."""
+    """Return how many first steps two paths share, counting steps with user-chosen names less."""
     common = 0
     for one, two in zip(path.split("."), other.split("."), strict=False):
         if one != two:
@@ -225,7 +225,7 @@ def _shared(path: str, other: str) -> int:
 
 
 def _pattern(steps: Sequence[str], root: type) -> str:
-    """The path at `steps` as `settings` has it."""
+    """Return the path at `steps` as `list_setting_paths` writes it."""
     there, path = msgspec.inspect.type_info(root), ""
     for step in steps:
         chosen = isinstance(_some(there), msgspec.inspect.DictType)
@@ -235,7 +235,7 @@ def _pattern(steps: Sequence[str], root: type) -> str:
 
 
 def _filled(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -> str:
-    """A path of `settings` with the names of the place that the user wrote about, else with the only name there is."""
+    """Replace each `*` in a path by the name that the user wrote, or else by the only name that exists."""
     found: list[str] = []
     for depth, step in enumerate(pattern.split(".")):
         if step == "*":
@@ -249,7 +249,7 @@ def _filled(pattern: str, steps: Sequence[str], tree: Mapping[str, Any]) -> str:
 
 
 def _concrete(complaint: str, steps: Sequence[str], tree: Mapping[str, Any], root: type) -> list[str]:
-    """`steps` with the name for which msgspec writes `[...]`: the one with which alone the complaint stays the same."""
+    """Replace each `[...]` in `steps` by the name that causes the complaint: the one that causes it alone, too."""
     whole: Any = tree
     found: list[str] = []
     for step in steps:
@@ -277,7 +277,7 @@ def _complaint(tree: Any, root: type) -> str:
 
 
 def _with(tree: Any, steps: Sequence[str], value: Any) -> Any:
-    """A copy that has `value` at `steps`."""
+    """Return a copy of `tree` with `value` at `steps`."""
     if not steps:
         return value
     first, *rest = steps
@@ -306,14 +306,14 @@ def _shown(value: Any) -> str:
 
 
 def _some(there: Type) -> Type:
-    """Without None: every other union of ours would be of several types."""
+    """Return the type without None. No setting has another union."""
     if isinstance(there, msgspec.inspect.UnionType):
         return next(one for one in there.types if not isinstance(one, msgspec.inspect.NoneType))
     return there
 
 
 def _within(there: Type, step: str) -> Type:
-    """The type of what msgspec calls `name`, `[...]` or `[2]` in a value of the type `there`."""
+    """Return the type at `step` (a name, `[...]` or `[2]`) within the type `there`."""
     match _some(there):
         case msgspec.inspect.StructType(fields=fields):
             return next(_some(one.type) for one in fields if one.encode_name == step)

@@ -1,7 +1,6 @@
-"""Every error swarmq raises on purpose, named by the boundary that failed.
+"""All errors that swarmq raises on purpose, named by the boundary that failed.
 
-A message says what was wrong, where, and what to do. Errors of other libraries are mapped to these once, in
-the module that imports the library.
+A message says what is wrong, where, and what to do. The module that imports a library maps the library's errors to these.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class MessageError(SwarmqError):
 
 
 class KeyRefusedError(SwarmqError):
-    """An api key or invite is malformed, forged, expired or not valid for what was asked."""
+    """An API key or invite is malformed, forged, expired or not valid for the request."""
 
 
 class BrokerError(SwarmqError):
@@ -28,19 +27,19 @@ class BrokerError(SwarmqError):
 
 
 class BrokerLostError(BrokerError):
-    """The broker session ended; what was in flight is unknown and must be sent again under the same key."""
+    """The broker session ended; messages in flight may or may not have arrived and must be sent again under the same key."""
 
 
 class LoginRefusedError(BrokerError):
-    """The broker refuses user or password."""
+    """The broker refused the user or password."""
 
 
 class UnconfirmedError(BrokerError):
-    """The broker did not confirm in time; it may have the message all the same."""
+    """The broker did not confirm a message in time, although it may have stored it."""
 
 
 class UnroutableError(BrokerError):
-    """No queue takes this message: the run or policy name is wrong, or its queues were deleted."""
+    """No queue takes the message: the run or policy name is wrong, or its queues were deleted."""
 
 
 class EngineError(SwarmqError):
@@ -48,9 +47,9 @@ class EngineError(SwarmqError):
 
 
 class EngineAnswerError(EngineError):
-    """The engine answered something that nothing can be learned from; `reason` is one word to count by.
+    """The engine's answer cannot be trained on, for instance because log-probabilities are missing; a retry would not help.
 
-    The next answer would hardly be another: somebody has to look at the engine.
+    `reason`: one word under which such answers are counted.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -59,12 +58,12 @@ class EngineAnswerError(EngineError):
 
 
 def drop_traceback(error: BaseException) -> BaseException:
-    """An error of ours without the places that it passed: its words say everything to who reads them. Any other as it is."""
+    """Return the error, without its traceback if it is a SwarmqError, whose message says everything."""
     return error.with_traceback(None) if isinstance(error, SwarmqError) else error
 
 
 class EngineRefusedError(EngineError):
-    """The engine answered with an error of ours or the agent's making; `status` is its HTTP status."""
+    """The engine rejected the request; `status` is the HTTP status, `code` and `param` are OpenAI's error fields."""
 
     def __init__(self, message: str, *, status: int, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -78,7 +77,7 @@ class EpisodeError(SwarmqError):
 
 
 class AttemptTimeoutError(EpisodeError):
-    """An agent's function did not return in time. The episode has failed; never a reward of 0."""
+    """An agent's function did not return in time. Its episode has failed and gets no reward."""
 
 
 class OutcomeError(EpisodeError):
@@ -86,7 +85,7 @@ class OutcomeError(EpisodeError):
 
 
 class TimelineError(SwarmqError):
-    """An episode's turns cannot be made into token sequences; `reason` is one word to count by."""
+    """An episode's turns do not form token sequences; `reason` is one word under which such episodes are counted."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)
@@ -98,7 +97,7 @@ class ClientError(SwarmqError):
 
 
 class JudgeError(SwarmqError):
-    """A judge did not give a score: it is down, makes no sense, or its budget is spent. Never a reward of 0."""
+    """A judge gave no score: its endpoint is down, its answer has no score, or its budget is spent."""
 
 
 class TaskError(SwarmqError):
@@ -114,8 +113,8 @@ class LearnerError(SwarmqError):
 
 
 class SetUpError(LearnerError):
-    """What is set, or what is there to train, cannot be used, now or later: somebody has to change it first."""
+    """The learner's settings or model cannot be used, and a restart will not help until somebody changes them."""
 
 
 class MissingExtraError(SwarmqError):
-    """A command needs an optional part of swarmq; the message says which `pip install` brings it."""
+    """A command needs an optional extra of swarmq; the message names the `pip install` command."""

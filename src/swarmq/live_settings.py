@@ -1,7 +1,7 @@
-"""Which settings can change while a run is up, and what such changes make of a job. Pure.
+"""Settings that can change while a run is up, and how stored changes apply to a job. Pure.
 
-A change stays in effect across restarts of every part. Once the job file itself says something else than it did when
-the change was made, the file counts again.
+A change stays in effect across restarts of every process. Once the setting is edited in the job file, the file's value takes
+effect again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ LIVE = (
     "policies.*.train.max_steps",
     "policies.*.train.checkpoint_every",
 )
-"""Paths that can change while a run is up; `*` is one name."""
+"""Paths of the settings that can change while a run is up; `*` stands for one name."""
 
 
 def is_live(path: str) -> bool:
@@ -74,13 +74,13 @@ def is_live(path: str) -> bool:
 
 
 def policy_of_path(path: str) -> str | None:
-    """The policy whose learner or sampling a path is about; None: the whole run."""
+    """Return the policy to which the setting at `path` belongs, or None if it belongs to the whole run."""
     first, _, rest = path.partition(".")
     return rest.partition(".")[0] if first == "policies" else None
 
 
 def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mapping[str, int]) -> SwarmJob:
-    """`job` with all of `settings`. Raises ConfigError that names what is wrong; then nothing is to be changed."""
+    """Return `job` with all of `settings`. Raises ConfigError, naming the setting, if any of them cannot be changed."""
     if not settings:
         raise ConfigError("nothing to set: name at least one setting, e.g. policies.main.train.learning_rate=1e-6")
     if shares := [path for path in settings if path.startswith("mix.")]:
@@ -105,7 +105,10 @@ def validate_changes(job: SwarmJob, settings: Mapping[str, Any], versions: Mappi
 def diff_settings(
     before: SwarmJob, after: SwarmJob, file: SwarmJob, paths: Iterable[str], *, number: int, **when: Any
 ) -> list[Change]:
-    """What differs at `paths`, as changes of this number; `when` goes to those of the mix."""
+    """Return the differences between two jobs at `paths` as changes with this number.
+
+    `file`: the job as the job file has it. `when`: timing fields for changes of the mix.
+    """
     found = []
     for path in paths:
         old, new = value_at(before, path), value_at(after, path)
@@ -116,7 +119,7 @@ def diff_settings(
 
 
 def apply_changes(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
-    """The job as it is now. Changes that a newer job file or release no longer allows are left out."""
+    """Return the job with the stored changes. Changes that the job file or this release no longer allows are skipped."""
     live = job
     for number in sorted({change.number for change in changes}):
         together = {one.path: one.value for one in changes if one.number == number and _holds(job, one)}
@@ -126,45 +129,45 @@ def apply_changes(job: SwarmJob, changes: Sequence[Change]) -> SwarmJob:
 
 
 def find_reached_limits(job: SwarmJob, changes: Iterable[Change], steps: Mapping[str, int]) -> list[Change]:
-    """The changes without which policies that have ended train on: last steps that are reached, and are not the job file's own.
+    """Return the changes of `max_steps` that ended a policy which the job file would train further.
 
-    `steps` maps each trained policy to the steps that it has made.
+    `steps`: trained policy -> number of steps done.
     """
-    ours = {f"policies.{policy}.train.max_steps": (policy, made) for policy, made in steps.items()}
+    limits = {f"policies.{policy}.train.max_steps": (policy, done) for policy, done in steps.items()}
     return [
         change
         for change in changes
-        if change.path in ours
+        if change.path in limits
         and _holds(job, change)
-        and 0 < change.value <= ours[change.path][1]
-        and not has_ended(job, *ours[change.path])
+        and 0 < change.value <= limits[change.path][1]
+        and not has_ended(job, *limits[change.path])
     ]
 
 
-def has_ended(job: SwarmJob, policy: str, made: int) -> bool:
-    """Whether a policy that has made so many steps has made its last one."""
-    return 0 < job.policies[policy].train.max_steps <= made
+def has_ended(job: SwarmJob, policy: str, steps: int) -> bool:
+    """Return whether a policy has made its last step after `steps` steps."""
+    return 0 < job.policies[policy].train.max_steps <= steps
 
 
 def mix_stretches(job: SwarmJob, changes: Sequence[Change], start: Callable[[Change], int]) -> tuple[Stretch, ...]:
-    """The mix over the run; `start` says from which step a change holds."""
+    """Return the mix over the steps of the run; `start` gives the first step of a change."""
     mix, schedule = job.mix, job.mix_schedule
     found = [Stretch(from_step=0, mix=mix, schedule=schedule)]
-    of_mix = [change for change in changes if change.path in MIX and _holds(job, change)]
-    for number in sorted({change.number for change in of_mix}):
-        ours = {change.path: change for change in of_mix if change.number == number}
-        tree = {"mix": mix, "mix_schedule": schedule} | {path: change.value for path, change in ours.items()}
+    mix_changes = [change for change in changes if change.path in MIX and _holds(job, change)]
+    for number in sorted({change.number for change in mix_changes}):
+        together = {change.path: change for change in mix_changes if change.number == number}
+        tree = {"mix": mix, "mix_schedule": schedule} | {path: change.value for path, change in together.items()}
         try:
             checked = _build(job, tree)
         except ConfigError:
             continue
         mix, schedule = checked.mix, checked.mix_schedule
-        found.append(Stretch(from_step=max(map(start, ours.values())), mix=mix, schedule=schedule))
+        found.append(Stretch(from_step=max(map(start, together.values())), mix=mix, schedule=schedule))
     return tuple(found)
 
 
 def value_at(job: SwarmJob, path: str) -> Any:
-    """The setting at `path`, as plain data; None where there is none."""
+    """Return the setting at `path` as plain data, or None if it does not exist."""
     node = msgspec.to_builtins(job)
     for part in present_path(path).split("."):
         node = node.get(part) if isinstance(node, dict) else None
@@ -172,11 +175,12 @@ def value_at(job: SwarmJob, path: str) -> Any:
 
 
 def format_value(value: Any) -> str:
-    """A value of `value_at` for people."""
+    """Format a value of `value_at` for display."""
     return "not set" if value is None else str(value)
 
 
 def _holds(file: SwarmJob, change: Change) -> bool:
+    """Return whether the job file still has the value that it had when the change was made."""
     return bool(value_at(file, change.path) == change.base)
 
 

@@ -1,4 +1,4 @@
-"""How an episode ended, checked before anything is sent: a reward that is not a number must never reach the learner."""
+"""Outcomes of episodes, checked before they are sent: a reward that is not a finite number must never reach a learner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from swarmq.errors import OutcomeError
 from swarmq.messages import RESPONSE_ID_PREFIX, EpisodeBegin, EpisodeEnd, find_reward_error
 
 MAX_REASON = 4000
-"""Characters of a failure's reason that are kept: its last ones, where a traceback names the error."""
+"""Characters kept of a failure's reason, counted from its end, where a traceback names the error."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What an agent's function returns when one number does not say it all.
+    """Rewards and further results of an attempt, returned by an agent's function in place of a single number.
 
-    reward         for every trained policy of the episode
+    reward         reward of every trained policy of the episode
     rewards        policy -> reward, in place of `reward`
-    success        whether the task was solved; None: not said
-    metrics        name -> number, kept with the episode in the batch log
-    metadata       name -> anything, kept there as text
-    agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward, for the calls with that tag
-    call_rewards   id of a call -> reward, for that call; it is the `id` of the answer, also of a response (`resp_...`)
+    success        whether the task was solved; None: unknown
+    metrics        name -> number, stored with the episode in the batch log
+    metadata       name -> any value, stored as text in the batch log
+    agent_rewards  policy -> agent tag (header `x-swarmq-agent`) -> reward of the calls with that tag
+    call_rewards   call id -> reward of that call; the call id is the `id` of the answer, also of a response (`resp_...`)
     """
 
     reward: float | None = None
@@ -37,7 +37,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 class EpisodeRef(msgspec.Struct, frozen=True, kw_only=True):
-    """What an end needs to know of its episode, where its begin is not at hand."""
+    """The fields of an episode that its end needs, for senders that do not have the begin."""
 
     run: str
     episode_id: str
@@ -46,7 +46,10 @@ class EpisodeRef(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def to_outcome(returned: Any, name: str = "reward") -> Outcome:
-    """An agent's function returns an Outcome or a number. Raises OutcomeError for anything else, calling it `name`."""
+    """Return the result of an agent's function, a number or an Outcome, as an Outcome.
+
+    Raises OutcomeError for anything else, naming it `name`.
+    """
     return returned if isinstance(returned, Outcome) else Outcome(reward=to_reward(name, returned))
 
 
@@ -59,7 +62,7 @@ def combine_end_arguments(
     agent_rewards: Mapping[str, Mapping[str, float]] | None,
     call_rewards: Mapping[str, float] | None,
 ) -> Outcome:
-    """Return what `end` was given as one Outcome. Raises OutcomeError for an Outcome with something beside it."""
+    """Return the arguments of `end` as one Outcome. Raises OutcomeError if an Outcome is combined with other arguments."""
     others = (rewards, success, metrics, metadata, agent_rewards, call_rewards)
     if not isinstance(reward, Outcome):
         return Outcome(reward, rewards, success, metrics or {}, metadata or {}, agent_rewards or {}, call_rewards or {})
@@ -71,9 +74,9 @@ def combine_end_arguments(
 def make_finished_end(
     begin: EpisodeBegin | EpisodeRef, outcome: Outcome, *, frozen: Collection[str] = ()
 ) -> EpisodeEnd:
-    """The end of an episode that was scored; `frozen` policies need no reward.
+    """Return the end record of an episode with a reward; `frozen` policies need none.
 
-    Raises OutcomeError naming the field that is wrong.
+    Raises OutcomeError that names the wrong field.
     """
     if outcome.success is not None and type(outcome.success).__name__ not in {"bool", "bool_"}:
         raise OutcomeError(f"success is {outcome.success!r}: give True, False or None")
@@ -101,8 +104,10 @@ def make_finished_end(
 def make_unfinished_end(
     begin: EpisodeBegin | EpisodeRef, status: Literal["aborted", "failed"], reason: str, *, final: bool = False
 ) -> EpisodeEnd:
-    """The end of an episode that has no reward: it is never trained and never counted as a 0. `final`: nor is its slot
-    attempted again."""
+    """Return the end record of an episode without a reward, which is never trained and never counted as a reward of 0.
+
+    `final`: no further attempt at the slot will come.
+    """
     return EpisodeEnd(
         run=begin.run,
         episode_id=begin.episode_id,
@@ -114,7 +119,7 @@ def make_unfinished_end(
 
 
 def explain_untrainable(policies: Sequence[str], known: Sequence[str], frozen: Collection[str]) -> str:
-    """Why an episode of these policies cannot be one of training; empty if it can."""
+    """Return why an episode of these policies cannot be trained, or "" if it can."""
     if not set(policies) <= set(frozen):
         return ""
     trained = ", ".join(policy for policy in known if policy not in frozen)
@@ -125,7 +130,7 @@ def explain_untrainable(policies: Sequence[str], known: Sequence[str], frozen: C
 
 
 def to_finite_float(name: str, value: Any) -> float:
-    """A finite float from any number, numpy's and torch's scalars included. Raises OutcomeError."""
+    """Convert any number, also a numpy or torch scalar, to a finite float. Raises OutcomeError if that fails."""
     if value is None:
         raise OutcomeError(
             f"{name} is None: every path through the agent must return a number "
@@ -143,10 +148,10 @@ def to_finite_float(name: str, value: Any) -> float:
 
 
 def to_reward(name: str, value: Any) -> float:
-    """A number that the learner can compute with. Raises OutcomeError."""
+    """Convert a number to a reward that the learner can train on. Raises OutcomeError if that fails."""
     result = to_finite_float(name, value)
-    if said := find_reward_error(result):
-        raise OutcomeError(f"{name} is {result:g}, {said}")
+    if problem := find_reward_error(result):
+        raise OutcomeError(f"{name} is {result:g}, {problem}")
     return result
 
 
