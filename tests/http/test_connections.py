@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from swarmq.proxy.http.connection_limits import MAX_HEAD_BYTES, OWN_FILES, SPARE, most_connections
-from swarmq.runtime import open_files
+from swarmq.runtime import processes
 
 from .test_control import call
 
@@ -172,8 +172,8 @@ async def _open_calls(stage):
     ("given", "raised"),
     [
         ((1024, 4096), (4096, 4096)),
-        ((1024, resource.RLIM_INFINITY), (open_files.MOST_FILES, resource.RLIM_INFINITY)),
-        ((1024, 10**9), (open_files.MOST_FILES, 10**9)),
+        ((1024, resource.RLIM_INFINITY), (processes.MAX_OPEN_FILES, resource.RLIM_INFINITY)),
+        ((1024, 10**9), (processes.MAX_OPEN_FILES, 10**9)),
         ((10**6, 10**9), None),
         ((4096, 4096), None),
     ],
@@ -182,7 +182,7 @@ def test_as_many_files_may_be_open_as_the_host_allows(given, raised, monkeypatch
     set_to = []
     monkeypatch.setattr(resource, "getrlimit", lambda _: given)
     monkeypatch.setattr(resource, "setrlimit", lambda _, to: set_to.append(to))
-    assert open_files.raise_file_limit() == (raised or given)[0]
+    assert processes.raise_file_limit() == (raised or given)[0]
     assert set_to == ([raised] if raised else [])
 
 

@@ -34,7 +34,7 @@ from swarmq.proxy.http.connection_limits import Door, most_connections
 from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime import logs
-from swarmq.runtime.open_files import raise_file_limit
+from swarmq.runtime.processes import raise_file_limit
 
 DRAIN_S = 10
 KEEP_S = 30

@@ -1,6 +1,6 @@
-"""Who was invited to a run: a small file in its folder, written by `swarmq client`, read by the proxies.
+"""The clients invited to a run: a JSON file in the run folder, written by `swarmq client` and read by the proxies.
 
-A name that was removed stays removed: its keys are derived from it, and what it trained stays attributed to it.
+A removed name stays removed: keys are derived from the name, and trained episodes stay attributed to it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmq.messages import NAME
 from swarmq.runtime.files import CachedFile, locked_for_change, write_atomically
 
 LOOK_EVERY_S = 0.5
-"""How soon a proxy notices that a client was removed."""
+"""Seconds after which a proxy notices that a client was removed."""
 
 
 class InvitedClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,11 +27,11 @@ class InvitedClient(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     added_at: float
     removed_at: float | None = None
     broker_user: str = ""
-    """Its user in RabbitMQ; empty where it may only use HTTP."""
+    """The client's user in RabbitMQ; empty if it may only use HTTP."""
 
 
 class ClientRegistry:
-    """The file of a run, opened for changes: nobody else changes it meanwhile, and it is written whole."""
+    """The registry file of a run, opened for changes under a lock and written atomically."""
 
     def __init__(self, path: Path, known: dict[str, InvitedClient]) -> None:
         self._path = path
@@ -44,7 +44,7 @@ class ClientRegistry:
             yield cls(path, read_clients(path))
 
     def check_new(self, name: str) -> None:
-        """Raises ConfigError for a name that cannot be given."""
+        """Raise ConfigError if the name is invalid or was ever in use."""
         if not NAME.fullmatch(name):
             raise ConfigError(f"{name!r}: a client's name is 1 to 40 lower-case letters, digits or dashes")
         if member := self.entries.get(name):
@@ -52,7 +52,7 @@ class ClientRegistry:
             raise ConfigError(f"{name!r} {state}: choose another name, e.g. {name[:36]}-2")
 
     def remove(self, name: str, *, now: float) -> InvitedClient:
-        """Also one that was never here: from now on it is refused. Removing again changes nothing."""
+        """Revoke a name, also one that was never invited. Removing a name again changes nothing."""
         member = self.entries.get(name) or InvitedClient(name=name, added_at=now)
         if member.removed_at is None:
             member = msgspec.structs.replace(member, removed_at=now)
@@ -65,7 +65,7 @@ class ClientRegistry:
 
 
 class RevokedNames:
-    """`name in removed`, true soon after the file says so."""
+    """The set of revoked names, kept up to date with the registry file: `name in revoked`."""
 
     def __init__(self, path: Path) -> None:
         self._sheet = CachedFile(path, lambda: _removed(path), frozenset[str]())
@@ -85,14 +85,14 @@ def _removed(path: Path) -> frozenset[str]:
 
 
 def read_clients(path: Path) -> dict[str, InvitedClient]:
-    """By name, the oldest first. Raises ConfigError for a damaged file."""
+    """Return name -> client, the oldest first. Raises ConfigError if the file is damaged."""
     try:
         members = msgspec.json.decode(path.read_bytes(), type=list[InvitedClient])
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{path}: who was invited cannot be read ({error}), and it cannot be made anew: it says whose keys are refused. Bring it "
-            "back from a copy; or remove it and `secret` beside it, which ends every key, and invite clients anew"
+            f"{path}: the registry of clients cannot be read ({error}) and cannot be recreated, because it lists the revoked keys. "
+            "Restore it from a copy; or remove it and the file `secret` beside it, which ends every key, and invite clients again"
         ) from error
     return {member.name: member for member in members}

@@ -1,6 +1,6 @@
-"""Which engines serve a policy, where that has changed since the run was started: a JSON file in the run folder.
+"""The engines of each policy, if they have changed since the run was started: a JSON file in the run folder.
 
-Whoever adds or removes an engine writes it; proxies and learners of the run look at it now and then.
+Commands that add or remove an engine write the file; the run's proxies and learners poll it.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ DECODER = msgspec.json.Decoder(Urls)
 
 
 class EngineRegistry:
+    """The engines of a run as listed in its run folder."""
+
     def __init__(self, job: SwarmJob, folder: RunFolder | None = None) -> None:
-        """`folder`: the run folder, where it is not known by the job's name for it."""
+        """`folder`: the run folder, if it differs from the job's."""
         self._folder = folder or job.run_folder
         self._path = self._folder.roster
         self._at_start: Urls = {name: policy.engine.urls for name, policy in job.policies.items()}
 
     def urls(self) -> Urls:
-        """Policy -> engines, as of now. Raises EngineError where the file cannot be read."""
+        """Return policy -> URLs of its engines at present. Raises EngineError if the file cannot be read."""
         try:
-            written = read_or_reset(self._path, DECODER.decode, Urls(), meaning="the job's engines count again")
+            written = read_or_reset(
+                self._path, DECODER.decode, Urls(), consequence="the engines of the job file are used"
+            )
         except OSError as error:
             raise EngineError(f"{self._path} cannot be read ({error}): check the folder and its rights") from error
         return {name: written.get(name, urls) for name, urls in self._at_start.items()}
 
     def secret(self) -> str:
-        """What the engines ask every caller for: $SWARMQ_ENGINE_SECRET, for engines that several runs share, else the run's own."""
+        """Return the secret that the engines require: $SWARMQ_ENGINE_SECRET if set (for engines shared by runs), else the run's own."""
         return os.environ.get(SECRET_ENV) or keys.derive_engine_secret(keys.load_root(self._folder.root_secret))
 
     def add(self, policy: str, url: str) -> Urls:
@@ -46,7 +50,7 @@ class EngineRegistry:
         return self._change(policy, lambda urls: tuple(one for one in urls if one != url))
 
     def forget(self) -> None:
-        """Back to the job's engines."""
+        """Return to the engines of the job file."""
         self._path.unlink(missing_ok=True)
 
     def _change(self, policy: str, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> Urls:

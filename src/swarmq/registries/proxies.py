@@ -1,4 +1,4 @@
-"""Which proxies serve a run: a JSON list of urls in its folder, for clients that stay while proxies come and go.
+"""The proxies that serve a run: a JSON list of URLs in the run folder, for clients that outlive proxies.
 
 swarmq up ────────────> its own        ┐
 swarmq proxy --join ──> adds itself,   ├─> proxies.json ──> collector ──every ticket──> clients
@@ -19,16 +19,18 @@ log = structlog.get_logger()
 
 
 class ProxyRegistry:
+    """The proxies of a run as listed in its run folder."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._sheet = CachedFile(path, self._read, tuple[str, ...]())
 
     def urls(self) -> tuple[str, ...]:
-        """Each ends in `/v1`; empty where nobody has said."""
+        """Return the base URLs of the proxies, each ending in `/v1`; empty if none is listed."""
         return self._sheet.value()
 
     def write(self, urls: Iterable[str]) -> None:
-        """These and no others."""
+        """Replace the list by `urls`."""
         with locked_for_change(self._path):
             write_atomically(self._path, msgspec.json.encode(tuple(urls)))
 
@@ -45,6 +47,9 @@ class ProxyRegistry:
             return msgspec.json.decode(self._path.read_bytes(), type=tuple[str, ...])
         except (OSError, msgspec.MsgspecError) as error:
             log.warning(
-                "proxies_unreadable", file=str(self._path), error=str(error), meaning="those of the invite count"
+                "proxies_unreadable",
+                file=str(self._path),
+                reason=str(error),
+                consequence="clients use the proxies of their invite",
             )
             return ()

@@ -1,4 +1,4 @@
-"""Small files: written whole, durably, and by one process at a time; a damaged one that can be made anew is set aside."""
+"""Small files: written atomically and durably, by one process at a time; a damaged file that can be recreated is set aside."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @contextmanager
 def locked_for_change(path: Path) -> Iterator[None]:
-    """Nobody else changes the file inside the block."""
+    """Hold the file's lock inside the block, so that no other process changes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -26,8 +26,10 @@ def locked_for_change(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace the file, on disk when this returns: readers see the old content or the new one, also after a power loss. It is
-    readable by its owner alone."""
+    """Replace the file's content durably: readers see the old or the new content, also after a power loss.
+
+    The file is readable by its owner alone.
+    """
     part = path.with_suffix(".part")
     part.unlink(missing_ok=True)
     with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
@@ -39,7 +41,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make names created, renamed or removed in `folder` durable."""
+    """Make created, renamed and removed names in `folder` durable."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -47,9 +49,12 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: str) -> T:
-    """What `read` makes of the file, or `empty` where there is none. One that cannot be read is set aside, as NAME.damaged, with a
-    log line that says what this means. Raises OSError where the disk refuses."""
+def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, consequence: str) -> T:
+    """Return what `read` decodes from the file, or `empty` if the file does not exist.
+
+    A file that `read` rejects is renamed to NAME.damaged, `empty` is returned, and the log states the `consequence`. Raises
+    OSError if the file cannot be read or renamed.
+    """
     try:
         return read(path.read_bytes())
     except FileNotFoundError:
@@ -57,24 +62,24 @@ def read_or_reset(path: Path, read: Callable[[bytes], T], empty: T, *, meaning: 
     except (ValueError, msgspec.MsgspecError) as error:
         aside = path.with_name(f"{path.name}.damaged")
         path.replace(aside)
-        log.warning("file_damaged", file=str(path), error=str(error), set_aside_as=aside.name, meaning=meaning)
+        log.warning("file_damaged", file=str(path), reason=str(error), set_aside_as=aside.name, consequence=consequence)
         return empty
 
 
 class CachedFile(Generic[T]):
-    """What a file says, read again when it has changed."""
+    """The decoded content of a file, read again whenever the file has changed."""
 
     def __init__(self, path: Path, read: Callable[[], T], empty: T) -> None:
-        """`empty` is the value before there is such a file."""
+        """`read`: reads and decodes the file. `empty`: the value while the file does not exist."""
         self._path = path
         self._read = read
         self._value = empty
         self._stamp = (0, 0)
 
     def value(self) -> T:
-        """Raises what `read` raises, until the file is mended."""
+        """Return the present content. Raises what `read` raises."""
         try:
-            found = os.stat(self._path)  # noqa: PTH116 - one call, on the way of every request
+            found = os.stat(self._path)  # noqa: PTH116 - cheaper than Path.stat, and called for every request
         except OSError:
             return self._value
         if (stamp := (found.st_mtime_ns, found.st_ino)) != self._stamp:

@@ -1,7 +1,6 @@
-"""One line per event, as JSON in files and coloured text on a terminal, or in the words of whoever talks to a person there; ids come
-from context.
+"""Logging: one line per event, as JSON in files, as coloured text on a terminal, or as sentences for commands.
 
-A line that its disk has no room for is lost, and nobody dies of it: whoever waits for room says so, every time.
+A line for which the disk has no room is lost, and the process goes on. Code that waits for disk space logs each wait.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from swarmq.runtime.terminal import visible
 
 
 class Logger:
-    """structlog's logger of the name "swarmq", loaded with the first line: a client that has nothing to say starts faster."""
+    """structlog's logger "swarmq", imported at the first line, so that clients without log lines start faster."""
 
     def info(self, event: str, **fields: Any) -> None:
         self._write("info", event, fields)
@@ -28,14 +27,14 @@ class Logger:
         import structlog  # noqa: PLC0415 - see the class
 
         with contextlib.suppress(OSError):
-            getattr(structlog.get_logger("swarmq"), level)(event, **_shown(fields))
+            getattr(structlog.get_logger("swarmq"), level)(event, **_escape_fields(fields))
 
 
 log = Logger()
 
 
 class LossyStream:
-    """A stream that never fails: what it cannot write is kept as far as there is room in its buffer, and else lost."""
+    """A text stream whose writes never fail: text beyond a full disk stays in the buffer, or is lost when the buffer is full."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -54,18 +53,19 @@ class LossyStream:
 
 
 def survive_full_disk() -> None:
-    """From here on nothing that this process prints can end it or change its exit status, tracebacks included."""
+    """Keep output to a full disk, also tracebacks, from ending this process or changing its exit status."""
     sys.stdout, sys.stderr = (
         cast("TextIO", LossyStream(stream)) if stream else stream for stream in (sys.stdout, sys.stderr)
     )
 
 
 def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
-    """Set up structlog for a daemon. Called once, by the process's entry point. A line is written at one go."""
+    """Set up structlog for a daemon; called once, by the process's entry point. Each line is one write."""
     import structlog  # noqa: PLC0415 - see Logger
 
     survive_full_disk()
-    last = [_show, structlog.dev.ConsoleRenderer()] if sys.stderr.isatty() else [structlog.processors.JSONRenderer()]
+    on_terminal = sys.stderr.isatty()
+    last = [_escape, structlog.dev.ConsoleRenderer()] if on_terminal else [structlog.processors.JSONRenderer()]
     structlog.configure(
         processors=[
             structlog.contextvars.merge_contextvars,
@@ -82,8 +82,8 @@ def configure(*, role: str, run: str, level: int = logging.INFO) -> None:
 
 
 def write_lines_whole() -> None:
-    """For one of several processes that print to the same place: without this, Python's `-u` has a line written in two pieces,
-    and others in between. Whoever has set structlog up keeps what they chose."""
+    """Write each log line at once, for processes that share a terminal or file: with `python -u`, structlog's default writes a line
+    in two pieces, between which lines of other processes may come. An existing structlog configuration is kept."""
     import structlog  # noqa: PLC0415 - see Logger
 
     if not structlog.is_configured():
@@ -92,16 +92,16 @@ def write_lines_whole() -> None:
 
 @contextlib.contextmanager
 def redirect_to(say: Callable[[str], None]) -> Iterator[None]:
-    """While the context is open the lines of this process's log go to `say`, as sentences, and nowhere else."""
+    """Pass this process's log lines, as sentences, to `say` and nowhere else while the context is open."""
     import structlog  # noqa: PLC0415 - see Logger
 
-    def tell(_logger: Any, level: str, fields: MutableMapping[str, Any]) -> NoReturn:
+    def pass_on(_logger: Any, level: str, fields: MutableMapping[str, Any]) -> NoReturn:
         say(_sentence(level, fields))
         raise structlog.DropEvent
 
     before = structlog.get_config()
     structlog.configure(
-        processors=[structlog.contextvars.merge_contextvars, structlog.processors.format_exc_info, tell],
+        processors=[structlog.contextvars.merge_contextvars, structlog.processors.format_exc_info, pass_on],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
     )
     try:
@@ -110,17 +110,17 @@ def redirect_to(say: Callable[[str], None]) -> Iterator[None]:
         structlog.configure(**before)
 
 
-def _show(_logger: Any, _level: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    return _shown(fields)
+def _escape(_logger: Any, _level: str, fields: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    return _escape_fields(fields)
 
 
-def _shown(fields: MutableMapping[str, Any]) -> dict[str, Any]:
-    """The fields, with control characters in their texts made visible; anything else is printed by its repr."""
+def _escape_fields(fields: MutableMapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with control characters in texts made visible. Other values are printed by their repr."""
     return {name: visible(value) if isinstance(value, str) else value for name, value in fields.items()}
 
 
 def _sentence(level: str, fields: MutableMapping[str, Any]) -> str:
-    fields = _shown(fields)
+    fields = _escape_fields(fields)
     event = str(fields.pop("event")).replace("_", " ")
     facts = ", ".join(f"{name} {value}" for name, value in fields.items())
     return ("" if level == "info" else f"{level}: ") + event + (f": {facts}" if facts else "")

@@ -1,4 +1,4 @@
-"""Small facts about processes and ports that every part which starts one needs."""
+"""Starting, watching and stopping of processes, and choice of their ports."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 import secrets
 import signal
 import socket
@@ -19,35 +20,38 @@ from pathlib import Path
 from swarmq.errors import SetUpError
 
 FINAL_MESSAGE_PREFIX = "swarmq: "
-"""Begins the line in which a process of ours says why it ends."""
+"""Prefix of the log line in which a swarmq process says why it ends."""
+MAX_OPEN_FILES = 65_536
+"""Most files that a process may open: RabbitMQ's Erlang reserves memory for each, and some hosts allow a thousand million."""
+
 _PR_SET_PDEATHSIG = 1
 _HANDED_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _LOWEST_PORT = 20_000
 _TRIES = 100
 _MOST_HELD = 64
 _held: deque[int] = deque()
-"""Descriptors of sockets, closed by the end of the process."""
+"""Sockets of reserved ports, closed when the process ends."""
 
 
 class DeathCounter:
-    """How often a process has died lately."""
+    """Counter of a process's deaths within a sliding window."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._at: list[float] = []
 
     def record_death(self) -> int:
-        """It died just now. How many deaths that makes within the window."""
+        """Record a death at the present time and return the number of deaths within the window."""
         now = time.monotonic()
         self._at = [at for at in self._at if at > now - self._window_s] + [now]
         return len(self._at)
 
 
 def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
-    """For `preexec_fn`: a session of its own, ended with a signal when the thread that started it ends.
+    """Start a session of its own and arrange for a signal when the parent thread ends; for `preexec_fn`.
 
-    Ctrl-C on a terminal therefore reaches the parent alone, which stops its children in order. Where the system
-    has no such call (anything but Linux) children outlive a parent that was killed.
+    Ctrl-C on a terminal then reaches the parent alone, which stops its children in order. Only Linux has such a call: elsewhere,
+    children outlive a parent that was killed.
     """
     os.setsid()
     if sys.platform == "linux":
@@ -55,8 +59,10 @@ def die_with_parent(by: signal.Signals = signal.SIGTERM) -> None:
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listened on a moment ago. Where there is one, it is none of those that the system hands out:
-    before its user binds it, any connection that somebody opens could be given one of them."""
+    """Return a TCP port that is free at present, outside the system's ephemeral range if possible.
+
+    A port of the ephemeral range could be given to any outgoing connection before the caller binds it.
+    """
     with contextlib.suppress(OSError, ValueError):
         beyond = int(_HANDED_OUT.read_text().split()[0])
         for _ in range(_TRIES):
@@ -69,11 +75,10 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 
 def reserve_port(host: str = "127.0.0.1") -> int:
-    """As `free_port`, for a server of ours that takes its time to start: nobody else gets the port in the meantime.
+    """Return a free TCP port and keep it from other processes until a slowly starting server binds it.
 
-    A socket stays bound to it without listening: the system gives the port to no other, nor does this function in another
-    process, yet servers that reuse addresses, as nearly all do, bind beside it. Where that is refused (anything but
-    Linux), the port is no more than free.
+    A socket stays bound to the port without listening. The system then gives the port to nobody else, but a server that reuses
+    addresses, as nearly all do, can still bind it. Where that is refused (outside Linux), the port is only free at present.
     """
     with socket.socket() as holder, socket.socket() as server:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -101,8 +106,19 @@ def is_port_free(port: int, host: str = "127.0.0.1") -> bool:
         return True
 
 
+def raise_file_limit() -> int:
+    """Raise this process's limit of open files, which shells set to 1,024, as far as the host allows, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):  # some systems promise more than they give
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            return most
+    return MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
+
+
 def is_locked(path: Path) -> bool:
-    """Whether a process holds the lock of this file."""
+    """Return whether a process holds the lock of this file."""
     try:
         with path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -114,23 +130,23 @@ def is_locked(path: Path) -> bool:
 
 
 def exit_status_for(errors: Iterable[BaseException]) -> int:
-    """Of a process that ends with these: one that says that to start it again is of no use, or 1."""
+    """Return the exit status of a process that ends with these errors: EX_CONFIG if a restart is of no use, else 1."""
     return os.EX_CONFIG if any(isinstance(error, SetUpError) for error in errors) else 1
 
 
 def read_final_message(path: Path, start: int) -> str:
-    """What a process of ours said of why it ended, in a log that it has written to from byte `start` on; empty: nothing."""
+    """Return why a swarmq process ended, as it says in its log after byte `start`, or "" if it says nothing."""
     try:
         with path.open("rb") as log:
             log.seek(start)
-            said = (line.decode(errors="replace") for line in log if line.startswith(FINAL_MESSAGE_PREFIX.encode()))
-            return next(said, "").removeprefix(FINAL_MESSAGE_PREFIX).strip()
+            messages = (line.decode(errors="replace") for line in log if line.startswith(FINAL_MESSAGE_PREFIX.encode()))
+            return next(messages, "").removeprefix(FINAL_MESSAGE_PREFIX).strip()
     except OSError:
         return ""
 
 
 def read_tail(path: Path, lines: int = 15) -> str:
-    """The last lines of a log file, for an error message; empty when there is none."""
+    """Return the last lines of a log file, or "" if it cannot be read."""
     try:
         with path.open("rb") as log:
             log.seek(max(0, path.stat().st_size - 64 * 1024))
@@ -140,7 +156,7 @@ def read_tail(path: Path, lines: int = 15) -> str:
 
 
 def find_children(pid: int, title: str) -> dict[int, str]:
-    """Child of the process -> its title, of those whose begins like this; none where the system does not tell (anything but Linux)."""
+    """Return process id -> title of the children whose title begins with `title`; outside Linux always empty."""
     found = {}
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
@@ -152,7 +168,7 @@ def find_children(pid: int, title: str) -> dict[int, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs: one that has ended and that nobody has asked for its status does not."""
+    """Return whether the process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
@@ -160,7 +176,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def stop_group(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
-    """SIGTERM to the process, SIGKILL to its whole session when it is still there after `grace_s`."""
+    """Terminate the process, and kill its whole session if it still runs after `grace_s`."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()

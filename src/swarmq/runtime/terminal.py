@@ -1,4 +1,4 @@
-"""What people see in a terminal: names and texts of others are shown, and cannot move its cursor or change what stands there."""
+"""Terminal output in which foreign names and texts cannot move the cursor, change colours or overwrite other text."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 SHOWN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
-"""Control characters as pictures."""
+"""Control character -> its visible symbol."""
 HIDDEN = dict.fromkeys([*range(0x80, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A)], 0xFFFD)
-"""The second set of control characters, and what turns the direction of writing: they have no picture."""
+"""C1 control characters and bidirectional overrides, which have no symbol -> replacement character."""
 VISIBLE = SHOWN | HIDDEN
 
 
 def visible(text: str) -> str:
-    """`text` with its control characters made visible; lines and tabs stay."""
+    """Return `text` with control characters replaced by visible symbols, except for newlines and tabs."""
     return text.translate(VISIBLE)
 
 
 def console(**options: Any) -> Console:
-    """rich's console, which takes no markup or control character from the texts that it is given."""
-    from rich.console import Console  # noqa: PLC0415 - only where somebody looks
+    """Return a rich console that interprets neither markup nor control characters in the texts that it prints."""
+    from rich.console import Console  # noqa: PLC0415 - slow to load, and only terminals need it
 
     class VisibleConsole(Console):
-        def render_str(self, text: str, **more: Any) -> Any:  # before a table measures its cells
+        def render_str(self, text: str, **more: Any) -> Any:  # called before a table measures its cells
             return super().render_str(visible(text), **more)
 
         def render(self, *given: Any, **more: Any) -> Iterable[Any]:

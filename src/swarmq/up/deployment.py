@@ -44,8 +44,7 @@ from swarmq.registries.engines import EngineRegistry
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.logs import log, survive_full_disk
-from swarmq.runtime.open_files import raise_file_limit
-from swarmq.runtime.processes import read_tail
+from swarmq.runtime.processes import raise_file_limit, read_tail
 from swarmq.up.job_checks import planned
 from swarmq.up.placement import Placement
 from swarmq.up.ports import ports_of, proxy_names, proxy_ports, wait_until_free

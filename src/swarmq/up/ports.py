@@ -58,7 +58,7 @@ async def wait_until_free(job: SwarmJob) -> None:
 def ports_of(job: SwarmJob, names: list[str]) -> dict[str, int]:
     """A port for each name: that of the last start where it is free, else another one."""
     path = job.run_folder.path / "ports.json"
-    known = read_or_reset(path, PORTS.decode, dict[str, int](), meaning="proxies and engines get other ports")
+    known = read_or_reset(path, PORTS.decode, dict[str, int](), consequence="proxies and engines get other ports")
     ports = {
         name: known[name] if is_port_free(known.get(name, 0)) and name in known else reserve_port() for name in names
     }

@@ -38,7 +38,7 @@ class Orders:
         with mapped(path):
             nothing = Kept(state=Control(run=file.run, number=0))
             self._kept = read_or_reset(
-                path, DECODER.decode, nothing, meaning="the collector says it again at its start"
+                path, DECODER.decode, nothing, consequence="the collector sends it again at its start"
             )
         self._settle()
 
