@@ -21,7 +21,8 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
-from swarmq.client.runners.worker_processes import Plan, run_workers
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import run_workers
 
 CONCURRENCY = 6
 MAX_ATTEMPTS = 50
@@ -170,7 +171,9 @@ def main() -> None:
     put_clock_wrong(Path(sys.argv[1]))
     client = AsyncSwarmClient(code_version="faults")
     player = Player(client.invite.base_url, Appender(Path(sys.argv[1])))
-    run_workers(client, {None: player}, Plan(concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False))
+    run_workers(
+        client, {None: player}, RunnerOptions(concurrency=CONCURRENCY, max_attempts=MAX_ATTEMPTS, progress=False)
+    )
 
 
 if __name__ == "__main__":

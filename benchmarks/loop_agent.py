@@ -12,7 +12,8 @@ import aiohttp
 import msgspec
 
 from swarmq import AsyncEpisode, AsyncSwarmClient
-from swarmq.client.runners.worker_processes import Plan, run_workers
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import run_workers
 
 CALL_S = 300.0
 
@@ -52,7 +53,7 @@ class Agent:
 
 def main() -> None:
     concurrency, turns, words = map(int, sys.argv[1:])
-    plan = Plan(concurrency=concurrency, max_attempts=1000, progress=False)
+    plan = RunnerOptions(concurrency=concurrency, max_attempts=1000, progress=False)
     run_workers(AsyncSwarmClient(), {None: Agent(turns, words).__call__}, plan)
 
 

@@ -25,7 +25,8 @@ import msgspec
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
 from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.broker.node.process import PrivateNode
-from swarmq.client.runners.worker_processes import Plan, run_workers
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import run_workers
 from swarmq.config import SwarmJob
 from swarmq.observe.board import Board
 from swarmq.observe.monitor import Follower, follow
@@ -197,7 +198,7 @@ class Agent:
 def main() -> None:
     kind, pace, concurrency = sys.argv[1], msgspec.json.decode(sys.argv[2], type=Pace), int(sys.argv[3])
     client = AsyncSwarmClient(code_version=pace.code_version)
-    plan = Plan(concurrency=concurrency, max_attempts=1000, progress=False)
+    plan = RunnerOptions(concurrency=concurrency, max_attempts=1000, progress=False)
     run_workers(client, {kind: Agent(pace).__call__}, plan)
 
 

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 from swarmq.version import __version__
 
 if TYPE_CHECKING:
+    from swarmq.client.ask import ask as ask
+    from swarmq.client.ask import ask_async as ask_async
+    from swarmq.client.async_client import AsyncSwarmClient as AsyncSwarmClient
     from swarmq.client.data.tasks import SwarmTask as SwarmTask
-    from swarmq.client.episodes.ask import ask as ask
-    from swarmq.client.episodes.ask import ask_async as ask_async
-    from swarmq.client.episodes.async_client import AsyncSwarmClient as AsyncSwarmClient
     from swarmq.client.episodes.episode import AsyncEpisode as AsyncEpisode
     from swarmq.client.episodes.episode import Episode as Episode
-    from swarmq.client.episodes.sync_client import SwarmClient as SwarmClient
     from swarmq.client.runners.report import EvalReport as EvalReport
     from swarmq.client.runners.report import RunSummary as RunSummary
+    from swarmq.client.sync_client import SwarmClient as SwarmClient
     from swarmq.config import SwarmJob as SwarmJob
     from swarmq.errors import SwarmqError as SwarmqError
     from swarmq.keys import Invite as Invite
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "AsyncEpisode": "swarmq.client.episodes.episode",
-    "AsyncSwarmClient": "swarmq.client.episodes.async_client",
+    "AsyncSwarmClient": "swarmq.client.async_client",
     "Episode": "swarmq.client.episodes.episode",
     "EvalReport": "swarmq.client.runners.report",
     "Invite": "swarmq.keys",
     "Outcome": "swarmq.outcome",
     "RunSummary": "swarmq.client.runners.report",
-    "SwarmClient": "swarmq.client.episodes.sync_client",
+    "SwarmClient": "swarmq.client.sync_client",
     "SwarmJob": "swarmq.config",
     "SwarmTask": "swarmq.client.data.tasks",
     "SwarmqError": "swarmq.errors",
-    "ask": "swarmq.client.episodes.ask",
-    "ask_async": "swarmq.client.episodes.ask",
+    "ask": "swarmq.client.ask",
+    "ask_async": "swarmq.client.ask",
 }
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the keys are names

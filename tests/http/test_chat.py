@@ -11,8 +11,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from support.proxy import events
+from swarmq.client.ask import ask_async
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.ask import ask_async
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import Sampling, VersionSpan, unpack_floats, unpack_ids
 from swarmq.proxy.deltas import extend

@@ -14,9 +14,10 @@ from support.proxy import ROOT, served
 from support.tls import self_signed
 from swarmq import keys
 from swarmq.broker import topology
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.episodes.event_loops import in_thread
 from swarmq.client.episodes.http import HttpError, post_json
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
 from swarmq.config import SwarmJob
 from swarmq.errors import ClientError, EpisodeError, KeyRefusedError, OutcomeError
@@ -246,7 +247,7 @@ async def test_a_begin_waits_for_its_ticket_and_can_be_given_up(far):
 
 
 async def test_an_end_that_finds_no_proxy_is_spooled_and_delivered_by_the_next_client(far, monkeypatch):
-    monkeypatch.setattr("swarmq.client.episodes.async_client.DRAIN_S", 0.1)
+    monkeypatch.setattr("swarmq.client.episodes.client.DRAIN_S", 0.1)
     async with far.open():
         await far.issue(1)
         async with far.client() as client:
@@ -293,9 +294,9 @@ async def test_what_the_proxy_refuses_is_said_and_not_tried_again(far):
 
 async def test_a_worker_needs_rabbitmq_and_says_so(far):
     async with far.open(), far.client() as client:
-        worker = Worker(client, lambda _ep: 1.0)
+        worker = Worker(client, lambda _ep: 1.0, options=RunnerOptions(progress=False))
         with pytest.raises(ClientError, match="task queues need an invite with RabbitMQ"):
-            await worker.run(asyncio.Event(), progress=False)
+            await worker.run(asyncio.Event())
 
 
 async def test_a_proxy_that_does_not_answer_is_passed_over_for_begin_and_end(far, tmp_path):

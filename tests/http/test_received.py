@@ -11,8 +11,8 @@ import pytest
 import requests
 from structlog.testing import capture_logs
 
+from swarmq.client.ask import ask_async
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.ask import ask_async
 from swarmq.client.episodes.received_answers import Received
 
 HI = {"role": "user", "content": "hi"}

@@ -188,10 +188,10 @@ def worker(
     """
     from swarmq import AsyncSwarmClient
     from swarmq.client.episodes.invite_lookup import find_invite
-    from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
-    from swarmq.client.runners.worker_processes import Plan, parse_targets, run_processes, run_workers
+    from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S, RunnerOptions
+    from swarmq.client.runners.worker_processes import parse_targets, run_processes, run_workers
 
-    plan = Plan(
+    plan = RunnerOptions(
         concurrency=concurrency,
         max_attempts=max_attempts,
         attempt_timeout_s=attempt_timeout or ATTEMPT_TIMEOUT_S,

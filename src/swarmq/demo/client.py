@@ -17,6 +17,7 @@ import msgspec
 from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
 from swarmq.demo.agent import Attempt, Reward, attempt, concise_score
 from swarmq.demo.problems import Problem, score
@@ -83,10 +84,11 @@ async def work(reward: str, ledger_path: Path, concurrency: int) -> None:
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
     agent = ledgered(Solver(client.invite.base_url), REWARDS[reward], Ledger(ledger_path))
     kinds = client.invite.kinds
+    options = RunnerOptions(concurrency=max(1, concurrency // len(kinds)), progress=False)
     async with client, asyncio.TaskGroup() as tasks:
         for kind in kinds:
-            worker = Worker(client, agent, kind=kind, concurrency=max(1, concurrency // len(kinds)))
-            tasks.create_task(worker.run(stop, progress=False))
+            worker = Worker(client, agent, kind=kind, options=options)
+            tasks.create_task(worker.run(stop))
 
 
 def main() -> None:

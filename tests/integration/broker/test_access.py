@@ -19,7 +19,7 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.files import tls_listener
 from swarmq.broker.node.process import PrivateNode
 from swarmq.broker.session import open_session
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import BrokerSettings, RunFolder, SwarmJob

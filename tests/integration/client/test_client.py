@@ -14,8 +14,8 @@ import pytest
 from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.node.process import PrivateNode
-from swarmq.client.episodes.async_client import AsyncSwarmClient
-from swarmq.client.episodes.sync_client import SwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.sync_client import SwarmClient
 from swarmq.errors import BrokerError
 from swarmq.messages import EpisodeBegin, EpisodeEnd
 from swarmq.runtime.processes import reserve_port
@@ -24,9 +24,10 @@ pytestmark = pytest.mark.broker
 FAST = {"retry_pause_s": 0.0, "progress": False}
 
 WORKER = """
-from swarmq.client.episodes.async_client import AsyncSwarmClient
-from swarmq.client.runners.worker_processes import Plan, run_workers
-done = run_workers(AsyncSwarmClient(), {"math": "agent:attempt"}, Plan(concurrency=2, progress=False))
+from swarmq import AsyncSwarmClient
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import run_workers
+done = run_workers(AsyncSwarmClient(), {"math": "agent:attempt"}, RunnerOptions(concurrency=2, progress=False))
 print(done["math"], flush=True)
 """
 AGENT = """

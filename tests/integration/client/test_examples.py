@@ -21,11 +21,12 @@ from swarmq.broker import topology
 from swarmq.broker.admin.invitations import host_invite
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.cli import main
+from swarmq.client import async_client, sync_client
 from swarmq.client.data import readers
 from swarmq.client.data.feed import feed
-from swarmq.client.episodes import async_client, sync_client
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker, check_signature
-from swarmq.client.runners.worker_processes import Plan, work
+from swarmq.client.runners.worker_processes import work
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -227,7 +228,7 @@ async def test_a_cocktail_is_trained_in_its_mix_whatever_the_workers_would_rathe
             )
             async with swarmq.AsyncSwarmClient(invite, spool=tmp_path / "spool") as client:
                 agents = {kind: getattr(example, kind) for kind in data}
-                plan = Plan(concurrency=1, progress=False)  # one after another: no group is left half begun
+                plan = RunnerOptions(concurrency=1, progress=False)  # one after another: no group is left half begun
                 working = tasks.create_task(work(client, agents, plan, stop))
                 async with broker.consume(topology.ready(run_name, "main"), prefetch=100) as deliveries:
                     got = [(await anext(deliveries)).message for _ in range(2 * 20)]
@@ -254,7 +255,9 @@ async def test_workers_compete_for_what_was_fed_and_nothing_is_attempted_twice(r
         )
         stop = asyncio.Event()
         working = [
-            asyncio.ensure_future(Worker(client, example.attempt, concurrency=4).run(stop, progress=False))
+            asyncio.ensure_future(
+                Worker(client, example.attempt, options=RunnerOptions(concurrency=4, progress=False)).run(stop)
+            )
             for client in clients
         ]
         while len(run()) < fed:  # noqa: ASYNC110 - what the workers send is no event here

@@ -26,7 +26,7 @@ SIZE = 3
 
 
 async def ask(client_episode: object) -> float:
-    from swarmq.client.episodes.ask import ask_async
+    from swarmq.client.ask import ask_async
 
     await ask_async(client_episode, "hi")  # type: ignore[arg-type]
     return 1.0

@@ -9,7 +9,8 @@ import pytest
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.broker.consumer import DEFAULT_ACK_S, consuming
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Task
 
@@ -33,7 +34,9 @@ async def working(run, function, *, number=2, ack_s=DEFAULT_ACK_S, **options):
 
     async def work():
         async with AsyncSwarmClient(invite, open_broker=open_broker) as client:
-            await Worker(client, function, retry_pause_s=0.0, **options).run(stop, progress=False)
+            await Worker(client, function, options=RunnerOptions(retry_pause_s=0.0, progress=False, **options)).run(
+                stop
+            )
 
     async with asyncio.timeout(300), asyncio.TaskGroup() as workers:
         for _ in range(number):

@@ -12,7 +12,8 @@ import pytest
 from support.collector_process import collector, make_job
 from swarmq.broker import topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
 from swarmq.collector.ledger import fates
 from swarmq.keys import Invite
@@ -44,7 +45,8 @@ async def worker(job, agent, mode="train"):
     )
     stop = asyncio.Event()
     async with AsyncSwarmClient(invite, spool=job.run_folder.path / "spool") as client:
-        working = asyncio.ensure_future(Worker(client, agent, retry_pause_s=0.0, mode=mode).run(stop, progress=False))
+        options = RunnerOptions(retry_pause_s=0.0, progress=False)
+        working = asyncio.ensure_future(Worker(client, agent, mode=mode, options=options).run(stop))
         yield
         stop.set()
         assert (await working).given_up == 1

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.episodes.episode import AsyncEpisode
 from swarmq.client.runners import attempts
 from swarmq.keys import Invite, derive_client_secret

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 
 from swarmq.broker import ticket_window, topology
 from swarmq.client.data.tasks import SwarmTask
-from swarmq.client.episodes import async_client
+from swarmq.client.episodes import client as async_client
 from swarmq.errors import ClientError, EpisodeError, MessageError, OutcomeError, UnroutableError
 from swarmq.keys import verify
 from swarmq.messages import Slot

@@ -7,7 +7,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from swarmq.broker import topology
-from swarmq.client.runners.worker_processes import Plan, parse_targets, run_processes, work
+from swarmq.client.runners.attempts import RunnerOptions
+from swarmq.client.runners.worker_processes import parse_targets, run_processes, work
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task
 
@@ -77,7 +78,7 @@ async def test_neither_training_nor_evaluation_keeps_the_other_waiting(swarm, bu
 
     await fill(swarm.broker, 20)
     async with swarm.client() as client, asyncio.TaskGroup() as tasks:
-        working = tasks.create_task(work(client, {"math": agent}, Plan(concurrency=8, progress=False), stop))
+        working = tasks.create_task(work(client, {"math": agent}, RunnerOptions(concurrency=8, progress=False), stop))
         await done.wait()
         lanes = {"train": 8, "eval": 2}
         assert [mode for mode, _ in begun].count(busy) == lanes[busy], (
@@ -99,7 +100,7 @@ async def test_a_worker_without_tickets_still_evaluates(swarm_of):
     await fill(swarm.broker, 3)
     async with swarm.client() as client, asyncio.TaskGroup() as tasks:
         with capture_logs() as told:
-            working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, Plan(progress=False), stop))
+            working = tasks.create_task(work(client, {None: lambda _ep: 1.0}, RunnerOptions(progress=False), stop))
             await ended(swarm, 3)
             stop.set()
             await working

@@ -1,6 +1,6 @@
 import pytest
 
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.errors import KeyRefusedError
 

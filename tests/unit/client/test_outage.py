@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from support.virtual_time import run
-from swarmq.client.runners.outage import LEAST_IN_A_ROW, LONGEST_PAUSE_S, Outage
+from swarmq.client.runners.circuit_breaker import LEAST_IN_A_ROW, LONGEST_PAUSE_S, Outage
 
 LANES = 16
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from swarmq.client.data.tasks import Numbering, SwarmTask
-from swarmq.client.episodes.async_client import KEY_LIFETIME_S
+from swarmq.client.episodes.client import KEY_LIFETIME_S
 from swarmq.client.runners import attempts, progress
 from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S
-from swarmq.client.runners.runner import plan
+from swarmq.client.runners.task_list import plan_slots
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import EpisodeEnd
 from swarmq.outcome import Outcome
@@ -397,7 +397,7 @@ async def test_a_second_start_with_first_epoch_names_the_same_slots_and_without_
 def test_no_slot_is_planned_twice(names, repeats, epochs):
     async def collect(numbering):
         tasks = [{"id": name} for name in names]
-        return [one async for one in plan(tasks, repeats=repeats, epochs=epochs, numbering=numbering)]
+        return [one async for one in plan_slots(tasks, repeats=repeats, epochs=epochs, numbering=numbering)]
 
     plans = asyncio.run(collect(Numbering()))
     assert len({one.slot.id for one in plans}) == len(plans) == len(names) * repeats * epochs

@@ -9,8 +9,8 @@ import threading
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.episodes.async_client import AsyncSwarmClient
-from swarmq.client.episodes.sync_client import SwarmClient
+from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.sync_client import SwarmClient
 from swarmq.errors import BrokerError, ClientError, EpisodeError, OutcomeError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Ticket, decode
 from swarmq.testing import MemoryBroker

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from swarmq.broker import topology
-from swarmq.client.episodes import async_client
+from swarmq.client.episodes import client as async_client
 from swarmq.client.runners import attempts
+from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker, load_target
 from swarmq.errors import EpisodeError, TaskError
 from swarmq.messages import Slot, Task, Ticket, decode
@@ -28,11 +29,12 @@ def task(name, *, attempt=0, payload=None, kind="math"):
 class Working:
     """A worker that runs in the background of a test."""
 
-    def __init__(self, swarm, client, function, **options):
+    def __init__(self, swarm, client, function, *, kind=None, mode="train", **options):
         self.swarm = swarm
         self.stop = asyncio.Event()
-        self.worker = Worker(client, function, retry_pause_s=0.0, **options)
-        self.running = asyncio.ensure_future(self.worker.run(self.stop, progress=False))
+        options = RunnerOptions(retry_pause_s=0.0, progress=False, **options)
+        self.worker = Worker(client, function, kind=kind, mode=mode, options=options)
+        self.running = asyncio.ensure_future(self.worker.run(self.stop))
 
     async def until(self, condition):
         while not condition():
@@ -393,7 +395,7 @@ async def test_a_worker_of_an_unknown_kind_says_which_kinds_there_are(swarm, cli
     with pytest.raises(EpisodeError, match="its kinds are math"):
         Worker(client, lambda ep: 1.0, kind="chess")
     with pytest.raises(TaskError, match="at least 1"):
-        Worker(client, lambda ep: 1.0, concurrency=0)
+        RunnerOptions(concurrency=0)
 
 
 def test_messages_of_these_tests_survive_the_wire():

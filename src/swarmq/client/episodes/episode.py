@@ -15,7 +15,7 @@ from swarmq.messages import EpisodeBegin, EpisodeEnd, Mode, Slot
 from swarmq.outcome import Outcome, combine_end_arguments
 
 if TYPE_CHECKING:
-    from swarmq.client.episodes.async_client import AsyncSwarmClient
+    from swarmq.client.episodes.client import EpisodeClient
 
 
 class EpisodeRecord:
@@ -40,7 +40,7 @@ class EpisodeRecord:
 class Handle:
     """The facts of an episode, the same in both kinds of handle."""
 
-    def __init__(self, client: AsyncSwarmClient, record: EpisodeRecord) -> None:
+    def __init__(self, client: EpisodeClient, record: EpisodeRecord) -> None:
         self._client = client
         self._record = record
 

@@ -12,10 +12,11 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from swarmq.client.episodes.client import EpisodeClient
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import LoopThread, in_thread
 from swarmq.config import ProxySettings
@@ -23,19 +24,39 @@ from swarmq.errors import AttemptTimeoutError, OutcomeError, TaskError
 from swarmq.outcome import Outcome, to_outcome
 from swarmq.runtime.slow_waits import warn_if_slow
 
-if TYPE_CHECKING:
-    from swarmq.client.episodes.async_client import AsyncSwarmClient
-
 Returned = float | Outcome | None
 AgentFunction = Callable[[Episode], Returned] | Callable[[AsyncEpisode], Awaitable[Returned]]
 """Returns a reward or an Outcome; None only if it has ended the episode itself."""
 
 ATTEMPT_TIMEOUT_S = ProxySettings().key_lifetime_s
 """How long one attempt may take, unless told otherwise; its api key lives as long."""
+RETRY_PAUSE_S = 1.0
+"""Pause before the second attempt; doubled before each further one, so that a short outage does not use up all attempts."""
 LONG_S = 600.0
 """An attempt that takes this long is told of, and so is one that has used half of its time."""
 TIDY_S = 5.0
 """How long an interrupted attempt tries to tell the collector that its episode is aborted."""
+
+
+class RunnerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits on the episodes of a runner. Raises TaskError for a value out of range."""
+
+    concurrency: int = 16
+    """Episodes at a time; for workers per kind and process."""
+    max_attempts: int = 3
+    """Attempts at a slot before it is given up."""
+    retry_pause_s: float = RETRY_PAUSE_S
+    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
+    progress: bool = True
+    """Whether to show a progress bar or progress lines."""
+
+    def __post_init__(self) -> None:
+        if self.concurrency < 1:
+            raise TaskError(f"concurrency is {self.concurrency}: it must be at least 1")
+        if self.max_attempts < 1:
+            raise TaskError(f"max_attempts is {self.max_attempts}: it must be at least 1")
+        if not self.attempt_timeout_s > 0:
+            raise TaskError(f"attempt_timeout_s is {self.attempt_timeout_s}: an attempt needs more than 0 seconds")
 
 
 class Attempted(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,7 +96,7 @@ class Agent:
         return await self._loop.call(partial(self._function, ep))
 
 
-async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> Attempted:
+async def attempt(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, *, timeout_s: float) -> Attempted:
     """Run the agent on an episode that has begun, and end the episode; returns when the end is confirmed.
 
     An exception of the agent, or `timeout_s` without an end, fails the episode and is returned, not raised; our own
@@ -100,19 +121,13 @@ async def attempt(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, *, t
     return _attempted(ep, error, time.monotonic() - began)
 
 
-async def _end(client: AsyncSwarmClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
+async def _end(client: EpisodeClient, ep: AsyncEpisode, agent: Agent, returned: Any) -> None:
     """Raises OutcomeError that names the function which returned what is no outcome."""
     outcome = to_outcome(returned, f"what {agent.name} returned")
     try:
         await client.end_with(ep, outcome)
     except OutcomeError as flaw:
         raise OutcomeError(f"{agent.name} returned an Outcome: {flaw}") from None
-
-
-def check_timeout(timeout_s: float) -> None:
-    """Raises TaskError."""
-    if not timeout_s > 0:
-        raise TaskError(f"attempt_timeout_s is {timeout_s}: an attempt needs more than 0 seconds")
 
 
 async def _in_time(agent: Agent, ep: AsyncEpisode, timeout_s: float) -> Any:
@@ -173,7 +188,7 @@ def _we_are_cancelled() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def _tidy(client: AsyncSwarmClient, ep: AsyncEpisode, error: BaseException) -> None:
+async def _tidy(client: EpisodeClient, ep: AsyncEpisode, error: BaseException) -> None:
     try:
         async with asyncio.timeout(TIDY_S):
             await client.give_up(ep, error)

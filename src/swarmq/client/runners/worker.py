@@ -29,21 +29,12 @@ import msgspec
 from swarmq.broker import Deliveries, Delivery, topology
 from swarmq.client.data.targets import load
 from swarmq.client.data.tasks import SwarmTask, own_id
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.client import EpisodeClient, EpisodeOptions
 from swarmq.client.episodes.episode import AsyncEpisode
-from swarmq.client.runners.attempts import (
-    ATTEMPT_TIMEOUT_S,
-    Agent,
-    AgentFunction,
-    Attempted,
-    attempt,
-    check_signature,
-    check_timeout,
-)
-from swarmq.client.runners.outage import Outage
+from swarmq.client.runners.attempts import Agent, AgentFunction, Attempted, RunnerOptions, attempt, check_signature
+from swarmq.client.runners.circuit_breaker import Outage
 from swarmq.client.runners.progress import Display
 from swarmq.client.runners.report import RunSummary, Tally
-from swarmq.client.runners.runner import RETRY_PAUSE_S
 from swarmq.errors import BrokerLostError, EpisodeError, TaskError, UnroutableError
 from swarmq.messages import EpisodeBegin, Mode, Task, idempotency_key, new_id
 from swarmq.outcome import make_unfinished_end
@@ -66,19 +57,13 @@ class Worker:
 
     def __init__(
         self,
-        client: AsyncSwarmClient,
+        client: EpisodeClient,
         function: AgentFunction,
         *,
         kind: str | None = None,
-        concurrency: int = 16,
-        max_attempts: int = 3,
-        retry_pause_s: float = RETRY_PAUSE_S,
-        attempt_timeout_s: float = ATTEMPT_TIMEOUT_S,
         mode: Mode = "train",
+        options: RunnerOptions | None = None,
     ) -> None:
-        if concurrency < 1 or max_attempts < 1:
-            raise TaskError(f"concurrency is {concurrency}, max_attempts {max_attempts}: both must be at least 1")
-        check_timeout(attempt_timeout_s)
         self._client = client
         self._agent = Agent(function, loop=client.agent_loop)
         self._code_version = client.code_version_of(function)
@@ -87,28 +72,25 @@ class Worker:
         queue_of = topology.evals if mode == "eval" else topology.tasks
         self._queue = queue_of(client.invite.run, self._kind)
         self._again = topology.again(client.invite.run, self._kind) if mode == "train" else None
-        self._concurrency = concurrency
-        self._max_attempts = max_attempts
-        self._retry_pause_s = retry_pause_s
-        self._attempt_timeout_s = attempt_timeout_s
+        self._options = options = options or RunnerOptions()
         self._held: dict[str, Delivery] = {}
         """Key of a task being attempted -> its newest delivery."""
         self._settled: OrderedDict[str, None] = OrderedDict()
         self._not_begun: set[asyncio.Task[None]] = set()
         self._tally = Tally()
-        self._outage = Outage(lanes=concurrency, pause_s=retry_pause_s, serves=client.proxy_serves)
+        self._outage = Outage(lanes=options.concurrency, pause_s=options.retry_pause_s, serves=client.proxy_serves)
 
-    async def run(self, stop: asyncio.Event, *, progress: bool = True) -> RunSummary:
+    async def run(self, stop: asyncio.Event) -> RunSummary:
         """Until `stop` is set; then attempts that have begun are finished, all others go back to the queue."""
         began, self._stop = time.monotonic(), stop
         log.info(
             "worker_ready",
             kind=self._kind,
             mode=self._mode,
-            concurrency=self._concurrency,
+            concurrency=self._options.concurrency,
             client=self._client.client_id,
         )
-        with Display(f"worker {self._kind}", total=None, shown=progress) as self._display:
+        with Display(f"worker {self._kind}", total=None, shown=self._options.progress) as self._display:
             async with self._sources() as sources, asyncio.TaskGroup() as attempts:
                 taking = [attempts.create_task(self._take(source, attempts)) for source in sources]
                 await stop.wait()
@@ -123,12 +105,12 @@ class Worker:
     async def _sources(self) -> AsyncIterator[list[Deliveries]]:
         consume = self._client.broker.consume
         async with contextlib.AsyncExitStack() as stack:
-            sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._concurrency))]
+            sources = [await stack.enter_async_context(consume(self._queue, prefetch=self._options.concurrency))]
             if self._again:
-                lanes = max(1, self._concurrency // AGAIN_SHARE)
+                lanes = max(1, self._options.concurrency // AGAIN_SHARE)
                 with contextlib.suppress(UnroutableError):  # a run that an older version has begun
                     sources.append(await stack.enter_async_context(consume(self._again, prefetch=lanes)))
-            if sources[0].recycle_s < self._attempt_timeout_s:
+            if sources[0].recycle_s < self._options.attempt_timeout_s:
                 log.warning(
                     "attempts_may_be_repeated",
                     after_s=sources[0].recycle_s,
@@ -156,7 +138,7 @@ class Worker:
         try:
             for left_here in reversed(range(TRIES_HERE)):
                 if task.attempt:
-                    await asyncio.sleep(self._retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
+                    await asyncio.sleep(self._options.retry_pause_s * 2 ** min(task.attempt - 1, MAX_DOUBLINGS))
                 await self._outage.may_begin()
                 try:
                     ep = await self._begin(task)
@@ -167,10 +149,10 @@ class Worker:
                     await self._bury(self._held[key], reason)
                     return
                 self._not_begun.discard(this)
-                done = await attempt(self._client, ep, self._agent, timeout_s=self._attempt_timeout_s)
+                done = await attempt(self._client, ep, self._agent, timeout_s=self._options.attempt_timeout_s)
                 self._outage.heard(finished=done.finished)
                 following = msgspec.structs.replace(task, attempt=task.attempt + 1)
-                again = not done.finished and following.attempt < self._max_attempts
+                again = not done.finished and following.attempt < self._options.max_attempts
                 if not (again and left_here) or self._stop.is_set():
                     await self._settle(key, task, done, following if again else None)
                     return
@@ -204,17 +186,18 @@ class Worker:
             await self._client.broker.dead_letter(delivery, reason)
 
     async def _begin(self, task: Task) -> AsyncEpisode:
-        return await self._client.begin_episode(
-            SwarmTask(own_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload)),
+        piece = SwarmTask(own_id(task.slot.task_id, task.kind), task.kind, msgspec.msgpack.decode(task.payload))
+        options = EpisodeOptions(
             mode=task.mode,
             kind=task.kind,
             slot=task.slot,
             group_size=task.group_size,
             attempt=task.attempt,
-            last_attempt=task.attempt + 1 >= self._max_attempts,
+            last_attempt=task.attempt + 1 >= self._options.max_attempts,
             code_version=self._code_version,
-            lifetime_s=self._attempt_timeout_s,
+            lifetime_s=self._options.attempt_timeout_s,
         )
+        return await self._client.begin(piece, options)
 
     async def _give_back(self, task: Task) -> None:
         """It is the next to be attempted."""

@@ -22,30 +22,19 @@ from multiprocessing.process import BaseProcess
 
 import msgspec
 
-from swarmq.client.episodes.async_client import AsyncSwarmClient
+from swarmq.client.episodes.client import EpisodeClient
 from swarmq.client.episodes.event_loops import LoopThread
-from swarmq.client.runners.attempts import ATTEMPT_TIMEOUT_S, AgentFunction, check_signature
+from swarmq.client.runners.attempts import AgentFunction, RunnerOptions, check_signature
 from swarmq.client.runners.report import RunSummary
 from swarmq.client.runners.worker import EVAL_SHARE, Worker, load_target, stop_on_signals
 from swarmq.errors import SwarmqError, TaskError
 from swarmq.keys import Invite
-from swarmq.messages import Mode
 from swarmq.runtime.logs import log, write_lines_whole
 from swarmq.runtime.processes import die_with_parent
 from swarmq.runtime.terminal import visible
 
 Targets = Mapping[str | None, str | AgentFunction]
 """Kind -> its agent, `module:function` or the function itself; the kind may be None where the run has but one."""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What each process does."""
-
-    concurrency: int = 16
-    """Episodes at a time, per kind and process."""
-    max_attempts: int = 3
-    attempt_timeout_s: float = ATTEMPT_TIMEOUT_S
-    progress: bool = True
 
 
 def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None, str]:
@@ -69,12 +58,12 @@ def parse_targets(texts: Sequence[str], kinds: Sequence[str]) -> dict[str | None
     return targets
 
 
-def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = None) -> dict[str, RunSummary]:
+def run_workers(client: EpisodeClient, targets: Targets, options: RunnerOptions | None = None) -> dict[str, RunSummary]:
     """Work on all kinds until SIGTERM or SIGINT: the first finishes what has begun, the second kills.
 
     `client` must not be open yet. Raises TaskError when a function cannot be imported or called with an episode.
     """
-    plan = plan or Plan()
+    options = options or RunnerOptions()
     functions = {kind: _function(target) for kind, target in targets.items()}
     agents = LoopThread("swarmq-agents")
 
@@ -82,7 +71,7 @@ def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = 
         async with client:
             client.agent_loop = agents
             with stop_on_signals() as stop:
-                return await work(client, functions, plan, stop)
+                return await work(client, functions, options, stop)
 
     try:
         return asyncio.run(main())
@@ -91,50 +80,46 @@ def run_workers(client: AsyncSwarmClient, targets: Targets, plan: Plan | None = 
 
 
 async def work(
-    client: AsyncSwarmClient, functions: Mapping[str | None, AgentFunction], plan: Plan, stop: asyncio.Event
+    client: EpisodeClient, functions: Mapping[str | None, AgentFunction], options: RunnerOptions, stop: asyncio.Event
 ) -> dict[str, RunSummary]:
     """Attempt the tasks of every kind until `stop` is set, in lanes for training and others for evaluation."""
-    workers = {kind: _workers(client, kind, function, plan) for kind, function in functions.items()}
+    if len(functions) > 1:
+        options = msgspec.structs.replace(options, progress=False)
+    workers = {kind: _workers(client, kind, function, options) for kind, function in functions.items()}
     running = {}
     async with asyncio.TaskGroup() as tasks:
         for kind, (training, evaluating) in workers.items():
-            shown = plan.progress and len(workers) == 1
-            running[client.known_kind(kind)] = tasks.create_task(training.run(stop, progress=shown))
-            tasks.create_task(evaluating.run(stop, progress=False))
+            running[client.known_kind(kind)] = tasks.create_task(training.run(stop))
+            tasks.create_task(evaluating.run(stop))
     return {kind: task.result() for kind, task in running.items()}
 
 
-def _workers(client: AsyncSwarmClient, kind: str | None, function: AgentFunction, plan: Plan) -> tuple[Worker, Worker]:
+def _workers(
+    client: EpisodeClient, kind: str | None, function: AgentFunction, options: RunnerOptions
+) -> tuple[Worker, Worker]:
     """One for training, and lanes of its own for evaluation."""
 
-    def worker(concurrency: int, mode: Mode) -> Worker:
-        return Worker(
-            client,
-            function,
-            kind=kind,
-            concurrency=concurrency,
-            max_attempts=plan.max_attempts,
-            attempt_timeout_s=plan.attempt_timeout_s,
-            mode=mode,
-        )
-
-    return worker(plan.concurrency, "train"), worker(max(1, plan.concurrency // EVAL_SHARE), "eval")
+    evaluation = msgspec.structs.replace(options, concurrency=max(1, options.concurrency // EVAL_SHARE), progress=False)
+    return (
+        Worker(client, function, kind=kind, mode="train", options=options),
+        Worker(client, function, kind=kind, mode="eval", options=evaluation),
+    )
 
 
-def run_processes(invite: Invite, targets: Targets, processes: int, plan: Plan | None = None) -> None:
+def run_processes(invite: Invite, targets: Targets, processes: int, options: RunnerOptions | None = None) -> None:
     """`run_workers` in so many processes until they are told to stop. Raises EpisodeError for a kind the run does not have,
     TaskError when a process died.
 
     A function given as an object must be importable by its name from another process.
     """
-    plan = msgspec.structs.replace(plan or Plan(), progress=False)
-    client = AsyncSwarmClient(invite)
+    options = msgspec.structs.replace(options or RunnerOptions(), progress=False)
+    client = EpisodeClient(invite)
     for kind, target in targets.items():
         client.known_kind(kind)
         _check_sendable(target, _function(target))
     write_lines_whole()
     context = multiprocessing.get_context("spawn")
-    arguments = (invite.encode(), dict(targets), plan, os.getpid())
+    arguments = (invite.encode(), dict(targets), options, os.getpid())
     children = [
         context.Process(target=_child, args=arguments, name=f"swarmq-worker-{number}") for number in range(processes)
     ]
@@ -159,14 +144,14 @@ def _wait_for_all(children: Sequence[BaseProcess], stopping: list[int]) -> int:
     return died
 
 
-def _child(invite: str, targets: Targets, plan: Plan, parent: int) -> None:
+def _child(invite: str, targets: Targets, options: RunnerOptions, parent: int) -> None:
     die_with_parent()  # in a session of its own: Ctrl-C reaches the parent, which passes it on, once
     if os.getppid() != parent:
         return
     write_lines_whole()
     name = multiprocessing.current_process().name
     try:
-        for kind, summary in run_workers(AsyncSwarmClient(Invite.decode(invite)), targets, plan).items():
+        for kind, summary in run_workers(EpisodeClient(Invite.decode(invite)), targets, options).items():
             sys.stdout.write(f"{name}, {kind}: {summary}\n")
     except SwarmqError as error:
         sys.stderr.write(f"{name}: {visible(str(error))}\n")

@@ -18,7 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
-from swarmq.client.episodes.async_client import DRAIN_S, AsyncSwarmClient, OpenBroker, open_amqp
+from swarmq.client.async_client import AsyncSwarmClient
+from swarmq.client.episodes.client import DRAIN_S, OpenBroker, open_amqp
 from swarmq.client.episodes.episode import AsyncEpisode, Episode
 from swarmq.client.episodes.event_loops import LoopThread, Make, blocking
 from swarmq.errors import ClientError, drop_traceback

@@ -25,14 +25,13 @@ import msgspec
 from swarmq.broker import Broker, topology
 from swarmq.client.data.tasks import Numbering, SwarmTask, as_task
 from swarmq.client.episodes import received_answers
-from swarmq.client.episodes.clock import Clock
 from swarmq.client.episodes.episode import AsyncEpisode, EpisodeRecord, Handle
 from swarmq.client.episodes.event_loops import LoopThread, in_thread
 from swarmq.client.episodes.identity import client_id, code_version_of, script_version
 from swarmq.client.episodes.invite_lookup import find_invite
+from swarmq.client.episodes.proxy_clock import Clock
 from swarmq.client.episodes.spool import Orphan, Spool, spool_root
 from swarmq.client.episodes.transport import BrokerTransport, Transport
-from swarmq.client.runners import runner
 from swarmq.config import ProxySettings
 from swarmq.errors import ClientError, EpisodeError, SwarmqError, drop_traceback
 from swarmq.keys import Claims, Invite, mint
@@ -58,8 +57,27 @@ def open_amqp(invite: Invite, name: str) -> contextlib.AbstractAsyncContextManag
     return AmqpBroker.open(invite.broker_url, name=name, deadline_s=first_wait_s(), user=user)
 
 
-class AsyncSwarmClient:
-    """Join a run: `async with AsyncSwarmClient(invite) as client`.
+class EpisodeOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of `EpisodeClient.begin_episode`, with its names and defaults."""
+
+    policies: Sequence[str] | None = None
+    mode: Mode = "train"
+    kind: str | None = None
+    slot: Slot | None = None
+    group_size: int | None = None
+    attempt: int = 0
+    last_attempt: bool = False
+    code_version: str | None = None
+    idle_timeout_s: float | None = None
+    """`silence_s` of `begin_episode`."""
+    lifetime_s: float = KEY_LIFETIME_S
+    max_calls: int = 0
+    max_tokens: int = 0
+    deadline_s: float | None = None
+
+
+class EpisodeClient:
+    """Join a run: `async with EpisodeClient(invite) as client`.
 
     `invite` is the text, a file, a run folder or an Invite; without it `$SWARMQ_INVITE`. Raises KeyRefusedError
     where that is wrong, and BrokerError on entering when RabbitMQ cannot be reached or refuses.
@@ -174,36 +192,56 @@ class AsyncSwarmClient:
         `max_calls` calls or `max_tokens` sampled tokens (0: no limit).
         Raises EpisodeError for an unknown kind or policy, for policies of which none is trained, and when `deadline_s` passes, BrokerError.
         """
+        options = EpisodeOptions(
+            policies=policies,
+            mode=mode,
+            kind=kind,
+            slot=slot,
+            group_size=group_size,
+            attempt=attempt,
+            last_attempt=last_attempt,
+            code_version=code_version,
+            idle_timeout_s=silence_s,
+            lifetime_s=lifetime_s,
+            max_calls=max_calls,
+            max_tokens=max_tokens,
+            deadline_s=deadline_s,
+        )
+        return await self.begin(task, options)
+
+    async def begin(self, task: Any, options: EpisodeOptions) -> AsyncEpisode:
+        """Begin an episode as `begin_episode` does, with its arguments in one record."""
         self.check()
         piece = as_task(task)
-        kind = self.known_kind(kind or piece.kind)
-        size = group_size or (self.group_size_of(kind) if mode == "train" else 1)
-        chosen = self._policies(policies, mode)
+        kind = self.known_kind(options.kind or piece.kind)
+        group_size = options.group_size or (self.group_size_of(kind) if options.mode == "train" else 1)
         begin = EpisodeBegin(
             run=self.invite.run,
             episode_id=new_id(),
-            slot=slot or self.numbering.next_slot(piece.id, size),
+            slot=options.slot or self.numbering.next_slot(piece.id, group_size),
             kind=kind,
-            group_size=size,
-            policies=chosen,
-            mode=mode,
+            group_size=group_size,
+            policies=self._policies(options.policies, options.mode),
+            mode=options.mode,
             client_id=self.client_id,
-            code_version=code_version or self._code_version or script_version(),
-            attempt=attempt,
-            idle_timeout_s=silence_s,
+            code_version=options.code_version or self._code_version or script_version(),
+            attempt=options.attempt,
+            idle_timeout_s=options.idle_timeout_s,
         )
         try:
-            async with self._noted(begin), asyncio.timeout(deadline_s):
+            async with self._noted(begin), asyncio.timeout(options.deadline_s):
                 await asyncio.wait({self._learning})
                 await self._transport.begin(begin)
         except TimeoutError as error:
             raise EpisodeError(
-                f"no episode of kind {kind!r} could begin within {deadline_s} s: the run is ahead of its learner, "
+                f"no episode of kind {kind!r} could begin within {options.deadline_s} s: the run is ahead of its learner, "
                 "paused or drained, or its collector or broker does not answer; see `swarmq status`"
             ) from error
-        key = self._mint(begin, lifetime_s=lifetime_s, max_calls=max_calls, max_tokens=max_tokens)
+        key = self._mint_key(begin, options)
         base_url = self._transport.base_url_of(begin.episode_id)
-        record = EpisodeRecord(begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=last_attempt)
+        record = EpisodeRecord(
+            begin=begin, task=piece, base_url=base_url, api_key=key, last_attempt=options.last_attempt
+        )
         received_answers.watch(key, record.received)
         self._open[begin.episode_id] = record
         return AsyncEpisode(self, record)
@@ -253,9 +291,6 @@ class AsyncSwarmClient:
             await self.give_up(ep, error)
             raise
         await self.leave(ep)
-
-    run_episodes_until_all_complete = runner.run_episodes_until_all_complete
-    evaluate = runner.evaluate
 
     def code_version_of(self, function: Callable[..., Any]) -> str:
         """The one this client was given, else a hash of the file that holds `function`."""
@@ -368,7 +403,7 @@ class AsyncSwarmClient:
             self._spool.remove(begin.episode_id)
             raise
 
-    def _mint(self, begin: EpisodeBegin, *, lifetime_s: float, max_calls: int, max_tokens: int) -> str:
+    def _mint_key(self, begin: EpisodeBegin, options: EpisodeOptions) -> str:
         claims = Claims(
             run=begin.run,
             client=self.invite.client,
@@ -377,9 +412,9 @@ class AsyncSwarmClient:
             kind=begin.kind,
             mode=begin.mode,
             made_at=self._clock.time(),
-            expires_at=self._clock.time() + lifetime_s,
-            max_calls=max_calls,
-            max_tokens=max_tokens,
+            expires_at=self._clock.time() + options.lifetime_s,
+            max_calls=options.max_calls,
+            max_tokens=options.max_tokens,
         )
         return mint(self.invite.secret, claims)
 
