@@ -1,4 +1,4 @@
-"""Who may come in: the host's invite, clients, operators' tokens, logins to RabbitMQ's management UI."""
+"""Access to a run: the host's invite, clients, operator tokens, and logins to RabbitMQ's management UI."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, get_args
 import click
 
 from swarmq import keys
-from swarmq.cli.common import JOB, RUN, SETS, main, private_files, resolved
+from swarmq.cli.common import JOB, RUN, SETS, load_live_run, main, private_files
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.keys import Role
@@ -30,10 +30,10 @@ from swarmq.messages import NAME
     "--proxy", envvar="SWARMQ_CLIENTS_PROXY_URL", metavar="URL", help="Where clients find the proxy; ends in /v1."
 )
 def invite_command(job: Path, sets: tuple[str, ...], amqp: str | None, proxy: str | None) -> None:
-    """Open a run whose parts are started one by one.
+    """Open a run whose processes are started one by one.
 
-    Makes its folder and prints the host's invite; `swarmq up` does this by itself. Afterwards every other command finds the run by its folder: feed, status, set,
-    client add, ...
+    Creates the run folder and prints the host's invite, as `swarmq up` does by itself. Other commands (feed, status, set, client
+    add, ...) then find the run by its folder.
 
     \b
     swarmq invite job.toml --set broker.url=amqp://user:password@host:5672/ --proxy http://host:8000/v1
@@ -87,7 +87,7 @@ def client_add(
     http: bool,
     max_connections: int | None,
 ) -> None:
-    """Invite a client: prints the line it starts from. It may run episodes, and nothing else.
+    """Invite a client and print the line that it needs. The client may run episodes, and nothing else.
 
     \b
     swarmq client add alice
@@ -113,7 +113,7 @@ def client_add(
 @client.command("list")
 @RUN_OPTION
 def client_list(run: Path | None) -> None:
-    """List who was invited, and who was removed.
+    """List invited and removed clients.
 
     \b
     swarmq client list --run runs/demo
@@ -138,7 +138,7 @@ def client_list(run: Path | None) -> None:
 @RUN_OPTION
 @MANAGEMENT
 def client_remove(name: str, run: Path | None, management: str | None) -> None:
-    """Remove a client: its connections are closed, its keys refused. What it ended before is still trained.
+    """Remove a client: close its connections and refuse its keys. Episodes that it has ended are still trained.
 
     \b
     swarmq client remove alice
@@ -169,9 +169,9 @@ def client_remove(name: str, run: Path | None, management: str | None) -> None:
 )
 @click.option("--revoke", is_flag=True, help="Refuse all tokens of this name from now on, for good.")
 def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, revoke: bool) -> None:
-    """Print a token for the control routes, or revoke some.
+    """Print a token for the control routes, or revoke tokens.
 
-    Operators send it to a proxy (docs/control.md); those of a name are revoked together.
+    Operators send the token to a proxy (docs/control.md). All tokens of a name are revoked together.
 
     \b
     swarmq token runs/demo --role rollout --name java-agents
@@ -180,11 +180,11 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
     """
     from swarmq.registries.clients import ClientRegistry, read_clients
 
-    job, folder = resolved(run), RunFolder(run)
+    job, folder = load_live_run(run), RunFolder(run)
     if revoke == bool(roles):
         raise ConfigError("--role: say what the token is for; or --revoke, without roles")
     if revoke and name is None:
-        raise ConfigError("--revoke: say whose tokens with --name; they are refused for good, and the name with them")
+        raise ConfigError("--revoke needs --name NAME: that name and all of its tokens are refused permanently")
     name = "operator" if name is None else name
     member = keys.operator_entry(name)
     if revoke:
@@ -210,7 +210,7 @@ def token(run: Path, roles: tuple[Role, ...], name: str | None, days: float, *, 
 def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     """Print a login for RabbitMQ's management UI.
 
-    It sees how full queues are, and no message.
+    The login can see the queues' depths, but no messages.
 
     \b
     swarmq viewer runs/demo
@@ -219,7 +219,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
     """
     import secrets
 
-    job = resolved(run)
+    job = load_live_run(run)
     api = _management(job, RunFolder(run), management)
     user = f"{job.run}.viewer.{name}"
     if gone:
@@ -232,7 +232,7 @@ def viewer(run: Path, name: str, management: str | None, *, gone: bool) -> None:
 
 
 def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
-    """The run that is meant. Raises ConfigError when that is not clear."""
+    """Return the run named by --run, or the only one in runs/. Raises ConfigError if the choice is ambiguous."""
     if run is None:
         found = [path.parent for path in Path("runs").glob("*/resolved.toml")]
         if len(found) != 1:
@@ -241,11 +241,12 @@ def _only_run(run: Path | None) -> tuple[SwarmJob, RunFolder]:
                 f"--run: say which run; in {Path('runs').absolute()} there {f'are {names}' if names else 'is none'}"
             )
         [run] = found
-    return resolved(run), RunFolder(run)
+    return load_live_run(run), RunFolder(run)
 
 
 def _management(job: SwarmJob, folder: RunFolder, url: str | None) -> Any:
-    """The management API of the run's broker: the one named, the private node's, or the usual port of its host."""
+    """Return the management API of the run's broker: at the given URL, of the private node, or at the usual port of the
+    broker's host."""
     from swarmq.broker.admin.users import Management
     from swarmq.broker.node.files import HOST, read_identity
 

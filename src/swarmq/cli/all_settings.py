@@ -1,4 +1,5 @@
-"""A job as TOML with every setting there is; those that are off stand in it as comments, so that it loads to the same job."""
+"""All settings of a job as TOML, for `swarmq up --show`. Sections that are off appear as comments, so that the output loads to
+the same job."""
 
 from __future__ import annotations
 
@@ -15,12 +16,13 @@ Path = tuple[str, ...]
 
 
 def all_settings(job: SwarmJob) -> str:
-    """What `swarmq up --show` prints."""
+    """Return every setting of the job as TOML."""
     return "".join(f"{line}\n" for line in _section(job, ())).lstrip("\n")
 
 
 def _section(settings: Settings, path: Path, *, one_of_many: bool = False) -> Iterator[str]:
-    """Its own values first: in TOML, what stands below the heading of a subsection belongs to that."""
+    """Yield the lines of a section, values first: in TOML, a value below the heading of a subsection would belong to the
+    subsection."""
     if path:
         heading = f"[{'.'.join(path)}]"
         yield from ("", f"[{heading}]" if one_of_many else heading)
@@ -46,7 +48,7 @@ def _section(settings: Settings, path: Path, *, one_of_many: bool = False) -> It
 
 
 def _off(kind: type, heading: str, why: str) -> Iterator[str]:
-    """A section that there is not, with what it would be."""
+    """Yield the lines of an absent section as comments, with its defaults."""
     yield from ("", f"# {heading}  # {why}")
     below: list[str] = []
     for field in _fields(kind):
@@ -62,7 +64,7 @@ def _off(kind: type, heading: str, why: str) -> Iterator[str]:
 
 
 def _example(kind: msgspec.inspect.Type, path: Path) -> str:
-    """The heading that a section of this type would have."""
+    """Return an example heading for a section of this type."""
     match _without_none(kind):
         case msgspec.inspect.DictType():
             return f"[{'.'.join(path)}.NAME]"
@@ -78,7 +80,7 @@ def _fields(kind: type) -> tuple[msgspec.inspect.Field, ...]:
 
 
 def _settings_in(kind: msgspec.inspect.Type) -> type | None:
-    """The class of the settings that a value of this type is or holds."""
+    """Return the settings class that a value of this type is or contains, or None."""
     match _without_none(kind):
         case msgspec.inspect.StructType(cls=found):
             return found

@@ -1,4 +1,4 @@
-"""What all commands share: the group, one clear line for an error, arguments, which run and which policy is meant."""
+"""Shared parts of all commands: the command group, error output, common arguments, and the choice of run and policy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXTRAS = {
     "demo": ("openai", "reasoning_gym", "matplotlib"),
 }
 HOST = ("proxy", "learner", "vllm")
-"""The extras that `swarmq[host]` brings together: what `swarmq up` needs."""
+"""Extras that `swarmq[host]` combines, which `swarmq up` needs."""
 
 SETS = click.option(
     "--set", "sets", multiple=True, metavar="KEY=VALUE", help="Override a setting, e.g. --set groups.group_size=4."
@@ -43,7 +43,7 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 @contextlib.contextmanager
 def private_files() -> Iterator[None]:
-    """Files that are made meanwhile are their owner's alone: prompts and completions lie in the run folder."""
+    """Create files inside the block readable by their owner alone, because run folders hold prompts and completions."""
     before = os.umask(0o077)
     try:
         yield
@@ -52,8 +52,8 @@ def private_files() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def friendly() -> Iterator[None]:
-    """Errors we raise on purpose become one clear line and their status; anything else is a bug and keeps its traceback."""
+def errors_as_lines() -> Iterator[None]:
+    """Print a SwarmqError as one line and exit with its status. Any other error is a bug and keeps its traceback."""
     try:
         yield
     except (SwarmqError, BaseExceptionGroup) as error:
@@ -66,20 +66,20 @@ def friendly() -> Iterator[None]:
 
 
 def _sort(error: BaseException) -> tuple[list[BaseException], list[BaseException]]:
-    """The leaves of an error: those we raise on purpose, and the others."""
+    """Return the leaves of an error group: SwarmqErrors, and all others."""
     if not isinstance(error, BaseExceptionGroup):
         return ([error], []) if isinstance(error, SwarmqError) else ([], [error])
     sorted_children = [_sort(child) for child in error.exceptions]
     return [e for ours, _ in sorted_children for e in ours], [e for _, others in sorted_children for e in others]
 
 
-class Friendly(click.Group):
+class CommandGroup(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
-        with friendly():
+        with errors_as_lines():
             return super().invoke(ctx)
 
 
-@click.group(cls=Friendly, context_settings=HELP_OPTIONS)
+@click.group(cls=CommandGroup, context_settings=HELP_OPTIONS)
 @click.version_option(__version__)
 def main() -> None:
     """Train LLM agents with reinforcement learning over a durable message pipeline.
@@ -93,10 +93,10 @@ def main() -> None:
     """
 
 
-def need(*extras: str, installed: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise MissingExtraError when packages of these extras are not installed, with all of them and one way to get them.
+def require_extras(*extras: str, installed: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raise MissingExtraError if packages of these extras are missing, naming all of them and the command that installs them.
 
-    `installed` finds a package, or returns None.
+    `installed`: returns None for a package that is not installed.
     """
     missing = {extra: [name for name in EXTRAS[extra] if installed(name) is None] for extra in extras}
     missing = {extra: names for extra, names in missing.items() if names}
@@ -112,8 +112,8 @@ def need(*extras: str, installed: Callable[[str], object] = importlib.util.find_
 
 
 @contextlib.contextmanager
-def warnings_in_words() -> Iterator[None]:
-    """While the context is open warnings of our log are sentences on standard error, and its other lines are left out."""
+def print_warnings() -> Iterator[None]:
+    """Print log warnings as sentences on standard error inside the block, and no other log lines."""
     from swarmq.runtime.logs import redirect_to
 
     def say(text: str) -> None:
@@ -125,7 +125,7 @@ def warnings_in_words() -> Iterator[None]:
 
 
 def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
-    """Run to the end, or until SIGINT or SIGTERM cancels it, so that its `async with` blocks close in order."""
+    """Run `main` to its end, or cancel it on SIGINT or SIGTERM, so that its `async with` blocks close in order."""
 
     async def guarded() -> None:
         task = asyncio.ensure_future(main)
@@ -148,9 +148,10 @@ def run_until_signalled(main: Coroutine[Any, Any, None]) -> None:
     asyncio.run(guarded())
 
 
-def resolved(run: Path) -> SwarmJob:
-    """The settings of a run that is up, by its folder; a copy of it will not do, because no part of the run looks there."""
-    job = stored(run)
+def load_live_run(run: Path) -> SwarmJob:
+    """Return the settings of a run that is up. Raises ConfigError for a copy of a run folder, with which no process of the run
+    works."""
+    job = load_stored_run(run)
     own = job.run_folder
     with contextlib.suppress(OSError):  # moved, or mounted under another name: `run` is all there is
         if own.resolved.is_file() and not own.path.samefile(run):
@@ -159,8 +160,8 @@ def resolved(run: Path) -> SwarmJob:
 
 
 @contextlib.asynccontextmanager
-async def broker_of(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
-    """A session with the broker of a run. Raises ConfigError for a run whose own RabbitMQ ended with it."""
+async def open_broker(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
+    """Open a session with the broker of a run. Raises ConfigError if the run's private RabbitMQ has ended."""
     from swarmq.broker.amqp import AmqpBroker
 
     check_up(job)
@@ -169,7 +170,7 @@ async def broker_of(job: SwarmJob, name: str) -> AsyncIterator[Broker]:
 
 
 def check_up(job: SwarmJob) -> None:
-    """Raises ConfigError for a run whose own RabbitMQ ended with it."""
+    """Raise ConfigError if the run's private RabbitMQ has ended."""
     from swarmq.broker.node.files import read_identity
 
     folder = job.run_folder
@@ -178,8 +179,8 @@ def check_up(job: SwarmJob) -> None:
         raise ConfigError(f"run {job.run!r} is not up, nor is its RabbitMQ: `swarmq up {folder.job}` goes on with it")
 
 
-def stored(run: Path) -> SwarmJob:
-    """The settings of a run that was up, by its folder or a copy of it; its files are those of `RunFolder(run)`."""
+def load_stored_run(run: Path) -> SwarmJob:
+    """Return the settings of a started run, from its folder or from a copy. The files are those of `RunFolder(run)`."""
     path = RunFolder(run).resolved
     try:
         there = path.exists()
@@ -194,12 +195,12 @@ def stored(run: Path) -> SwarmJob:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that a person reads; None where standard output is none."""
+    """Return the number of columns of the terminal, or None if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
-def one_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -> str:
-    """The trained policy that is meant, or any. Raises ConfigError when that is not clear."""
+def choose_policy(job: SwarmJob, policy: str | None, *, frozen_too: bool = False) -> str:
+    """Return the policy named by --policy, or the only one there is. Raises ConfigError if the choice is ambiguous or wrong."""
     names = [name for name, one in job.policies.items() if one.trained or frozen_too]
     if policy is None and len(names) == 1:
         return names[0]

@@ -1,4 +1,4 @@
-"""Change a run that is up: settings, pause, drain, resume, a checkpoint, a last step."""
+"""Commands that change a run while it is up: settings, pause, drain, resume, checkpoint, stop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from swarmq.cli.common import RUN, broker_of, main, one_policy, resolved, run_until_signalled
+from swarmq.cli.common import RUN, choose_policy, load_live_run, main, open_broker, run_until_signalled
 from swarmq.messages import Action
 from swarmq.runtime.terminal import visible
 
@@ -19,8 +19,8 @@ from swarmq.runtime.terminal import visible
 def set_command(run: Path, settings: tuple[str, ...]) -> None:
     """Change settings while the run is up.
 
-    All of those given are changed, or none. The answer says what changed and from which step on. A change survives restarts until the job file itself is
-    edited at that place. What needs a restart is refused.
+    Either all given settings change or none. The output says what changed and from which step on. A change survives restarts until
+    the setting is edited in the job file. Settings that need a restart are refused.
 
     \b
     swarmq set runs/demo policies.main.train.learning_rate=1e-6
@@ -37,7 +37,7 @@ def set_command(run: Path, settings: tuple[str, ...]) -> None:
 def pause(run: Path) -> None:
     """Hold learners and issue no tickets.
 
-    A learner stops at its next step border; episodes that have begun go on and wait.
+    Each learner stops after its present step. Episodes that have begun go on, and wait to be trained.
 
     \b
     swarmq pause runs/demo     # change something, then: swarmq resume runs/demo
@@ -48,9 +48,9 @@ def pause(run: Path) -> None:
 @main.command()
 @RUN
 def drain(run: Path) -> None:
-    """Issue no tickets, and train what is under way.
+    """Issue no tickets, and train what has begun.
 
-    `swarmq watch` says when it is done.
+    `swarmq watch` shows when the run is drained.
 
     \b
     swarmq drain runs/demo     # before the workers are taken away, say
@@ -63,7 +63,7 @@ def drain(run: Path) -> None:
 def resume(run: Path) -> None:
     """Go on after `swarmq pause`, `drain` or `stop`.
 
-    Learners that have ended because of a stop are started again by `swarmq up`.
+    `swarmq up` starts learners again that have ended because of a stop.
 
     \b
     swarmq resume runs/demo
@@ -76,7 +76,7 @@ def resume(run: Path) -> None:
 def checkpoint(run: Path) -> None:
     """Write a checkpoint of every trained policy.
 
-    Each is written at the learner's next step border.
+    Each learner writes it after its present step.
 
     \b
     swarmq checkpoint runs/demo
@@ -89,18 +89,18 @@ def checkpoint(run: Path) -> None:
 @click.option("--after", type=click.IntRange(min=1), metavar="STEP", help="The last step; the present one by default.")
 @click.option("--policy", help="Only this one; all trained ones by default.")
 def stop(run: Path, after: int | None, policy: str | None) -> None:
-    """Let learners end after a step, with a checkpoint.
+    """End learners after a step, with a checkpoint.
 
-    Without --after: after the present step, and at once where they wait for data. Engines and
-    proxy stay up. The run stays stopped, also when it is started again, until `swarmq resume`.
+    Without --after, a learner ends after its present step, or at once if it waits for data. Engines and proxies stay up. The run
+    stays stopped, also across restarts, until `swarmq resume`.
 
     \b
     swarmq stop runs/demo
     swarmq stop runs/demo --after 200
     swarmq stop runs/team --after 200 --policy planner
     """
-    job = resolved(run)
-    chosen = [one_policy(job, policy)] if policy else list(job.trained)
+    job = load_live_run(run)
+    chosen = [choose_policy(job, policy)] if policy else list(job.trained)
     run_until_signalled(_ask(run, "stop", dict.fromkeys(chosen, after)))
 
 
@@ -109,8 +109,8 @@ async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None
 
     from swarmq.observe.control_requests import ask, lines
 
-    job, say = resolved(run), functools.partial(click.echo, err=True)
-    async with broker_of(job, f"swarmq {action}") as broker:
+    job, say = load_live_run(run), functools.partial(click.echo, err=True)
+    async with open_broker(job, f"swarmq {action}") as broker:
         await broker.declare(job.run, policies=[], kinds=[])
         for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser(), say=say)):
             click.echo(visible(line))

@@ -1,4 +1,5 @@
-"""`swarmq proxy`, `learner` and `collector`: one part of a job, for hosts where parts are started one by one."""
+"""`swarmq proxy`, `swarmq learner` and `swarmq collector`: single processes of a job, for hosts where they are started one by
+one."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.common import HELP_OPTIONS, JOB, SETS, friendly, main, need, one_policy, private_files
+from swarmq.cli.common import (
+    HELP_OPTIONS,
+    JOB,
+    SETS,
+    choose_policy,
+    errors_as_lines,
+    main,
+    private_files,
+    require_extras,
+)
 from swarmq.config import SwarmJob
 
 
@@ -35,7 +45,7 @@ def _daemon(name: str, help_text: str) -> Callable[[Callable[..., None]], click.
     "--join", is_flag=True, help="Beside the proxies of a run that is up, until Ctrl-C; on a free port without --port."
 )
 def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: int, *, join: bool) -> None:
-    need("proxy")
+    require_extras("proxy")
     from swarmq.proxy.main import run
 
     chosen = 0 if join and port is None else port
@@ -58,11 +68,11 @@ def proxy_command(job: Path, sets: tuple[str, ...], port: int | None, number: in
 @click.option("--num-gpus", default=1, show_default=True, type=click.IntRange(min=1), help="Ranks to start.")
 @click.option("--collector/--no-collector", default=True, help="Run the collector beside this learner.")
 def learner_command(job: Path, sets: tuple[str, ...], policy: str | None, num_gpus: int, collector: bool) -> None:
-    need("learner")
+    require_extras("learner")
     from swarmq.learner.main import run
 
     settings = SwarmJob.load(job, sets=sets)
-    run(settings, one_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
+    run(settings, choose_policy(settings, policy), num_gpus=num_gpus, with_collector=collector)
 
 
 @_daemon(
@@ -81,17 +91,17 @@ for _command in (proxy_command, learner_command, collector_command):
 
 def proxy() -> None:
     """Entry point of `swarmq-proxy`."""
-    with friendly():
+    with errors_as_lines():
         proxy_command()
 
 
 def learner() -> None:
     """Entry point of `swarmq-learner`."""
-    with friendly():
+    with errors_as_lines():
         learner_command()
 
 
 def collector() -> None:
     """Entry point of `swarmq-collector`."""
-    with friendly():
+    with errors_as_lines():
         collector_command()

@@ -1,4 +1,4 @@
-"""`swarmq dead`: messages that nobody could use."""
+"""`swarmq dead`: messages that no process could use."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.common import RUN, main, resolved, run_until_signalled
+from swarmq.cli.common import RUN, load_live_run, main, run_until_signalled
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 
 
 @main.group()
 def dead() -> None:
-    """Look after messages that nobody could use (docs/swarm.md).
+    """Inspect and return unusable messages (docs/swarm.md).
 
     \b
-    swarmq dead list runs/demo                who sent what, and why it was refused
+    swarmq dead list runs/demo                senders, queues and reasons
     swarmq dead show runs/demo ID
-    swarmq dead requeue runs/demo ID          once the cause is mended
+    swarmq dead requeue runs/demo ID          after the cause is fixed
     swarmq dead purge runs/demo ID
     """
 
@@ -26,12 +26,12 @@ def dead() -> None:
 @dead.command("list")
 @RUN
 def dead_list(run: Path) -> None:
-    """List dead letters with the reason each was refused. Looking changes nothing.
+    """List dead letters with the reasons for which they were refused. Changes nothing.
 
     \b
     swarmq dead list runs/demo
     """
-    run_until_signalled(_dead_list(resolved(run)))
+    run_until_signalled(_dead_list(load_live_run(run)))
 
 
 async def _dead_list(job: SwarmJob) -> None:
@@ -54,12 +54,12 @@ async def _dead_list(job: SwarmJob) -> None:
 def dead_show(run: Path, id: str) -> None:  # noqa: A002 - the word people type
     """Print one dead letter.
 
-    Where it was meant for, why it was refused, what is in it.
+    Shows its queue, the reason for which it was refused, and its content.
 
     \b
     swarmq dead show runs/demo 01a1fa68c1d27c0e
     """
-    run_until_signalled(_dead_show(resolved(run), id))
+    run_until_signalled(_dead_show(load_live_run(run), id))
 
 
 async def _dead_show(job: SwarmJob, wanted: str) -> None:
@@ -73,15 +73,15 @@ async def _dead_show(job: SwarmJob, wanted: str) -> None:
 @RUN
 @click.argument("ids", nargs=-1)
 def dead_requeue(run: Path, ids: tuple[str, ...]) -> None:
-    """Send dead letters back to the queues they were meant for.
+    """Send dead letters back to their queues.
 
-    All of them without IDS.
+    Without IDS, all of them.
 
     \b
     swarmq dead requeue runs/demo 01a1fa68c1d27c0e
     swarmq dead requeue runs/demo
     """
-    run_until_signalled(_dead_requeue(resolved(run), ids))
+    run_until_signalled(_dead_requeue(load_live_run(run), ids))
 
 
 async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
@@ -99,7 +99,7 @@ async def _dead_requeue(job: SwarmJob, ids: tuple[str, ...]) -> None:
 @click.argument("ids", nargs=-1)
 @click.option("--all", "everything", is_flag=True, help="Forget every dead letter.")
 def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
-    """Forget dead letters for good: the IDS given, or --all.
+    """Delete dead letters: those with the given IDS, or --all.
 
     \b
     swarmq dead purge runs/demo 01a1fa68c1d27c0e
@@ -107,7 +107,7 @@ def dead_purge(run: Path, ids: tuple[str, ...], everything: bool) -> None:
     """
     if bool(ids) == everything:
         raise ConfigError("say which dead letters to forget, by id, or --all")
-    run_until_signalled(_dead_purge(resolved(run), None if everything else ids))
+    run_until_signalled(_dead_purge(load_live_run(run), None if everything else ids))
 
 
 async def _dead_purge(job: SwarmJob, ids: tuple[str, ...] | None) -> None:

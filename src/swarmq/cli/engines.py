@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.common import RUN, main, one_policy, resolved, run_until_signalled, stored
+from swarmq.cli.common import RUN, choose_policy, load_live_run, load_stored_run, main, run_until_signalled
 from swarmq.config import RunFolder
 from swarmq.registries.engines import EngineRegistry
 
@@ -20,7 +20,7 @@ def engine() -> None:
     swarmq engine list runs/demo
     swarmq engine start runs/demo --policy main     one more vLLM, here, until Ctrl-C
     swarmq engine add runs/demo http://127.0.0.1:8007 --policy main
-    swarmq engine secret runs/demo                  what engines ask every caller for
+    swarmq engine secret runs/demo                  the secret that engines require
     """
 
 
@@ -28,15 +28,15 @@ POLICY = click.option("--policy", help="Whose engine; needed when the run has se
 
 
 def _engines_of(run: Path, policy: str | None) -> tuple[EngineRegistry, str]:
-    """Those of a run that is up, and the policy that is meant."""
-    job = resolved(run)
-    return EngineRegistry(job, RunFolder(run)), one_policy(job, policy, frozen_too=True)
+    """Return the engine registry of a run that is up, and the chosen policy."""
+    job = load_live_run(run)
+    return EngineRegistry(job, RunFolder(run)), choose_policy(job, policy, frozen_too=True)
 
 
 @engine.command("list")
 @RUN
 def engine_list(run: Path) -> None:
-    """List the engines of every policy, and how they are.
+    """List the engines of every policy with their state.
 
     \b
     swarmq engine list runs/demo
@@ -47,7 +47,7 @@ def engine_list(run: Path) -> None:
     from swarmq.runtime.terminal import console
 
     table = Table("policy", "engine", "weights", "state", box=None)
-    for seen in asyncio.run(look(EngineRegistry(resolved(run), RunFolder(run)))):
+    for seen in asyncio.run(look(EngineRegistry(load_live_run(run), RunFolder(run)))):
         table.add_row(seen.policy, seen.url, seen.weights, seen.state)
     console().print(table)
 
@@ -57,9 +57,9 @@ def engine_list(run: Path) -> None:
 @click.argument("url")
 @POLICY
 def engine_add(run: Path, url: str, policy: str | None) -> None:
-    """Let a vLLM that runs at URL serve a policy.
+    """Add a running vLLM server to the engines of a policy.
 
-    Proxies and learner find it within seconds.
+    Proxies and learner use it within seconds.
 
     \b
     swarmq engine add runs/demo http://127.0.0.1:8007
@@ -76,15 +76,15 @@ def engine_add(run: Path, url: str, policy: str | None) -> None:
 @engine.command("secret")
 @RUN
 def engine_secret(run: Path) -> None:
-    """Print what the engines of a run ask every caller for.
+    """Print the secret that the engines of a run require of every caller.
 
-    A vLLM that you start yourself asks for it, too, when it has it as $SWARMQ_ENGINE_SECRET and runs with
+    A vLLM that you start yourself requires it, too, if it is set as $SWARMQ_ENGINE_SECRET and vLLM runs with
     `--middleware swarmq.engine.auth.Guard`.
 
     \b
     swarmq engine secret runs/demo
     """
-    click.echo(EngineRegistry(stored(run), RunFolder(run)).secret())
+    click.echo(EngineRegistry(load_stored_run(run), RunFolder(run)).secret())
 
 
 @engine.command("remove")
@@ -92,7 +92,7 @@ def engine_secret(run: Path) -> None:
 @click.argument("url")
 @POLICY
 def engine_remove(run: Path, url: str, policy: str | None) -> None:
-    """Give an engine nothing new; what is open there ends there.
+    """Remove an engine: it gets no new calls and finishes its open ones.
 
     \b
     swarmq engine remove runs/demo http://127.0.0.1:8007
@@ -112,13 +112,13 @@ def engine_remove(run: Path, url: str, policy: str | None) -> None:
 def engine_start(run: Path, policy: str | None, port: int, gpus: tuple[int, ...]) -> None:
     """Start one more vLLM of a policy on this host.
 
-    It serves until Ctrl-C, which drains it first.
+    The engine serves until Ctrl-C, and finishes its open calls first.
 
     \b
     swarmq engine start runs/demo --policy main
     """
     from swarmq.engine.server.membership import serve
 
-    job = resolved(run)
-    chosen, folder = one_policy(job, policy, frozen_too=True), RunFolder(run)
+    job = load_live_run(run)
+    chosen, folder = choose_policy(job, policy, frozen_too=True), RunFolder(run)
     run_until_signalled(serve(job, chosen, folder, port=port, gpus=gpus or None, report=click.echo))

@@ -1,4 +1,4 @@
-"""`swarmq init`: a job, an agent and tasks to start from. They lie in `swarmq/starter`, where the tests run them."""
+"""`swarmq init`: write a job, an agent and tasks to start from. The templates are in `swarmq/starter`, where tests run them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run has trained on: look at it, train on it again, examine it."""
+"""`swarmq inspect`, `swarmq replay` and `swarmq doctor`: commands that read a stored run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from typing import Any
 
 import click
 
-from swarmq.cli.common import RUN, main, need, one_policy, private_files, stored, terminal_width, warnings_in_words
+from swarmq.cli.common import (
+    RUN,
+    choose_policy,
+    load_stored_run,
+    main,
+    print_warnings,
+    private_files,
+    require_extras,
+    terminal_width,
+)
 from swarmq.config import RunFolder
 from swarmq.errors import ConfigError
 
@@ -26,17 +35,17 @@ from swarmq.errors import ConfigError
     type=click.Path(path_type=Path),
     help="Write the episode to this file, one self-contained page that only you can read.",
 )
-@warnings_in_words()
+@print_warnings()
 def inspect(
     run: Path, episode: str | None, step: int | None, policy: str | None, *, as_json: bool, html: Path | None
 ) -> None:
-    """Look at batches, at episodes and at every token.
+    """Show batches, episodes and every token.
 
     Lists the batches of a run or the episodes of a step, or shows every token of one EPISODE.
 
-    An EPISODE is named by its id, or by the beginning or the end of it; ids of episodes of the same minute begin alike.
-    A token is shown with its id, whether it is trained, its log-probability under the weights that sampled it and under
-    those that trained it, its advantage and weight version, coloured by what it contributed to the step.
+    EPISODE is an episode id, or its beginning or end (ids of the same minute begin alike). Each token is shown with its id, whether
+    it is trained, its log-probability under the weights that sampled it and under those that trained it, its advantage and its weight
+    version, coloured by its contribution to the step.
 
     \b
     swarmq inspect runs/demo
@@ -44,7 +53,7 @@ def inspect(
     swarmq inspect runs/demo 5d0c19e7
     swarmq inspect runs/demo 5d0c19e7 --html episode.html
     """
-    need("inspect")
+    require_extras("inspect")
     if html and episode is None:
         raise ConfigError("--html: say which EPISODE; `swarmq inspect RUN --step N` lists those of a step")
     if step is not None and episode is not None:
@@ -56,8 +65,8 @@ def inspect(
     from swarmq.observe.inspect.terminal import draw_batches, draw_episode, draw_step, show
     from swarmq.runtime.terminal import console
 
-    job, folder = stored(run), RunFolder(run)
-    chosen = one_policy(job, policy)
+    job, folder = load_stored_run(run), RunFolder(run)
+    chosen = choose_policy(job, policy)
     log = folder.batch_log(chosen)
     if episode is None:
         rows: Sequence[msgspec.Struct]
@@ -97,7 +106,7 @@ POLICY = click.option("--policy", help="Which policy; needed when the run trains
     "--from", "start", type=click.Path(path_type=Path), help="A checkpoint folder; the initial model without."
 )
 @click.option("--until", type=click.IntRange(min=0), help="Stop at this weight version.")
-@warnings_in_words()
+@print_warnings()
 def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: int | None) -> None:
     """Train again from the batch log alone.
 
@@ -108,13 +117,13 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     swarmq replay runs/demo /tmp/again --from runs/demo/main/checkpoints/step-00000010
     swarmq replay runs/team /tmp/again --policy planner --until 40
     """
-    need("learner")
+    require_extras("learner")
     from swarmq.learner.replay import replay as train_again
 
-    job, folder = stored(run), RunFolder(run)
+    job, folder = load_stored_run(run), RunFolder(run)
     version = train_again(
         job,
-        one_policy(job, policy),
+        choose_policy(job, policy),
         folder,
         to_folder=to,
         from_checkpoint=start,
@@ -134,20 +143,20 @@ def replay(run: Path, to: Path, policy: str | None, start: Path | None, until: i
     "--device", type=click.Choice(["cpu"]), help="Replay there, in FP32, beside engines and a learner that are up."
 )
 def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> None:
-    """Examine a run: is what was sampled trained, and does it learn?
+    """Check that a run trains on what was sampled, and learns.
 
-    Begins with a verdict in one line. Names signs of collapse and trends that are more than chance, holds stored batches against the rules that come before any formula, replays them through
-    the learner from a checkpoint, and says where and why engine and learner disagree. Changes nothing; status 1 when
-    something is wrong or could not be examined.
+    Prints a verdict first. Reports signs of collapse and significant trends, checks stored batches against the assumptions of the
+    losses, replays them through the learner from a checkpoint, and explains where engine and learner disagree. Changes nothing.
+    Exits with status 1 if something is wrong or could not be examined.
 
     \b
     swarmq doctor runs/demo
     swarmq doctor runs/team --policy planner --batches 4
     swarmq doctor runs/demo --device cpu
     """
-    need("learner")
+    require_extras("learner")
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before torch looks, so that nothing of it takes a GPU
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before torch is imported, so that it takes no GPU
     from swarmq.learner.doctor.examine import examine
     from swarmq.learner.health.findings import Finding, verdict
     from swarmq.learner.health.signs import signs
@@ -155,8 +164,8 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     from swarmq.observe.lines import hanging
     from swarmq.runtime.logs import redirect_to
 
-    job, folder = stored(run), RunFolder(run)
-    name = one_policy(job, policy)
+    job, folder = load_stored_run(run), RunFolder(run)
+    name = choose_policy(job, policy)
     steps: dict[int, dict[str, Any]] = {}
     try:
         events = (e for e in read_events(folder.events) if (e.name, e.source) == ("step", f"learner.{name}"))

@@ -1,4 +1,4 @@
-"""`swarmq feed` puts tasks on the queue of a kind, `swarmq worker` attempts them."""
+"""`swarmq feed` publishes tasks to the queue of a kind; `swarmq worker` attempts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from swarmq import keys, live_settings
-from swarmq.cli.common import RUN, broker_of, main, resolved, run_until_signalled
+from swarmq.cli.common import RUN, load_live_run, main, open_broker, run_until_signalled
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 
@@ -45,11 +45,11 @@ def feed(
 ) -> None:
     """Put a data set on the task queue of a kind.
 
-    `swarmq worker` attempts its tasks, anywhere.
+    Workers (`swarmq worker`) on any machine attempt its tasks.
 
     DATA is a .jsonl, .csv or .parquet file, a folder or `hf:NAME:SPLIT` of Hugging Face datasets, `reasoning-gym:NAME`,
     `verifiers:NAME`, or `module:function` that gives an iterable. All of it is checked before the first task is fed.
-    Killed and started again it goes on exactly where it was.
+    A killed feed continues exactly where it was when it is started again.
 
     \b
     swarmq feed runs/demo problems.jsonl --kind math --epochs 3 --seed 0
@@ -84,9 +84,9 @@ async def _feed_eval(
     from swarmq.client.data.tasks import source_mark
     from swarmq.observe.control_requests import bring_eval_tasks
 
-    job = resolved(run)
+    job = load_live_run(run)
     chosen = _one_kind(job, kind)
-    async with broker_of(job, "swarmq feed --eval") as broker:
+    async with open_broker(job, "swarmq feed --eval") as broker:
         count = await bring_eval_tasks(
             broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
         )
@@ -96,10 +96,11 @@ async def _feed_eval(
 
 
 def _one_kind(job: SwarmJob, kind: str | None) -> str:
-    """The kind that is meant. Raises ConfigError when that is not clear."""
+    """Return the kind named by --kind, or the only one there is. Raises ConfigError if the choice is ambiguous or wrong."""
     chosen = kind or (next(iter(job.mix)) if len(job.mix) == 1 else None)
     if chosen not in job.task_kinds:
-        raise ConfigError(f"--kind {kind}: the kinds of this job are {', '.join(job.task_kinds)}")
+        problem = f"--kind {kind}: unknown kind" if kind else "--kind: this job has several kinds"
+        raise ConfigError(f"{problem}; choose one of {', '.join(job.task_kinds)}")
     return chosen
 
 
@@ -121,9 +122,9 @@ async def _feed(
     from swarmq.collector.ledger import changes
 
     folder = RunFolder(run)
-    job = live_settings.apply_changes(resolved(run), changes(folder.inbox))
+    job = live_settings.apply_changes(load_live_run(run), changes(folder.inbox))
     chosen = _one_kind(job, kind)
-    async with broker_of(job, "swarmq feed") as broker:
+    async with open_broker(job, "swarmq feed") as broker:
         with Progress(disable=not sys.stdout.isatty()) as progress:
             bar = progress.add_task(f"feeding {chosen}", total=None, visible=False)
             fed = await feed(
@@ -177,9 +178,10 @@ def worker(
     max_attempts: int,
     attempt_timeout: float | None,
 ) -> None:
-    """Attempt the tasks of a queue with a function of yours.
+    """Attempt the tasks of a queue with your own function.
 
-    It is named as `module:function`, takes an episode and returns a reward. Start as many as you like, on any machine. Ctrl-C finishes what has begun; a killed worker's tasks go to others.
+    The function, named as `module:function`, takes an episode and returns a reward. Start any number of workers, on any machine.
+    Ctrl-C finishes the attempts that have begun; the tasks of a killed worker go to other workers.
 
     \b
     swarmq worker my_agent:attempt --kind math --concurrency 32

@@ -1,4 +1,4 @@
-"""`swarmq demo` and `swarmq up`: a whole system on this host, until it is done or Ctrl-C."""
+"""`swarmq demo` and `swarmq up`: a whole run on this host, until it is done or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import click
 
 from swarmq.broker import Broker
 from swarmq.cli.all_settings import all_settings
-from swarmq.cli.common import HOST, JOB, SETS, main, need, private_files, run_until_signalled, terminal_width
+from swarmq.cli.common import HOST, JOB, SETS, main, private_files, require_extras, run_until_signalled, terminal_width
 from swarmq.config import SwarmJob
 
 if TYPE_CHECKING:
@@ -33,11 +33,11 @@ def demo(
     """Train a real agent here: no GPU, about ten minutes.
 
     \b
-    swarmq demo                       the whole story, with a client killed in the middle
+    swarmq demo                       the whole demo, with a client killed half-way
     swarmq demo --seed 1 --steps 20   shorter, another seed
     swarmq demo --model Qwen/Qwen3-0.6B --set policies.main.train.learning_rate=1e-6
     """
-    need(*HOST, "demo")
+    require_extras(*HOST, "demo")
     import msgspec
     from rich.console import Console
 
@@ -60,10 +60,10 @@ def demo(
 @SETS
 @click.option("--show", is_flag=True, help="Print every setting as TOML, those that are off as comments, and stop.")
 def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
-    """Start every part of a job on this host.
+    """Start every process of a job on this host.
 
-    Keeps it running until Ctrl-C. Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxy, the collector and a learner for
-    each trained policy. Says how clients join; no password is printed.
+    Starts RabbitMQ (unless broker.url or $SWARMQ_AMQP_URL names one), vLLM, the proxies, the collector and a learner for each
+    trained policy, and keeps them running until Ctrl-C. Prints how clients join, and no password.
 
     \b
     swarmq up job.toml
@@ -74,7 +74,7 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
         click.echo(all_settings(settings), nl=False)
         return
     own_engines = any(not policy.engine.urls for policy in settings.policies.values())
-    need(*(extra for extra in HOST if own_engines or extra != "vllm"))
+    require_extras(*(extra for extra in HOST if own_engines or extra != "vllm"))
     with private_files():
         run_until_signalled(_up(settings))
 
@@ -102,14 +102,14 @@ async def _up(job: SwarmJob) -> None:
                 for line in deployment.welcome():
                     report(line)
                 async with asyncio.TaskGroup() as tasks:
-                    tasks.create_task(_tell_pace(deployment.job, broker, report))
-                    tasks.create_task(_tell_ends(deployment, report))
+                    tasks.create_task(_report_pace(deployment.job, broker, report))
+                    tasks.create_task(_report_learner_ends(deployment, report))
         except asyncio.CancelledError:
             report(farewell(job))
             raise
 
 
-async def _tell_ends(deployment: Deployment, report: Callable[[str], None]) -> None:
+async def _report_learner_ends(deployment: Deployment, report: Callable[[str], None]) -> None:
     from swarmq.up.shutdown import endings, last_step
 
     job = deployment.job
@@ -122,8 +122,8 @@ async def _tell_ends(deployment: Deployment, report: Callable[[str], None]) -> N
         report("learners are started again")
 
 
-async def _tell_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:
-    """A run that was paused or drained is so when it is started again, too."""
+async def _report_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:
+    """Report pauses, drains and resumptions, beginning with the state in which the run was left."""
     from swarmq.observe.monitor import paces
 
     async for pace in paces(job, broker):

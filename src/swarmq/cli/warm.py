@@ -1,4 +1,4 @@
-"""`swarmq warm`: a supervised start, before there is a run."""
+"""`swarmq warm`: supervised warm start of a model, before there is a run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from swarmq.cli.common import JOB, SETS, main, need, one_policy
+from swarmq.cli.common import JOB, SETS, choose_policy, main, require_extras
 from swarmq.config import SwarmJob
 
 
@@ -35,22 +35,22 @@ def warm_command(
     learning_rate: float | None,
     sets: tuple[str, ...],
 ) -> None:
-    """Teach the job's model a format from chats, by supervision.
+    """Warm-start the job's model by supervised training on chats.
 
-    A warm start, before rewards say what pays. DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; what the assistant says is learned. OUT
-    becomes a model folder for policies.X.model. Precision, adapters and the rest are those of policies.X.train.
+    DEMONSTRATIONS has a JSON object with "messages" (and "tools") on every line; the assistant's messages are trained. OUT becomes
+    a model folder for policies.X.model. Precision, adapters and other settings come from policies.X.train.
 
     \b
     swarmq warm job.toml chats.jsonl models/warm --epochs 2
     """
-    need("learner")
+    require_extras("learner")
     import msgspec
 
     from swarmq.learner.distributed.processes import is_main
     from swarmq.learner.warm_start import ADAPTERS_RATE, RATE, Progress, WarmStart, warm
 
     settings = SwarmJob.load(job, sets=sets)
-    name = one_policy(settings, policy)
+    name = choose_policy(settings, policy)
     train = settings.train_of(name)
     rate = learning_rate or (ADAPTERS_RATE if train.lora else RATE)
 

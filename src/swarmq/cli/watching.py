@@ -1,4 +1,4 @@
-"""`swarmq watch`, `swarmq status` and `swarmq runs`: what a run is doing, and which runs there are."""
+"""`swarmq watch`, `swarmq status` and `swarmq runs`: the state of a run, and the list of runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from swarmq.cli.common import RUN, broker_of, check_up, main, resolved, run_until_signalled
+from swarmq.cli.common import RUN, check_up, load_live_run, main, open_broker, run_until_signalled
 from swarmq.config import SwarmJob
 
 LOOK_EVERY_S = 1.0
@@ -32,7 +32,7 @@ def watch(run: Path, once: bool) -> None:
 @RUN
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def status(run: Path, *, as_json: bool) -> None:
-    """Say in one picture what a run is doing right now.
+    """Show the present state of a run.
 
     The same as `swarmq watch --once`.
 
@@ -48,9 +48,9 @@ async def _watch(run: Path, *, once: bool, as_json: bool = False) -> None:
     from swarmq.observe.monitor import glance, look, watch
     from swarmq.runtime.logs import redirect_to
 
-    job, notes = resolved(run), deque[str]()
+    job, notes = load_live_run(run), deque[str]()
     with redirect_to(notes.append):
-        async with broker_of(job, "swarmq watch") as broker:
+        async with open_broker(job, "swarmq watch") as broker:
             if as_json:
                 data = as_data(await look(job, broker, notes=notes), now=time.time())
                 click.echo(msgspec.json.encode(data))
@@ -63,7 +63,7 @@ async def _watch(run: Path, *, once: bool, as_json: bool = False) -> None:
 
 
 async def _until_ended(job: SwarmJob) -> None:
-    """Raises ConfigError when the run has ended, and its RabbitMQ with it."""
+    """Raise ConfigError as soon as the run and its private RabbitMQ have ended."""
     while True:
         check_up(job)
         await asyncio.sleep(LOOK_EVERY_S)
@@ -75,7 +75,7 @@ async def _until_ended(job: SwarmJob) -> None:
 def runs(folder: Path, *, as_json: bool) -> None:
     """List the runs in a folder.
 
-    Says of each whether it is up, its newest step and reward, and how long ago that was. FOLDER is runs by default.
+    Shows for each run whether it is up, its newest step and reward, and their age. FOLDER is runs by default.
 
     \b
     swarmq runs

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from swarmq import cli
 from swarmq.cli import common
-from swarmq.cli.common import EXTRAS, HOST, need
+from swarmq.cli.common import EXTRAS, HOST, require_extras
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerError, ConfigError, EngineError, MissingExtraError
 from swarmq.testing import MemoryBroker
@@ -74,7 +74,7 @@ def test_a_feed_that_is_refused_prints_no_bar(tmp_path, monkeypatch):
     async def broker_of(_job, _name):
         yield MemoryBroker()
 
-    monkeypatch.setattr(cli.tasks, "broker_of", broker_of)
+    monkeypatch.setattr(cli.tasks, "open_broker", broker_of)
     folder = tmp_path / "runs" / "r"
     folder.mkdir(parents=True)
     (folder / "resolved.toml").write_text(write_job(tmp_path).read_text())
@@ -93,7 +93,7 @@ def test_a_policy_that_is_not_there_or_not_trained_is_said_to_be_so():
         "judge": "--policy judge: is not trained; choose one of planner, executor",
     }.items():
         with pytest.raises(ConfigError, match=f"^{re.escape(says)}$"):
-            common.one_policy(job, policy)
+            common.choose_policy(job, policy)
 
 
 def test_the_commands_that_people_are_told_of_are_there():
@@ -231,13 +231,13 @@ def test_what_means_nothing_beside_eval_is_refused(tmp_path):
 
 def test_errors_of_several_tasks_are_all_said_once(capsys):
     group = ExceptionGroup("both", [BrokerError("no broker"), ExceptionGroup("deep", [EngineError("no engine")])])
-    with pytest.raises(SystemExit), common.friendly():
+    with pytest.raises(SystemExit), common.errors_as_lines():
         raise group
     assert capsys.readouterr().err == "swarmq: no broker\nswarmq: no engine\n"
 
 
 def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ExceptionGroup), common.friendly():
+    with pytest.raises(ExceptionGroup), common.errors_as_lines():
         raise ExceptionGroup("mixed", [BrokerError("no broker"), KeyError("bug")])
 
 
@@ -296,7 +296,7 @@ def test_help_needs_nothing_heavy():
 )
 def test_everything_that_a_command_lacks_is_told_at_once_with_one_way_to_get_it(there, asked, says):
     with pytest.raises(MissingExtraError) as told:
-        need(*asked, installed=lambda name: name if name in there else None)
+        require_extras(*asked, installed=lambda name: name if name in there else None)
     assert says in str(told.value)
 
 

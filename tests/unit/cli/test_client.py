@@ -147,7 +147,7 @@ def test_a_token_is_made_for_roles_or_revoked(run, arguments):
 
 def test_no_name_is_revoked_that_was_not_said(run):
     done = swarmq("token", run, "--revoke")
-    assert (done.exit_code, "--revoke: say whose tokens with --name" in done.output) == (1, True)
+    assert (done.exit_code, "--revoke needs --name NAME" in done.output) == (1, True)
     assert swarmq("token", run, "--role", "read").exit_code == 0, "the default name is as good as before"
 
 

@@ -58,7 +58,7 @@ def test_a_feed_into_a_moved_run_knows_what_was_changed_there(moved, tmp_path):
         )
     ledger.close()
     fed = swarmq("feed", moved, tmp_path / "data.jsonl", "--kind", "default")
-    assert (fed.exit_code, "the kinds of this job are code" in fed.output) == (1, True), fed.output
+    assert (fed.exit_code, "--kind default: unknown kind; choose one of code" in fed.output) == (1, True), fed.output
 
 
 def test_the_clients_of_a_moved_run_are_those_of_the_folder_that_is_named(run, moved):

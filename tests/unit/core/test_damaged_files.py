@@ -13,7 +13,7 @@ import structlog
 from swarmq import keys
 from swarmq.broker.admin.invitations import host_invite
 from swarmq.broker.node.files import load_identity, write_files
-from swarmq.cli.common import stored
+from swarmq.cli.common import load_stored_run
 from swarmq.client.data.feed import Fed, _confirmed, _write
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.config import SwarmJob
@@ -87,7 +87,7 @@ FILES = [
     Kept(
         "resolved.toml",
         lambda job, path: write_atomically(path, job.to_toml().encode()),
-        lambda _, path: stored(path.parent),
+        lambda _, path: load_stored_run(path.parent),
         renewed=False,
     ),
     Kept(

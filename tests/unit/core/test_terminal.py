@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 from rich.table import Table
 
-from swarmq.cli.common import friendly
+from swarmq.cli.common import errors_as_lines
 from swarmq.errors import SwarmqError
 from swarmq.messages import Event
 from swarmq.observe.board import Board
@@ -66,7 +66,7 @@ def test_lines_of_up_and_doctor_and_errors_of_commands_show_them() -> None:
 
     @click.command()
     def command() -> None:
-        with friendly():
+        with errors_as_lines():
             raise SwarmqError(f"no dead letter has the id {EVIL}")
 
     assert harmless(CliRunner().invoke(command, color=True).output)
