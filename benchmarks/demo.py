@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks import report
 from swarmq.config import RunFolder
-from swarmq.demo.make_model import made_model
+from swarmq.demo.make_model import ensure_model
 from swarmq.demo.run import DemoOptions, DemoResult, demo_settings
 from swarmq.learner.store.batch_log import records
 from swarmq.messages import Turn
@@ -154,7 +154,7 @@ async def client_seconds() -> tuple[list[float], list[float]]:
     """Seconds from the start of a client script to its first completion, and to its first traceback."""
     with tempfile.TemporaryDirectory(prefix="swarmq-clients-") as folder:
         options = DemoOptions(run="clients", folder=folder)
-        job = demo_settings(options, await made_model(options.cache, print))
+        job = demo_settings(options, await ensure_model(options.cache, print))
         async with deploy(job, report=print) as deployment:
             environment = os.environ | {"SWARMQ_INVITE": deployment.invite.encode()}
             return (

@@ -22,7 +22,7 @@ from benchmarks.faults_inject import Injection
 from benchmarks.faults_world import POLICY, Stall
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
-from swarmq.demo.accounting import Account, account_of
+from swarmq.demo.accounting import Account, settle_run
 from swarmq.learner.store import batch_log
 from swarmq.messages import unpack_ids
 
@@ -101,7 +101,7 @@ def judge(
     `left` are the episodes on the ready queue; `texts`: one token is one character, so compare those as well.
     """
     confirmed = [line for line in lines if line.event == "confirmed"]
-    account = account_of(job, (line.episode_id for line in confirmed))
+    account = settle_run(job, (line.episode_id for line in confirmed))
     ending = {line.episode_id: line for line in lines if line.event == "ending"}
     trained: Counter[str] = Counter()
     slots: dict[str, set[str]] = defaultdict(set)

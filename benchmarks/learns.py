@@ -36,7 +36,7 @@ from swarmq.demo import problems as arithmetic
 from swarmq.demo.job import DemoSize, demo_job
 from swarmq.demo.model import build_model, save
 from swarmq.demo.model_recipe import Architecture, Recipe
-from swarmq.demo.scenario import Play
+from swarmq.demo.scenario import Scenario
 from swarmq.demo.warmup import demonstrate, reductions
 from swarmq.learner.warm_start import WarmStart, warm
 from swarmq.observe.curves import read_events, reward_limits
@@ -73,7 +73,7 @@ SIZES = {
 }
 
 
-class Course(Play):
+class Course(Scenario):
     """A run without incidents: measure, train, measure every so often."""
 
     measure_every = 20

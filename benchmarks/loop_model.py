@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from benchmarks.timelines import SHAPES
-from swarmq.demo.tokenizer import PAD, TURN_END, TURN_START, chatting
+from swarmq.demo.tokenizer import PAD, TURN_END, TURN_START, add_chat_template
 
 LETTERS = string.ascii_letters + ".,"
 """Of which all words are made: every pair is a token, and as many triples as there is room for."""
@@ -52,4 +52,4 @@ def make_tokenizer(size: int) -> PreTrainedTokenizerFast:
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
-    return chatting(bpe)
+    return add_chat_template(bpe)

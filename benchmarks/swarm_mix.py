@@ -19,7 +19,7 @@ from swarmq import SwarmTask
 from swarmq.client.data.feed import feed
 from swarmq.client.data.readers import read_tasks
 from swarmq.learner.store.batch_log import records
-from swarmq.observe.control_requests import ask
+from swarmq.observe.control_requests import send_command
 
 BATCHES = 100
 GROUPS, GROUP_SIZE, STALENESS = 10, 2, 2
@@ -76,7 +76,7 @@ async def _run(folder: Path) -> Mixed:
             await world.hire(f"worker-{kind}", kind, PACES[kind], concurrency=CONCURRENCY)
         await world.reach(CHANGE_AT)
         asked_at = world.step
-        answer = await ask(world.broker, RUN, "set", {"mix": SECOND})
+        answer = await send_command(world.broker, RUN, "set", {"mix": SECOND})
         changed_from = next(c["from_step"] for c in answer.applied[POLICY]["changes"] if c["path"] == "mix")
         print(f"mix changed: asked for after step {asked_at}, in effect from step {changed_from}", flush=True)
         await world.reach(KILL_AT)

@@ -31,13 +31,13 @@ from swarmq.broker.amqp import AmqpBroker
 from swarmq.collector.ledger import fates
 from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
-from swarmq.demo.model_recipe import Architecture, Recipe, user_cache
+from swarmq.demo.model_recipe import Architecture, Recipe, user_cache_folder
 from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
 from swarmq.learner.store.batch_log import records
 from swarmq.observe.monitor import Follower, follow
 from swarmq.up import Deployment, deploy
 
-CACHE = user_cache()
+CACHE = user_cache_folder()
 OPENER, CLOSER = "opener", "closer"
 RECIPES = {
     OPENER: Recipe(steps=420, settling_steps=80),
@@ -69,9 +69,9 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
 
 def make(policy: str) -> None:
     """Warm a policy's model up, unless it is in the cache, and print its folder."""
-    from swarmq.demo.warmup import warmed_model  # noqa: PLC0415 - torch stays in the process that needs it
+    from swarmq.demo.warmup import load_or_warm_up  # noqa: PLC0415 - torch stays in the process that needs it
 
-    print(warmed_model(CACHE, RECIPES[policy], report=lambda _: None))
+    print(load_or_warm_up(CACHE, RECIPES[policy], report=lambda _: None))
 
 
 def run(seed: int, *, steps: int) -> Result:

@@ -16,7 +16,7 @@ from swarmq import SwarmTask
 from swarmq.broker.client_rules import NAME_MARK
 from swarmq.client.data.feed import feed
 from swarmq.learner.store.batch_log import records
-from swarmq.observe.board import Part
+from swarmq.observe.board import ProcessState
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.processes import find_free_port
 from swarmq.weights.push.engine_control import EngineControl
@@ -40,7 +40,7 @@ async def swarmq(*arguments: str) -> str:
     return done.stdout
 
 
-def calls(part: Part) -> int:
+def calls(part: ProcessState) -> int:
     return int(part.fields.get("calls", 0))
 
 

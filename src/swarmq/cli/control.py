@@ -107,10 +107,12 @@ def stop(run: Path, after: int | None, policy: str | None) -> None:
 async def _ask(run: Path, action: Action, settings: dict[str, Any] | None = None) -> None:
     import getpass
 
-    from swarmq.observe.control_requests import ask, lines
+    from swarmq.observe.control_requests import describe_answer, send_command
 
     job, say = load_live_run(run), functools.partial(click.echo, err=True)
     async with open_broker(job, f"swarmq {action}") as broker:
         await broker.declare(job.run, policies=[], kinds=[])
-        for line in lines(await ask(broker, job.run, action, settings, sender=getpass.getuser(), say=say)):
+        for line in describe_answer(
+            await send_command(broker, job.run, action, settings, sender=getpass.getuser(), say=say)
+        ):
             click.echo(visible(line))

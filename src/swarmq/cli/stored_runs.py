@@ -60,9 +60,9 @@ def inspect(
         raise ConfigError("--step lists the episodes of a step: leave it out to show one EPISODE")
     import msgspec
 
-    from swarmq.observe.inspect.html import page
-    from swarmq.observe.inspect.read import decoder_of, find_episode, read_batches, read_step
-    from swarmq.observe.inspect.terminal import draw_batches, draw_episode, draw_step, show
+    from swarmq.observe.inspect.html import render_page
+    from swarmq.observe.inspect.read import find_episode, load_decoder, read_batches, read_step
+    from swarmq.observe.inspect.terminal import draw_batches, draw_episode, draw_step, print_parts
     from swarmq.runtime.terminal import console
 
     job, folder = load_stored_run(run), RunFolder(run)
@@ -80,19 +80,19 @@ def inspect(
             for row in rows:
                 click.echo(msgspec.json.encode(row))
         else:
-            show(console(), drawn)
+            print_parts(console(), drawn)
         return
-    view = find_episode(folder, chosen, episode, decoder_of(job.policies[chosen].model))
+    view = find_episode(folder, chosen, episode, load_decoder(job.policies[chosen].model))
     if html:
         try:
             with private_files():
-                html.write_text(page(view), encoding="utf-8")
+                html.write_text(render_page(view), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--html {html}: cannot be written ({error.strerror})") from error
     if as_json:
         click.echo(msgspec.json.encode(view))
     elif not html:
-        show(console(), draw_episode(view))
+        print_parts(console(), draw_episode(view))
 
 
 POLICY = click.option("--policy", help="Which policy; needed when the run trains several.")
@@ -161,7 +161,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     from swarmq.learner.health.findings import Finding, verdict
     from swarmq.learner.health.signs import signs
     from swarmq.observe.curves import read_events
-    from swarmq.observe.lines import hanging
+    from swarmq.observe.lines import wrap_beside
     from swarmq.runtime.logs import redirect_to
 
     job, folder = load_stored_run(run), RunFolder(run)
@@ -183,6 +183,6 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     found += [Finding(level="note", check="while reading", text=text) for text in notes]
     for finding in (verdict(found), *found):
         head = f"{finding.level:8}"
-        line = hanging(head, finding.line, width=terminal_width())
+        line = wrap_beside(head, finding.line, width=terminal_width())
         click.echo(click.style(head, fg=colors[finding.level]) + line.removeprefix(head))
     sys.exit(int(any(finding.level == "error" for finding in found)))

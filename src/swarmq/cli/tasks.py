@@ -82,12 +82,12 @@ async def _feed_eval(
     run: Path, data: str, read: Callable[[], Iterator[Any]], *, kind: str | None, repeats: int | None
 ) -> None:
     from swarmq.client.data.tasks import source_mark
-    from swarmq.observe.control_requests import bring_eval_tasks
+    from swarmq.observe.control_requests import send_eval_tasks
 
     job = load_live_run(run)
     chosen = _one_kind(job, kind)
     async with open_broker(job, "swarmq feed --eval") as broker:
-        count = await bring_eval_tasks(
+        count = await send_eval_tasks(
             broker, job, read(), chosen, repeats=repeats or max(job.eval.k), source=source_mark(data)
         )
     click.echo(f"{count} tasks to evaluate {chosen} with")

@@ -81,8 +81,8 @@ def up(job: Path, sets: tuple[str, ...], show: bool) -> None:
 
 async def _up(job: SwarmJob) -> None:
     from swarmq.broker.amqp import AmqpBroker
-    from swarmq.observe.lines import hanging, since
-    from swarmq.observe.monitor import recorded
+    from swarmq.observe.lines import format_elapsed, wrap_beside
+    from swarmq.observe.monitor import record_events
     from swarmq.runtime.logs import redirect_to
     from swarmq.up import deploy
     from swarmq.up.shutdown import farewell
@@ -90,14 +90,14 @@ async def _up(job: SwarmJob) -> None:
     began = time.monotonic()
 
     def report(text: str) -> None:
-        click.echo(hanging(since(began), text, width=terminal_width()))
+        click.echo(wrap_beside(format_elapsed(began), text, width=terminal_width()))
 
     with redirect_to(report):
         try:
             async with (
                 deploy(job, report=report) as deployment,
                 AmqpBroker.open(deployment.invite.amqp_url, name="swarmq up events", deadline_s=None) as broker,
-                recorded(deployment.job, broker),
+                record_events(deployment.job, broker),
             ):
                 for line in deployment.welcome():
                     report(line)
@@ -124,8 +124,8 @@ async def _report_learner_ends(deployment: Deployment, report: Callable[[str], N
 
 async def _report_pace(job: SwarmJob, broker: Broker, report: Callable[[str], None]) -> None:
     """Report pauses, drains and resumptions, beginning with the state in which the run was left."""
-    from swarmq.observe.monitor import paces
+    from swarmq.observe.monitor import follow_pace
 
-    async for pace in paces(job, broker):
+    async for pace in follow_pace(job, broker):
         hint = "" if pace == "running" else f"; `swarmq resume {job.run_folder.path}` goes on"
         report(f"the run is {pace}{hint}")

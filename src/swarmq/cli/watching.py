@@ -44,18 +44,18 @@ def status(run: Path, *, as_json: bool) -> None:
 
 
 async def _watch(run: Path, *, once: bool, as_json: bool = False) -> None:
-    from swarmq.observe.board import as_data
-    from swarmq.observe.monitor import glance, look, watch
+    from swarmq.observe.board import board_to_json
+    from swarmq.observe.monitor import draw_once, read_board, watch
     from swarmq.runtime.logs import redirect_to
 
     job, notes = load_live_run(run), deque[str]()
     with redirect_to(notes.append):
         async with open_broker(job, "swarmq watch") as broker:
             if as_json:
-                data = as_data(await look(job, broker, notes=notes), now=time.time())
+                data = board_to_json(await read_board(job, broker, notes=notes), now=time.time())
                 click.echo(msgspec.json.encode(data))
             elif once:
-                await glance(job, broker, notes=notes)
+                await draw_once(job, broker, notes=notes)
             else:
                 async with asyncio.TaskGroup() as tasks:
                     tasks.create_task(_until_ended(job))
@@ -83,7 +83,7 @@ def runs(folder: Path, *, as_json: bool) -> None:
     """
     from rich.table import Table
 
-    from swarmq.observe.runs import age, list_runs
+    from swarmq.observe.runs import format_age, list_runs
     from swarmq.runtime.terminal import console
 
     rows = list_runs(folder)
@@ -103,6 +103,6 @@ def runs(folder: Path, *, as_json: bool) -> None:
         several = len(row.policies) > 1
         steps = [f"{name} {one.step}" if several else str(one.step) for name, one in row.policies.items()]
         rewards = ["-" if one.reward is None else f"{one.reward:.3f}" for one in row.policies.values()]
-        when = f"{age(now - row.at)} ago" if any(one.step for one in row.policies.values()) else "none yet"
+        when = f"{format_age(now - row.at)} ago" if any(one.step for one in row.policies.values()) else "none yet"
         table.add_row(row.run, row.state, "\n".join(steps), "\n".join(rewards), when)
     console().print(table)

@@ -1,10 +1,10 @@
-"""The closing proof of a demo: three independent records of the same episodes, compared.
+"""The final account of a demo, from three independent records of the same episodes.
 
-    clients' own ledgers (a line per outcome they saw confirmed)
-    batch log            (what was trained, and in which step)
-    collector's ledger   (what was dropped, and why; what still waits)
+  clients' ledgers     (a line per outcome whose confirmation they saw)
+  batch log            (which episodes were trained, and in which step)
+  collector's ledger   (which were dropped, and why; which still wait)
 
-Every outcome a client saw confirmed must be in exactly one of: trained once, dropped for a reason, still waiting.
+Every confirmed outcome must be in exactly one of: trained once, dropped for a reason, still waiting.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from rich.table import Table
 
 from swarmq.collector.ledger import fates
 from swarmq.config import SwarmJob
-from swarmq.demo.client import Entry
+from swarmq.demo.client import LedgerEntry
 from swarmq.learner.store.batch_log import records
 
 WAITING_STATES = frozenset({"open", "waiting", "published"})
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the episodes of a run went; `lost` and `twice` are what must be empty."""
+    """The fate of a run's episodes; `lost` and `twice` must be empty."""
 
     begun: int = 0
-    """Training attempts the collector heard of."""
+    """Number of training attempts that the collector knows."""
     confirmed: int
-    """Outcomes that clients saw confirmed, training episodes alone."""
+    """Number of outcomes of training episodes whose confirmation clients saw."""
     trained: int
     dropped: dict[str, int]
     waiting: int
-    """Finished, in the collector or the ready queue when the run ended."""
+    """Number of finished episodes in the collector or the ready queue when the run ended."""
     redelivered: int = 0
-    """Slots whose attempt was cut off by the kill, and which another client then finished."""
+    """Number of slots whose attempt the kill cut off and that another client then finished."""
     lost: tuple[str, ...]
     twice: tuple[str, ...]
 
@@ -46,7 +46,7 @@ def settle(
     dropped: Mapping[str, str],
     waiting: Iterable[str],
 ) -> Account:
-    """Compare the records; all ids are episode ids, `trained` has one entry for each time an episode was trained."""
+    """Compare the records by episode id; `trained` has one entry for each time an episode was trained."""
     ended, steps, pending = set(confirmed), Counter(trained), set(waiting)
     lost = ended - steps.keys() - dropped.keys() - pending
     return Account(
@@ -59,8 +59,8 @@ def settle(
     )
 
 
-def account_of(job: SwarmJob, confirmed: Iterable[str]) -> Account:
-    """Settle a run that has stopped: its batch logs and its collector's ledger against the clients' `confirmed`."""
+def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
+    """Settle a stopped run: its batch logs and its collector's ledger against the clients' `confirmed` episodes."""
     trained: Counter[str] = Counter()
     dropped: dict[str, str] = {}
     for name, policy in job.policies.items():
@@ -75,17 +75,17 @@ def account_of(job: SwarmJob, confirmed: Iterable[str]) -> Account:
     return msgspec.structs.replace(settle(confirmed, trained.elements(), dropped, waiting), begun=len(ledger))
 
 
-def account_of_demo(job: SwarmJob, entries: Iterable[Entry]) -> Account:
-    """As account_of, from the ledgers of the demo's clients, which also say which slots the kill cut off."""
+def settle_demo(job: SwarmJob, entries: Iterable[LedgerEntry]) -> Account:
+    """Settle a stopped demo from its clients' ledgers, which also tell which slots the kill cut off."""
     written = list(entries)
     ended = {entry.episode_id: entry for entry in written if entry.reward is not None}
     cut_off = {entry.slot for entry in written if entry.episode_id not in ended}
     redelivered = len(cut_off & {entry.slot for entry in ended.values()})
-    return msgspec.structs.replace(account_of(job, ended), redelivered=redelivered)
+    return msgspec.structs.replace(settle_run(job, ended), redelivered=redelivered)
 
 
-def table_of(account: Account) -> Table:
-    """The closing table."""
+def render_table(account: Account) -> Table:
+    """Render the final table."""
     table = Table(title="every episode accounted for", title_justify="left", show_header=False, min_width=48)
     table.add_column("what")
     table.add_column("episodes", justify="right")

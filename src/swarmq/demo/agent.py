@@ -1,9 +1,9 @@
-"""The demo's agent: plain Python around the `openai` SDK, with a tool to call between turns.
+"""The demo's agent: plain Python with the `openai` SDK and a tool to call between turns.
 
-The tool does the first operation of an expression and returns what is left: `12 + 30 - 2` becomes `42 - 2`. A problem
-with three numbers therefore takes two calls and then an answer.
+The tool computes the first operation of an expression and returns the rest: `12 + 30 - 2` becomes `42 - 2`. A problem with
+three numbers therefore takes two calls and then an answer.
 
-It knows nothing of training. Whoever runs it gives it a `base_url` and an `api_key`, and gets a reward back.
+The agent knows nothing of training: it gets a `base_url` and an `api_key`, and returns a reward.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ OPERATORS: dict[str, Callable[[int, int], int]] = {"+": operator.add, "-": opera
 FIRST_OPERATION = re.compile(r"(-?\d{1,12}) ([-+*]) (-?\d{1,12})((?: [-+*] -?\d{1,12}){0,8})")
 
 
-class Attempt(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run of the agent came to."""
+class AgentResult(msgspec.Struct, frozen=True, kw_only=True):
+    """Result of one attempt."""
 
     reward: float
     success: bool
     turns: int
     tool_calls: int
     reply: str
-    """The last thing the model said; empty if it never stopped calling the tool."""
+    """Last text of the model; empty if it never stopped calling the tool."""
 
 
 Reward = Callable[[Problem, str], float]
 
 
 def concise_score(problem: Problem, reply: str) -> float:
-    """The changed reward: the honest score, and a little more for a right answer with nothing around the tags."""
+    """Return the demo's changed reward: the honest score, plus a little for a right answer with nothing around the tags."""
     honest = score(problem, reply)
     bare = reply.startswith("<answer>") and reply.endswith("</answer>")
     return honest + (0.1 if honest and bare else 0.0)
 
 
-def attempt(client: OpenAI, model: str, problem: Problem, *, reward: Reward = score) -> Attempt:
-    """Ask, run the tool calls of the answer, ask again, until the model answers in words."""
+def attempt(client: OpenAI, model: str, problem: Problem, *, reward: Reward = score) -> AgentResult:
+    """Ask the model and run its tool calls, until it answers in words."""
     messages: list[Any] = opening(problem.question)
     tool_calls = 0
     for turn in range(1, MAX_TURNS + 1):
@@ -75,7 +75,7 @@ def attempt(client: OpenAI, model: str, problem: Problem, *, reward: Reward = sc
         message = completion.choices[0].message
         if not message.tool_calls:
             reply = message.content or ""
-            return Attempt(
+            return AgentResult(
                 reward=reward(problem, reply),
                 success=score(problem, reply) == 1.0,
                 turns=turn,
@@ -87,7 +87,7 @@ def attempt(client: OpenAI, model: str, problem: Problem, *, reward: Reward = sc
             result = run_tool(call.function.name, call.function.arguments)  # type: ignore[union-attr]
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
             tool_calls += 1
-    return Attempt(reward=reward(problem, ""), success=False, turns=MAX_TURNS, tool_calls=tool_calls, reply="")
+    return AgentResult(reward=reward(problem, ""), success=False, turns=MAX_TURNS, tool_calls=tool_calls, reply="")
 
 
 def opening(question: str) -> list[dict[str, Any]]:
@@ -95,7 +95,7 @@ def opening(question: str) -> list[dict[str, Any]]:
 
 
 def run_tool(name: str, arguments: str) -> str:
-    """What the environment says to a tool call; the model's mistakes come back as text it can read."""
+    """Run a tool call; mistakes of the model come back as text that it can read."""
     if name != "simplify":
         return f"error: no tool {name}"
     try:
@@ -105,7 +105,7 @@ def run_tool(name: str, arguments: str) -> str:
 
 
 def simplify(expression: str) -> str:
-    """The expression after its first operation. Raises ValueError for what is not whole numbers joined by + and -, or by *."""
+    """Return the expression after its first operation. Raises ValueError unless it is whole numbers joined by + and -, or by *."""
     match = FIRST_OPERATION.fullmatch(expression)
     if match is None or (" * " in expression and re.search(r" [-+] ", expression)):
         raise ValueError(f"not whole numbers of one precedence: {expression!r}")

@@ -1,7 +1,7 @@
-"""One of the demo's clients: `python -m swarmq.demo.client --reward honest --ledger FILE`, invited by $SWARMQ_INVITE.
+"""A client process of the demo: `python -m swarmq.demo.client --reward honest --ledger FILE`, invited by $SWARMQ_INVITE.
 
-It works on the task queues of all kinds with the demo's agent, and keeps a ledger of its own: a line for each outcome
-that the broker has confirmed. The closing table compares that ledger with what was trained.
+It works on the task queues of all kinds with the demo's agent, and writes a ledger with a line for each outcome that the broker
+has confirmed. The final account compares that ledger with what was trained.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from openai import OpenAI
 from swarmq import AsyncSwarmClient, Episode
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
-from swarmq.demo.agent import Attempt, Reward, attempt, concise_score
+from swarmq.demo.agent import AgentResult, Reward, attempt, concise_score
 from swarmq.demo.problems import Problem, score
 
 REWARDS: dict[str, Reward] = {"honest": score, "concise": concise_score}
@@ -27,8 +27,8 @@ REWARDS: dict[str, Reward] = {"honest": score, "concise": concise_score}
 Agent = Callable[[Episode], None]
 
 
-class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of a client's ledger: an attempt began, or (with its reward) its outcome was confirmed."""
+class LedgerEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A line of a client's ledger: the begin of an attempt or, with its reward, its confirmed outcome."""
 
     episode_id: str
     slot: str
@@ -36,53 +36,53 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
     reward: float | None = None
 
 
-class Ledger:
-    """Lines that survive a SIGKILL of the process that wrote them."""
+class ClientLedger:
+    """A ledger whose lines survive a SIGKILL of the process that wrote them."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
         self._lock = threading.Lock()
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LedgerEntry) -> None:
         with self._lock:
             self._file.write(msgspec.json.encode(entry) + b"\n")
 
 
-def read_ledger(path: Path) -> list[Entry]:
-    """The whole lines of a ledger; a last one that was cut is left out."""
+def read_ledger(path: Path) -> list[LedgerEntry]:
+    """Return the entries of a ledger, without a last line that was cut."""
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [msgspec.json.decode(line, type=Entry) for line in lines if line.endswith(b"\n")]
+    return [msgspec.json.decode(line, type=LedgerEntry) for line in lines if line.endswith(b"\n")]
 
 
 class Solver:
-    """Runs the demo's agent in an episode; all episodes share one connection pool."""
+    """Callable that runs the demo's agent in an episode; all episodes share one connection pool."""
 
     def __init__(self, base_url: str) -> None:
         self._openai = OpenAI(base_url=base_url, api_key="set per episode", max_retries=4, timeout=120.0)
 
-    def __call__(self, ep: Episode, reward: Reward = score) -> Attempt:
+    def __call__(self, ep: Episode, reward: Reward = score) -> AgentResult:
         client = self._openai.with_options(base_url=ep.base_url, api_key=ep.api_key)
         return attempt(client, ep.model, msgspec.convert(ep.payload, Problem), reward=reward)
 
 
-def ledgered(solver: Solver, reward: Reward, ledger: Ledger) -> Agent:
-    """The agent's function for a worker: attempt, end, and only then write the outcome down."""
+def with_ledger(solver: Solver, reward: Reward, ledger: ClientLedger) -> Agent:
+    """Return the agent function for a worker: attempt, end the episode, and only then write the outcome to the ledger."""
 
     def run(ep: Episode) -> None:
-        ledger.add(Entry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind))
+        ledger.add(LedgerEntry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind))
         done = solver(ep, reward)
         ep.end(done.reward, success=done.success, metrics={"turns": done.turns, "tool_calls": done.tool_calls})
-        ledger.add(Entry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind, reward=done.reward))
+        ledger.add(LedgerEntry(episode_id=ep.episode_id, slot=ep.slot.id, kind=ep.kind, reward=done.reward))
 
     return run
 
 
 async def work(reward: str, ledger_path: Path, concurrency: int) -> None:
-    """Until SIGTERM: what has begun is finished, the rest goes back to the queues."""
+    """Work until SIGTERM, then finish the attempts that have begun and return the other tasks to the queues."""
     client = AsyncSwarmClient(code_version=f"reward-{reward}")
     stop = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.set)
-    agent = ledgered(Solver(client.invite.base_url), REWARDS[reward], Ledger(ledger_path))
+    agent = with_ledger(Solver(client.invite.base_url), REWARDS[reward], ClientLedger(ledger_path))
     kinds = client.invite.kinds
     options = RunnerOptions(concurrency=max(1, concurrency // len(kinds)), progress=False)
     async with client, asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""The demo's sizes and its job, tuned for two cores: what `swarmq demo` runs when nothing else is asked for."""
+"""Sizes and job of the demo, tuned for two cores."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from swarmq.demo.problems import KINDS
 
 
 class DemoSize(msgspec.Struct, frozen=True, kw_only=True):
-    """How much the demo does."""
+    """Sizes of the demo."""
 
     steps: int = 50
     held_out: int = 128
-    """Held-out problems, all kinds together."""
+    """Number of held-out problems over all kinds."""
     concurrency: int = 24
-    """Episodes in flight over all clients."""
+    """Number of concurrent episodes over all clients."""
     spare_groups: float = 4.0
-    """Tasks fed for each group that a step takes: groups of equal rewards teach nothing and are replaced."""
+    """Number of tasks fed for each group of a step, because groups with equal rewards are replaced."""
     patience_s: float = 900.0
 
 
 def demo_job(model: str, *, run: str, seed: int, size: DemoSize) -> SwarmJob:
-    """The job for a model folder or name."""
+    """Return the demo's job for a model folder or name."""
     return SwarmJob(
         run=run,
         mix={kind: 1 / len(KINDS) for kind in KINDS},

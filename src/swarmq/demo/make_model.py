@@ -1,6 +1,6 @@
-"""Makes the demo's model in a process of its own, so that a Ctrl-C ends it at once and torch leaves with it.
+"""Makes the demo's model in a process of its own, so that Ctrl-C ends it at once and torch's memory is freed with it.
 
-python -m swarmq.demo.make_model CACHE      lines of progress as JSON
+python -m swarmq.demo.make_model CACHE      prints progress as lines of JSON
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from pathlib import Path
 
 import msgspec
 
-from swarmq.demo.model_recipe import Progress, Recipe, is_made, model_folder
+from swarmq.demo.model_recipe import Recipe, WarmupProgress, is_complete, model_folder
 from swarmq.errors import SwarmqError
 from swarmq.runtime.processes import die_with_parent, stop_group
 
 SHOWN = 10
-"""So many lines of progress for a warm-up."""
+"""Number of progress lines of a warm-up."""
 
 
-async def made_model(cache: Path, report: Callable[[str], None]) -> str:
-    """Folder of the demo's model, from `cache` if it was made before. Raises SwarmqError with what went wrong."""
+async def ensure_model(cache: Path, report: Callable[[str], None]) -> str:
+    """Return the folder of the demo's model, making it unless it is in `cache`. Raises SwarmqError if that fails."""
     folder = model_folder(cache, Recipe())
-    if is_made(folder):
+    if is_complete(folder):
         report(f"model: found in {cache}")
         return str(folder)
     report(f"model: making it (once; it is kept in {cache})")
@@ -38,9 +38,9 @@ async def made_model(cache: Path, report: Callable[[str], None]) -> str:
     complaints = asyncio.ensure_future(process.stderr.read())
     try:
         async for text in process.stdout:
-            now = msgspec.json.decode(text, type=Progress)
+            now = msgspec.json.decode(text, type=WarmupProgress)
             report(f"model: warm-up step {now.step} of {now.steps}, loss {now.loss:.3f}")
-        if await process.wait() or not is_made(folder):
+        if await process.wait() or not is_complete(folder):
             raise SwarmqError(f"the demo's model could not be made:\n{(await complaints).decode()[-2000:]}")
         return str(folder)
     finally:
@@ -49,17 +49,17 @@ async def made_model(cache: Path, report: Callable[[str], None]) -> str:
 
 
 def main() -> None:
-    from swarmq.demo.warmup import warmed_model  # noqa: PLC0415 - torch stays in this process
+    from swarmq.demo.warmup import load_or_warm_up  # noqa: PLC0415 - torch stays in this process
 
     tenth = -1
 
-    def show(now: Progress) -> None:
+    def show(now: WarmupProgress) -> None:
         nonlocal tenth
         if tenth != (tenth := SHOWN * now.step // max(now.steps, 1)):
             sys.stdout.buffer.write(msgspec.json.encode(now) + b"\n")
             sys.stdout.buffer.flush()
 
-    warmed_model(Path(sys.argv[1]), Recipe(), report=show)
+    load_or_warm_up(Path(sys.argv[1]), Recipe(), report=show)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The demo's model: a small Qwen3-architecture causal LM with fresh weights, in the folder format of Hugging Face."""
+"""The demo's model: a small Qwen3-architecture causal LM with random weights, in Hugging Face's folder format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmq.demo.model_recipe import Architecture
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Architecture, *, seed: int) -> Qwen3ForCausalLM:
-    """Fresh FP32 weights, the same for the same seed. Head and embedding are separate tensors."""
+    """Return a model with random FP32 weights that depend on the seed alone. Head and embedding are separate tensors."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=architecture.hidden,
@@ -35,6 +35,6 @@ def build_model(tokenizer: PreTrainedTokenizerFast, architecture: Architecture, 
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """A folder that vLLM and the Auto classes load."""
+    """Save model and tokenizer to a folder that vLLM and the Auto classes load."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

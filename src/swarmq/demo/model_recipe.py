@@ -1,4 +1,4 @@
-"""What the demo's model is made by, and where it is kept: nothing here loads torch."""
+"""Recipe and cache location of the demo's model. Loads no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes. `head_dim` is one that vLLM's CPU attention kernels know (a multiple of 32)."""
+    """Sizes of the model. `head_dim` must suit vLLM's CPU attention kernels (a multiple of 32)."""
 
     hidden: int = 256
     layers: int = 2
@@ -19,56 +19,56 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     feed_forward: int = 768
     max_tokens: int = 512
     rope_theta: float = 100.0
-    """Dialogues are about a hundred tokens long; the usual 10,000 leaves most frequencies unused, and copying is
-    learned late."""
+    """Base of the rotary frequencies: dialogues have about a hundred tokens, for which the usual 10,000 leaves most frequencies
+    unused and copying is learned late."""
     spread: float = 0.06
-    """Standard deviation of fresh weights, near 1 / sqrt(hidden); the usual 0.02 is for much wider models."""
+    """Standard deviation of the initial weights, near 1 / sqrt(hidden); the usual 0.02 is for much wider models."""
 
 
 class Recipe(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the result depends on, besides the code of the demo."""
+    """Everything that determines the warmed-up model, besides the code of the demo."""
 
     seed: int = 0
     architecture: Architecture = Architecture()
     steps: int = 280
-    """Steps on demonstrations that mostly call the tool, because copying takes longest to learn, ..."""
+    """Steps on demonstrations that mostly call the tool, because copying takes longest to learn."""
     settling_steps: int = 60
-    """... then steps on the final mix."""
+    """Further steps on the final mix."""
     batch: int = 32
     similar: int = 8
-    """Demonstrations of similar length that are padded together."""
+    """Number of demonstrations of similar length that are padded together."""
     learning_rate: float = 3e-3
     rise: int = 30
     copying_share: float = 0.9
-    """Chance that a demonstration calls the tool before its next step, at first ..."""
+    """Initial probability that a demonstration calls the tool before its next step."""
     tool_share: float = 0.36
-    """... and in the final mix."""
+    """The same probability in the final mix."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class WarmupProgress(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     steps: int
     loss: float
     """Mean negative log-probability of the demonstrated assistant tokens."""
 
 
-def user_cache() -> Path:
-    """Where models of the demo are kept, from whatever folder it is started."""
+def user_cache_folder() -> Path:
+    """Return the folder of the user's cache for demo models."""
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(cache) / "swarmq" / "demo-models"
 
 
 def model_folder(cache: Path, recipe: Recipe) -> Path:
-    """Where in `cache` the model of this recipe is, or will be."""
+    """Return the folder in `cache` for the model of this recipe."""
     return cache / f"demo-model-{recipe_digest(recipe)}"
 
 
-def is_made(folder: Path) -> bool:
+def is_complete(folder: Path) -> bool:
     return (folder / "config.json").exists()
 
 
 def recipe_digest(recipe: Recipe) -> str:
-    """Changes with the recipe and with the code and problems it uses."""
+    """Return a digest of the recipe and of the code and problems that it uses."""
     digest = hashlib.sha256(msgspec.json.encode(recipe))
     for name in ("agent", "model", "recipe", "task", "tokenizer", "warmup"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())

@@ -1,7 +1,7 @@
-"""The demo's problems: arithmetic from `reasoning-gym`, made and scored by its own code.
+"""The demo's problems: arithmetic from `reasoning-gym`, generated and scored by its own code.
 
-Two kinds. A problem is named by split, kind and number alone; training, held-out and warm-up problems come from
-ranges of generator seeds that never meet, and held-out questions are kept out of the other two by their text.
+There are two kinds. A problem is identified by split, kind and number. Training, held-out and warm-up problems come from
+disjoint ranges of generator seeds, and held-out questions are also excluded from the other splits by their text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ KINDS = tuple(FAMILIES)
 SPLIT_SEEDS: dict[Split, int] = {"held-out": 0, "train": 1_000_000_000, "warmup": 2_000_000_000}
 SPLIT_SIZE = 100_000_000
 HELD_OUT_PER_KIND = 1000
-"""So many held-out problems of a kind exist; their questions never appear in another split."""
+"""Number of held-out problems of a kind; their questions never appear in another split."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """One question; travels as the payload of a task."""
+    """One question, sent as the payload of a task."""
 
     task_id: str
     kind: str
@@ -39,7 +39,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problems(kind: str, split: Split, count: int, *, start: int = 0) -> Iterator[Problem]:
-    """`count` problems of a kind from number `start` on; in train and warm-up, without held-out questions."""
+    """Yield `count` problems of a kind from number `start` on; train and warm-up problems exclude held-out questions."""
     number = start
     while count:
         entry = _entry(kind, split, number)
@@ -52,13 +52,13 @@ def problems(kind: str, split: Split, count: int, *, start: int = 0) -> Iterator
 
 
 def score(problem: Problem, reply: str) -> float:
-    """Between 0 and 1, by the family's own verifier; what does not stand in <answer> tags is no answer."""
+    """Return the reward, between 0 and 1, by the kind's own verifier; text outside <answer> tags is no answer."""
     entry = _entry(problem.kind, problem.split, problem.number)
     return float(_dataset(problem.kind, problem.split).score_answer(extract_answer(reply), entry))
 
 
 def solution(problem: Problem) -> tuple[str, str]:
-    """Expression and true answer: for demonstrations only."""
+    """Return expression and true answer, for demonstrations only."""
     entry = _entry(problem.kind, problem.split, problem.number)
     return entry["metadata"]["expression"], entry["answer"]
 

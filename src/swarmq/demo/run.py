@@ -1,8 +1,8 @@
-"""`swarmq demo`: the main job end to end on one machine, with a client killed in the middle, and the proof at the end.
+"""`swarmq demo`: a whole run on one machine, with a client killed half-way, and the final account.
 
 model (warm-up, cached) ─> deploy (broker, engine, proxy, collector, learner) ─> feed tasks
-  ─> held-out reward ─> two clients work ─┬─ half-way: SIGKILL one, start one with another reward function
-                                          └─ the learner's last step ─> held-out reward ─> closing table, curve
+    ─> held-out reward ─> two clients work ─┬─ half-way: SIGKILL one, start one with another reward function
+                                            └─ the learner's last step ─> held-out reward ─> final table, curve
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from rich.text import Text
 from swarmq import AsyncSwarmClient
 from swarmq.broker.amqp import AmqpBroker
 from swarmq.config import SwarmJob, make_folder
-from swarmq.demo.accounting import Account, account_of_demo, table_of
+from swarmq.demo.accounting import Account, render_table, settle_demo
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.make_model import made_model
-from swarmq.demo.model_recipe import user_cache
-from swarmq.demo.scenario import Play
+from swarmq.demo.make_model import ensure_model
+from swarmq.demo.model_recipe import user_cache_folder
+from swarmq.demo.scenario import Scenario
 from swarmq.errors import SwarmqError
 from swarmq.observe.board_terminal import draw
 from swarmq.observe.curves import draw_reward, read_events
-from swarmq.observe.lines import hanging, since
+from swarmq.observe.lines import format_elapsed, wrap_beside
 from swarmq.observe.monitor import Follower, follow
 from swarmq.runtime.logs import redirect_to
 from swarmq.up import check_settings, deploy, planned
@@ -41,19 +41,19 @@ PHASES = ("wait_s", "rollout_s", "train_s", "push_s", "pause_s", "step_s")
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What `swarmq demo` was asked for."""
+    """Options of `swarmq demo`."""
 
     run: str = "demo"
     folder: str = "runs"
     seed: int = 0
     model: str | None = None
-    cache: Path = msgspec.field(default_factory=user_cache)
+    cache: Path = msgspec.field(default_factory=user_cache_folder)
     sets: tuple[str, ...] = ()
     size: DemoSize = DemoSize()
 
 
 class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a demo came to; also written to `result.json` in the run folder."""
+    """Results of a demo, also written to `result.json` in the run folder."""
 
     seed: int
     model_s: float
@@ -64,16 +64,16 @@ class DemoResult(msgspec.Struct, frozen=True, kw_only=True):
     """Weight version -> mean held-out reward."""
     account: Account
     step_medians: dict[str, float]
-    """Seconds of one step by phase, medians over the run."""
+    """Phase of a step -> median seconds over the run."""
 
 
 async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
-    """The whole demo. Raises SwarmqError when a part cannot start, or when an episode is lost or trained twice."""
+    """Run the demo. Raises SwarmqError if a process cannot start, or if an episode is lost or trained twice."""
     began = time.monotonic()
     report = _reporter(console, began)
     check_settings(plain := _named(options, options.run, ""))  # what is wrong is said before a model is made
     make_folder(Path(plain.folder))
-    model = options.model or await made_model(options.cache, report)
+    model = options.model or await ensure_model(options.cache, report)
     model_s = time.monotonic() - began
     planned(_named(options, options.run, model), lambda _: None)  # nor is a folder made for one that cannot be trained
     job = demo_settings(options, model)
@@ -87,8 +87,8 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         )
         follower = await stack.enter_async_context(follow(deployment.job, broker, record=job.run_folder.events))
         client = await stack.enter_async_context(AsyncSwarmClient(deployment.invite))
-        say = await stack.enter_async_context(stage(follower, console, report))
-        play = Play(deployment, follower, client, broker, options.size, say)
+        say = await stack.enter_async_context(progress_display(follower, console, report))
+        play = Scenario(deployment, follower, client, broker, options.size, say)
         await play.run()
     held_out = {version: measured.mean_reward or 0.0 for version, measured in play.held_out.items()}
     result = DemoResult(
@@ -98,7 +98,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
         train_s=play.train_seconds,
         steps=max(held_out),
         held_out=held_out,
-        account=account_of_demo(job, play.entries),
+        account=settle_demo(job, play.entries),
         step_medians=_medians(job.run_folder.events),
     )
     folder = job.run_folder.path
@@ -117,7 +117,7 @@ async def run_demo(options: DemoOptions, console: Console) -> DemoResult:
 
 
 def demo_settings(options: DemoOptions, model: str) -> SwarmJob:
-    """The demo's job under a run name that had no folder yet; makes the folder."""
+    """Return the demo's job under an unused run name, and create its folder."""
     number = 1
     while True:
         job = _named(options, options.run if number == 1 else f"{options.run}-{number}", model)
@@ -136,18 +136,18 @@ def _named(options: DemoOptions, run: str, model: str) -> SwarmJob:
 
 def _reporter(console: Console, began: float) -> Callable[[str], None]:
     def report(text: str) -> None:
-        head = since(began)
-        line = hanging(head, text, width=console.width if console.is_terminal else None)
+        head = format_elapsed(began)
+        line = wrap_beside(head, text, width=console.width if console.is_terminal else None)
         console.print(Text.assemble((head, "dim"), line.removeprefix(head)), soft_wrap=True)
 
     return report
 
 
 @contextlib.asynccontextmanager
-async def stage(
+async def progress_display(
     follower: Follower, console: Console, report: Callable[[str], None]
 ) -> AsyncIterator[Callable[[str], None]]:
-    """Lines for what happens: above a live picture where the console is a terminal, elsewhere with a line for each step."""
+    """Show progress: a live board on a terminal, else a line for each step."""
 
     async def paint(live: Live) -> None:
         while True:
@@ -158,7 +158,7 @@ async def stage(
         if console.is_terminal:
             shown = paint(stack.enter_context(Live(console=console, auto_refresh=False)))
         else:
-            shown = _tell_steps(follower, report)
+            shown = _report_steps(follower, report)
         async with asyncio.TaskGroup() as tasks:
             showing = tasks.create_task(shown)
             try:
@@ -167,7 +167,7 @@ async def stage(
                 showing.cancel()
 
 
-async def _tell_steps(follower: Follower, report: Callable[[str], None]) -> None:
+async def _report_steps(follower: Follower, report: Callable[[str], None]) -> None:
     told = 0
     while True:
         await follower.until(lambda board, told=told: board.version > told)  # type: ignore[misc]
@@ -187,7 +187,7 @@ def _medians(events: Path) -> dict[str, float]:
 
 def _close(console: Console, job: SwarmJob, result: DemoResult) -> None:
     folder = job.run_folder
-    console.print(table_of(result.account))
+    console.print(render_table(result.account))
     rewards = Table(title="held-out reward", title_justify="left")
     rewards.add_column("weight version", justify="right")
     rewards.add_column("mean reward", justify="right")

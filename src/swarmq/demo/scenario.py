@@ -1,4 +1,4 @@
-"""What happens in a demo while the system is up: measure, train, kill a client, replace it, measure again."""
+"""The course of a demo while the run is up: measure, train, kill a client, replace it, measure again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from swarmq import AsyncSwarmClient, EvalReport, SwarmTask, keys
 from swarmq.broker import Broker, topology
 from swarmq.broker.amqp import ANSWERED
 from swarmq.client.data.feed import feed
-from swarmq.demo.client import Entry, Solver, read_ledger
+from swarmq.demo.client import LedgerEntry, Solver, read_ledger
 from swarmq.demo.job import DemoSize
 from swarmq.demo.problems import problems
 from swarmq.errors import SwarmqError
@@ -29,11 +29,11 @@ from swarmq.up import Deployment
 
 CLIENT_DRAIN_S = 30.0
 SEED_STRIDE = 1_000_000
-"""Problems between the first ones of two seeds, so that no two seeds share a training problem."""
+"""Distance between the first problems of two seeds, so that no two seeds share a training problem."""
 
 
 class ClientProcess:
-    """A client of the demo, as a process of its own."""
+    """A client of the demo in a process of its own."""
 
     def __init__(self, name: str, reward: str, folder: Path) -> None:
         self.name = name
@@ -55,7 +55,7 @@ class ClientProcess:
             )
 
     async def kill(self) -> None:
-        """SIGKILL: nothing is said, nothing is finished."""
+        """Send SIGKILL, so that the client can neither report nor finish anything."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         await self._process.wait()
@@ -65,8 +65,8 @@ class ClientProcess:
             await stop_group(self._process, grace_s=CLIENT_DRAIN_S)
 
 
-class Play:
-    """The demo's plot. `held_out` maps weight versions to held-out reports."""
+class Scenario:
+    """The demo's scenario. `held_out` maps weight versions to evaluation reports."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class Play:
 
     @property
     def version(self) -> int:
-        """Weight version after the newest step that was heard of."""
+        """Weight version after the newest step."""
         steps = self._follower.board.steps.get("main")
         return int(steps[-1]["version"]) if steps else 0
 
     @property
-    def entries(self) -> list[Entry]:
-        """The ledgers of all clients."""
+    def entries(self) -> list[LedgerEntry]:
+        """Entries of all clients' ledgers."""
         return [entry for client in self.clients for entry in read_ledger(client.ledger)]
 
     async def run(self) -> None:
-        """From the first measurement to the last."""
+        """Run from the first measurement to the last."""
         await self._feed()
         await self._measure()
         began = time.monotonic()
@@ -147,7 +147,7 @@ class Play:
             )
 
     async def _measure(self) -> None:
-        """Held-out reward by the honest score, sampled as in training."""
+        """Measure the held-out reward by the honest score, sampled as in training."""
         version = self.version
         self._say(f"measuring the held-out reward of version {version}")
         kinds = list(self._deployment.job.mix)

@@ -1,10 +1,10 @@
-"""The demo's own tokenizer: byte-level BPE with a chat template that speaks roles and Hermes tool calls.
+"""The demo's tokenizer: byte-level BPE with a chat template for roles and Hermes tool calls.
 
-Any text can be encoded (bytes are the alphabet). Digits stay single tokens, so that a number is copied digit by
-digit and never guessed as a whole; so do line breaks, which separate template from content. Merges may cross words: the fixed phrases of the demo become few tokens, and on
-two cores it is the number of sampled tokens that costs time.
+Any text can be encoded, because bytes are the alphabet. Digits stay single tokens, so that a number is copied digit by digit;
+so do line breaks, which separate template from content. Merges may cross words, so that the fixed phrases of the demo become
+few tokens: on two cores, the number of sampled tokens determines the time.
 
-The template is prefix-stable: a message is rendered from itself alone, so appending one never rewrites earlier text.
+The template is prefix-stable: each message is rendered from itself alone, so appending a message never changes earlier text.
 """
 
 from __future__ import annotations
@@ -77,11 +77,11 @@ def build_tokenizer(texts: Iterable[str], *, vocabulary: int = VOCABULARY) -> Pr
     bpe.train_from_iterator(_without_markers(texts), trainer)
     # Not special: vLLM drops special tokens from the text in which its tool parser looks for these.
     bpe.add_tokens([AddedToken(marker, normalized=False, special=False) for marker in TOOL_CALL])
-    return chatting(bpe)
+    return add_chat_template(bpe)
 
 
-def chatting(bpe: Tokenizer) -> PreTrainedTokenizerFast:
-    """With the special tokens and the chat template of the demo."""
+def add_chat_template(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    """Return the tokenizer with the special tokens and the chat template of the demo."""
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
         pad_token=PAD,
@@ -93,7 +93,7 @@ def chatting(bpe: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _without_markers(texts: Iterable[str]) -> Iterable[str]:
-    """The stretches between markers: what BPE sees once the markers are tokens of their own."""
+    """Yield the text between markers, which is what BPE sees once the markers are tokens of their own."""
     for text in texts:
         for marker in (TURN_START, TURN_END, *TOOL_CALL):
             text = text.replace(marker, "\0")  # noqa: PLW2901

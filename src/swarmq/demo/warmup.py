@@ -1,10 +1,10 @@
-"""Supervised warm-up of the demo's model: it learns the format, not which habit pays.
+"""Supervised warm-up of the demo's model, which teaches the format and leaves the strategy to reinforcement learning.
 
-Every demonstration ends in the true answer. On the way to it, at each operation, it either calls the tool or
-answers at once, which a model of this size cannot do correctly. The mix makes the warmed-up model guess early more
-often than not; finding out that it pays to go on to the end is left to reinforcement learning.
+Every demonstration ends in the true answer. Before it, at each operation, the demonstration either calls the tool or answers at
+once, which a model of this size cannot do correctly. After warm-up the model guesses early more often than not; that it pays to
+call the tool until the end is left to reinforcement learning.
 
-The recipe is fixed: it never looks at training or held-out problems, and stops after its last step.
+The recipe is fixed: it never uses training or held-out problems, and stops after its last step.
 """
 
 from __future__ import annotations
@@ -27,45 +27,47 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from swarmq.demo import agent, tokenizer
 from swarmq.demo import problems as arithmetic
 from swarmq.demo.model import build_model, save
-from swarmq.demo.model_recipe import Progress, Recipe, is_made, model_folder
+from swarmq.demo.model_recipe import Recipe, WarmupProgress, is_complete, model_folder
 from swarmq.demo.problems import KINDS, problems, solution
 
 IGNORED = -100
 TOKENIZER_DIALOGUES = 2000
 
 
-class Part(NamedTuple):
-    """Of a batch: one demonstration [T], or several, padded [B, T]."""
+class WarmupMicroBatch(NamedTuple):
+    """Part of a batch: one demonstration [T], or several, padded [B, T]."""
 
     ids: torch.Tensor
     labels: torch.Tensor
-    """IGNORED where nothing is learned."""
+    """Target token ids, IGNORED where no loss is taken."""
 
 
 class Demonstration(msgspec.Struct, frozen=True, kw_only=True):
-    """A dialogue as it is rendered: stretches of text that were given or said by the assistant, in turn."""
+    """A rendered dialogue as alternating stretches of given and assistant text."""
 
     stretches: tuple[str, ...]
-    """Even ones are given, odd ones are the assistant's, up to its end of turn."""
+    """Stretches of text: those at even places are given, those at odd places are the assistant's, up to its end of turn."""
 
 
-def warmed_model(cache: Path, recipe: Recipe, *, report: Callable[[Progress], None]) -> Path:
-    """The folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
+def load_or_warm_up(cache: Path, recipe: Recipe, *, report: Callable[[WarmupProgress], None]) -> Path:
+    """Return the folder of the model for this recipe, made on the first call and found in `cache` afterwards."""
     folder = model_folder(cache, recipe)
-    if not is_made(folder):
+    if not is_complete(folder):
         words, model = warm_up(recipe, report=report)
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache) as making:
             save(model, words, Path(making) / folder.name)
-            if not is_made(folder):  # by another demo meanwhile
+            if not is_complete(folder):  # by another demo meanwhile
                 (Path(making) / folder.name).rename(folder)
     return folder
 
 
-def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
-    """Tokenizer and model after all steps; the same on one machine for the same recipe.
+def warm_up(
+    recipe: Recipe, *, report: Callable[[WarmupProgress], None]
+) -> tuple[PreTrainedTokenizerFast, Qwen3ForCausalLM]:
+    """Return tokenizer and model after all steps; on one machine, the same for the same recipe.
 
-    One thread for each operation: those are too small for two. The parts of a batch are what the cores share.
+    Operations use one thread each, because they are too small for two; the cores share the parts of a batch.
     """
     torch.set_num_threads(1)
     stream = demonstrations(recipe)
@@ -83,13 +85,13 @@ def warm_up(recipe: Recipe, *, report: Callable[[Progress], None]) -> tuple[PreT
             loss = _set_gradient(model, _padded(words, batch, recipe.similar), cores)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            report(Progress(step=step + 1, steps=steps, loss=loss))
+            report(WarmupProgress(step=step + 1, steps=steps, loss=loss))
     model.eval()
     return words, model
 
 
 def demonstrations(recipe: Recipe) -> Iterator[Demonstration]:
-    """An endless stream for one recipe: first those the tokenizer is made from, then a batch per step."""
+    """Yield an endless stream of demonstrations for a recipe: first those for the tokenizer, then a batch per step."""
     dice = random.Random(recipe.seed)
     start = dice.randrange(arithmetic.SPLIT_SIZE // 2)
     sources = {kind: problems(kind, "warmup", arithmetic.SPLIT_SIZE // 2, start=start) for kind in KINDS}
@@ -106,7 +108,7 @@ def demonstrations(recipe: Recipe) -> Iterator[Demonstration]:
 
 
 def demonstrate(question: str, expression: str, answer: str, *, calls: int) -> Demonstration:
-    """One dialogue with at most so many tool calls, in the words of the chat template (a test holds the two together)."""
+    """Return one dialogue with at most `calls` tool calls, in the text of the chat template (a test compares the two)."""
     stretches = [
         "<|im_start|>system\n" + agent.SYSTEM + "\nTools: simplify(expression)<|im_end|>\n"
         "<|im_start|>user\n" + question + "<|im_end|>\n<|im_start|>assistant\n"
@@ -121,7 +123,7 @@ def demonstrate(question: str, expression: str, answer: str, *, calls: int) -> D
 
 
 def reductions(expression: str) -> list[tuple[str, str]]:
-    """Each call of the tool and its result: `1 + 2 - 4` gives `3 - 4`, and that gives `-1`."""
+    """Return each call of the tool with its result: `1 + 2 - 4` gives `3 - 4`, and that gives `-1`."""
     calls = []
     while " " in expression:
         result = agent.simplify(expression)
@@ -131,18 +133,18 @@ def reductions(expression: str) -> list[tuple[str, str]]:
 
 
 def _pace(step: int, steps: int, rise: int) -> float:
-    """Linear rise, then half a cosine down to a tenth."""
+    """Return the learning-rate factor: linear rise, then half a cosine down to a tenth."""
     if step < rise:
         return (step + 1) / rise
     return 0.55 + 0.45 * math.cos(math.pi * (step - rise) / max(1, steps - rise))
 
 
-def _set_gradient(model: Qwen3ForCausalLM, parts: Sequence[Part], cores: Executor) -> float:
-    """Of the mean loss over all labelled tokens; returns that mean. The order of the sums does not depend on timing."""
+def _set_gradient(model: Qwen3ForCausalLM, parts: Sequence[WarmupMicroBatch], cores: Executor) -> float:
+    """Set the gradient of the mean loss over all labelled tokens and return that mean. The order of summation is fixed."""
     parameters = list(model.parameters())
     count = sum(int((labels != IGNORED).sum()) for _, labels in parts)
 
-    def of_part(part: Part) -> tuple[float, Sequence[torch.Tensor]]:
+    def of_part(part: WarmupMicroBatch) -> tuple[float, Sequence[torch.Tensor]]:
         said = part.labels[:, 1:] != IGNORED
         hidden = model.model(input_ids=part.ids).last_hidden_state[:, :-1]
         logits = model.lm_head(hidden[said])
@@ -155,18 +157,21 @@ def _set_gradient(model: Qwen3ForCausalLM, parts: Sequence[Part], cores: Executo
     return math.fsum(losses)
 
 
-def _padded(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[Part]:
-    """The batch by length, so many demonstrations in each part, padded on the right; only what the assistant says has
-    labels."""
+def _padded(words: PreTrainedTokenizerFast, batch: Sequence[Demonstration], similar: int) -> list[WarmupMicroBatch]:
+    """Return the batch sorted by length in padded parts of `similar` demonstrations; only assistant tokens have labels."""
     rows = []
     for demonstration in batch:
         pieces = words(list(demonstration.stretches), add_special_tokens=False).input_ids
         ids = torch.tensor([i for piece in pieces for i in piece])
-        rows.append(Part(ids, torch.tensor([i if n % 2 else IGNORED for n, piece in enumerate(pieces) for i in piece])))
+        rows.append(
+            WarmupMicroBatch(
+                ids, torch.tensor([i if n % 2 else IGNORED for n, piece in enumerate(pieces) for i in piece])
+            )
+        )
     rows.sort(key=lambda row: len(row.ids))
     pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     return [
-        Part(
+        WarmupMicroBatch(
             pad([row.ids for row in alike], padding_value=words.pad_token_id),
             pad([row.labels for row in alike], padding_value=IGNORED),
         )

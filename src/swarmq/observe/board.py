@@ -1,4 +1,4 @@
-"""What a run looks like right now, folded from its events. Pure: no clock, no broker, no terminal."""
+"""The present state of a run, folded from its events. Pure: no clock, no broker, no terminal."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ PROXY_COUNTS = ("calls", "open_calls", "sampled_tokens", "errors", "continued", 
 
 
 @dataclasses.dataclass
-class Part:
-    """One daemon as it last described itself."""
+class ProcessState:
+    """The last description that a process sent of itself."""
 
     fields: dict[str, Any]
     at: float
 
 
 @dataclasses.dataclass
-class Warned:
-    """Something that was warned of, or asked of the run."""
+class BoardWarning:
+    """A warning, or a control request, shown on the board."""
 
     source: str
     text: str
     at: float
     wording: str
-    """Equal where it is the same again."""
+    """Text without numbers and ids, equal for repetitions of the same warning."""
     times: int = 1
 
 
 @dataclasses.dataclass
 class Board:
-    """Folded state of a run; `fold` is the only way it changes, but for what the broker says of itself."""
+    """Folded state of a run, changed by `fold` alone, except for the broker's queue depths."""
 
     run: str
-    parts: dict[str, Part] = dataclasses.field(default_factory=dict)
+    parts: dict[str, ProcessState] = dataclasses.field(default_factory=dict)
     steps: dict[str, deque[dict[str, Any]]] = dataclasses.field(default_factory=dict)
-    """Policy -> the newest step events' fields."""
+    """Policy -> fields of the newest step events."""
     evals: deque[tuple[int, float]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
-    """(newest weight version by then, reward) of finished evaluation episodes."""
+    """(newest weight version at the time, reward) of finished evaluation episodes."""
     episodes: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
     stages: dict[str, str] = dataclasses.field(default_factory=dict)
     rounds: deque[tuple[float, dict[str, Any]]] = dataclasses.field(default_factory=lambda: deque(maxlen=HISTORY))
-    """(Unix time, figures) of evaluation rounds."""
-    warnings: deque[Warned] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
+    """(Unix time, results) of evaluation rounds."""
+    warnings: deque[BoardWarning] = dataclasses.field(default_factory=lambda: deque(maxlen=RECENT_WARNINGS))
     depths: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Queue -> messages that wait in it."""
+    """Queue -> number of waiting messages."""
     blocked: bool = False
-    """Whether the broker takes no messages."""
+    """Whether the broker blocks publishers."""
     _sampled: dict[str, deque[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def fold(self, event: Event) -> None:
-        """Take one event in."""
+        """Update the board with one event."""
         match event.name:
             case "state":
-                self.parts[event.source] = Part(event.fields, event.at)
+                self.parts[event.source] = ProcessState(event.fields, event.at)
                 if "sampled_tokens" in event.fields:
                     window = self._sampled.setdefault(event.source, deque())
                     window.append((event.at, float(event.fields["sampled_tokens"])))
@@ -81,16 +81,16 @@ class Board:
                 self.stages[event.source] = str(event.fields.get("text", ""))
             case "warning":
                 text = str(event.fields.get("text", event.fields))
-                self._warn(Warned(event.source, text, event.at, _without_figures(text)))
+                self._warn(BoardWarning(event.source, text, event.at, _without_figures(text)))
             case "evaluated":
                 self.rounds.append((event.at, event.fields))
             case "control":
-                line = control_line(event.fields)
-                self._warn(Warned(event.source, line, event.at, line))
+                line = describe_control(event.fields)
+                self._warn(BoardWarning(event.source, line, event.at, line))
             case "weights":
                 pass  # the engine's next state says the same
 
-    def _warn(self, new: Warned) -> None:
+    def _warn(self, new: BoardWarning) -> None:
         for old in self.warnings:
             if (old.source, old.wording) == (new.source, new.wording):
                 self.warnings.remove(old)
@@ -100,11 +100,11 @@ class Board:
 
     @property
     def version(self) -> int:
-        """The newest weight version of any policy that a step was heard of; 0 before the first."""
+        """Newest weight version of any policy; 0 before the first step."""
         return max((int(steps[-1].get("version", 0)) for steps in self.steps.values()), default=0)
 
     def held_out(self) -> tuple[int, list[float]] | None:
-        """Weight version and rewards of the newest evaluation episodes that are as many as those of the version before."""
+        """Return weight version and rewards of the newest evaluation, once it has as many episodes as the one before."""
         by_version: defaultdict[int, list[float]] = defaultdict(list)
         for version, reward in self.evals:
             by_version[version].append(reward)
@@ -112,7 +112,7 @@ class Board:
         return max(newest_two, key=lambda one: (len(one[1]), one[0]), default=None)
 
     def tokens_per_s(self) -> float:
-        """Sampled tokens per second over the last RATE_WINDOW_S, all proxies together."""
+        """Return the sampled tokens per second over the last RATE_WINDOW_S, summed over all proxies."""
         return sum(
             (window[-1][1] - window[0][1]) / (window[-1][0] - window[0][0])
             for window in self._sampled.values()
@@ -120,12 +120,12 @@ class Board:
         )
 
     def part(self, source: str) -> dict[str, Any]:
-        """The newest fields of a part; empty when it has not spoken yet."""
+        """Return the newest fields of a process, or {} before its first event."""
         part = self.parts.get(source)
         return part.fields if part else {}
 
     def proxies(self) -> dict[str, Any]:
-        """What all proxies count, added up; the share of drifted turns is over all of their turns."""
+        """Return the counters of all proxies, summed; the share of drifted turns is over all of their turns."""
         every = [part.fields for source, part in self.parts.items() if source.startswith("proxy.")]
         sums = {name: sum(fields.get(name, 0) for fields in every) for name in PROXY_COUNTS}
         drifted = sum(fields.get("drift_rate", 0.0) * fields.get("continued", 0) for fields in every)
@@ -133,8 +133,8 @@ class Board:
         return {**sums, "drift_rate": drifted / max(sums["continued"], 1), "branches": dict(branches)}
 
 
-def as_data(board: Board, *, now: float) -> dict[str, Any]:
-    """What the screen shows, for programs."""
+def board_to_json(board: Board, *, now: float) -> dict[str, Any]:
+    """Return the content of the screen as plain data, for `--json`."""
     learners = {source.removeprefix("learner.") for source in board.parts if source.startswith("learner.")}
     return {
         "run": board.run,
@@ -167,12 +167,12 @@ def _policy_data(board: Board, policy: str) -> dict[str, Any]:
 
 
 def _without_figures(text: str) -> str:
-    """Nor ids of episodes; numbers in names stay."""
+    """Remove numbers and episode ids from a text, keeping numbers within names."""
     return re.sub(r"[0-9a-f-]{32,}|(?<![\w./-])-?\d+(\.\d+)?", "#", text)
 
 
-def control_line(fields: dict[str, Any]) -> str:
-    """What was asked of the run, or what came of it, in one line."""
+def describe_control(fields: dict[str, Any]) -> str:
+    """Describe a control request or its effect in one line."""
     changes = ", ".join(
         f"{change['path']} = {format_value(change['value'])}"
         + (f" from step {change['from_step']}" if "from_step" in change else "")
@@ -187,7 +187,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def condense(values: Sequence[float], width: int) -> list[float]:
-    """The values as `width` or fewer, the newest last: means of several where there are more. Those that are not finite are left out."""
+    """Average values into at most `width` means, the newest last. Values that are not finite are left out."""
     finite = [value for value in values if math.isfinite(value)]
     per_block = max(1, -(-len(finite) // width))
     chunks = (finite[max(0, end - per_block) : end] for end in range(len(finite), 0, -per_block))
@@ -195,7 +195,7 @@ def condense(values: Sequence[float], width: int) -> list[float]:
 
 
 def sparkline(values: Sequence[float], *, low: float | None = None, high: float | None = None) -> str:
-    """A block character for each value, from `low` to `high`; the smallest and the largest value by default."""
+    """Draw one block character for each value, scaled from `low` to `high` (by default the smallest and largest value)."""
     floor = min(values, default=0.0) if low is None else low
     span = (max(values, default=0.0) if high is None else high) - floor
     top = len(BLOCKS) - 1

@@ -1,4 +1,4 @@
-"""The board as a terminal picture."""
+"""Rendering of the board in a terminal."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from rich.table import Table
 from rich.text import Text
 
 from swarmq.broker.node.files import BLOCKED
-from swarmq.observe.board import Board, Part, condense, sparkline
+from swarmq.observe.board import Board, ProcessState, condense, sparkline
 
 STALE_S = 15.0
-"""A part that has not spoken for this long is shown as silent."""
+"""Seconds without an event after which a process is shown as silent."""
 WIDE = 110
-"""Columns of a terminal that has room for DETAILS in the learners' table."""
+"""Columns from which a terminal has room for DETAILS in the learners' table."""
 DETAILS = ("k3", "wait/train/push s", "pause ms")
 PROXIES = "proxies since their start"
-"""Their counts begin at 0 with their process, those of episodes with the run."""
+"""Heading of the proxies' counters, which begin at 0 with each process, unlike the episodes' counters."""
 DAY_S = 86_400.0
 NAME_WIDTH, PHASE_WIDTH, CURVE_WIDTH = 16, len("training"), 14
 
 
 def draw(board: Board, *, now: float, width: int = 100) -> RenderableType:
-    """The whole screen: learners, episodes, queues, warnings."""
+    """Render the whole screen: learners, episodes, queues, warnings."""
     parts: list[RenderableType] = [_headline(board, now), _learners(board, width), _flow(board, width)]
     if any(len(_kinds_of(steps)) > 1 for steps in board.steps.values()):
         parts.append(_kinds(board, width))
@@ -55,8 +55,8 @@ def _headline(board: Board, now: float) -> Text:
     return text
 
 
-def _life(part: Part, now: float) -> tuple[str, str]:
-    """Its colour, and what is behind its name."""
+def _life(part: ProcessState, now: float) -> tuple[str, str]:
+    """Return the colour of a process's state and the text behind its name."""
     if part.fields.get("phase") == "ended":
         return "dim", " (ended)"
     silent_s = now - part.at
@@ -64,7 +64,7 @@ def _life(part: Part, now: float) -> tuple[str, str]:
 
 
 def _learners(board: Board, width: int) -> RenderableType:
-    """A row per policy; where there is no room for DETAILS, they make a table of their own."""
+    """Render a row per policy; on narrow terminals, DETAILS are a table of their own."""
     wide = width >= WIDE
     policies = sorted({*board.steps, *(s.removeprefix("learner.") for s in board.parts if s.startswith("learner."))})
     table, below = _table(policy=policies), _table(policy=policies)
@@ -95,7 +95,7 @@ def _learners(board: Board, width: int) -> RenderableType:
 
 
 def _details(step: Mapping[str, Any]) -> list[str]:
-    """The values of DETAILS."""
+    """Return the values of the columns DETAILS."""
     if not step:
         return ["-"] * len(DETAILS)
     return [
@@ -106,7 +106,7 @@ def _details(step: Mapping[str, Any]) -> list[str]:
 
 
 def _table(**names: Iterable[str]) -> Table:
-    """With a column for each heading, wide enough for its names and not for the longest there can be."""
+    """Return a table with a column for each heading, as wide as its names need."""
     table = Table(box=None, padding=(0, 1), expand=True)
     for heading, those in names.items():
         widest = max(map(len, [heading, *those]))
@@ -115,7 +115,7 @@ def _table(**names: Iterable[str]) -> Table:
 
 
 def _figure(fields: Mapping[str, Any], name: str, form: str) -> str:
-    """One that was not finite is null in the event file."""
+    """Format a number of a step event, in which a number that was not finite is null."""
     value = fields.get(name)
     return "-" if value is None else format(value, form)
 
@@ -125,7 +125,7 @@ def _add_curve(table: Table, heading: str) -> None:
 
 
 def _curve(values: list[float], width: int) -> Text:
-    """Rewards, from 0 or the lowest to 0 or the highest; those below 0 are red."""
+    """Render rewards as blocks on a scale that includes 0; negative rewards are red."""
     means = condense(values, max(CURVE_WIDTH, width // 4))
     blocks = sparkline(means, low=min(0.0, *means, 0.0), high=max(0.0, *means, 0.0))
     return Text.assemble(*((block, "red" if mean < 0 else "green") for block, mean in zip(blocks, means, strict=True)))
@@ -171,7 +171,7 @@ def _side_by_side(parts: Mapping[str, RenderableType]) -> Table:
 
 
 def _kinds(board: Board, width: int) -> RenderableType:
-    """What each kind of task had of the newest batch, and how its reward came to be."""
+    """Render each task kind's share of the newest batch, and its reward by step."""
     table = _table(policy=board.steps, kind=[kind for steps in board.steps.values() for kind in _kinds_of(steps)])
     for column in ("groups", "reward", "solved"):
         table.add_column(column, justify="right", no_wrap=True)
@@ -198,7 +198,7 @@ def _kinds_of(steps: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def _rounds(board: Board, width: int) -> RenderableType:
-    """The newest evaluation by kind, with 95 % intervals, and how the reward came to be."""
+    """Render the newest evaluation by kind with 95 % intervals, and the rewards of earlier rounds."""
     newest = board.rounds[-1][1]
     lost = newest.get("missing", 0) + newest.get("given_up", 0)
     title = f" evaluation at step {newest['version']}" + (f" ({lost} attempts without a result)" if lost else "")

@@ -1,10 +1,10 @@
-"""Asking something of a run that is up, and waiting until collector and learners have said what came of it.
+"""Control requests to a run that is up, and their answers by collector and learners.
 
-    command ──> <run>.control (durable) ──> collector ──> <policy>.control (durable) ──> learners
-       ^──────────── `control` events: refused or accepted, then applied from step N ────────┘
+  command ──> <run>.control (durable) ──> collector ──> <policy>.control (durable) ──> learners
+     ^──────────── `control` events: refused or accepted, then applied from step N ────────┘
 
-The command itself is durable and obeyed once; only the answers are events. So one that is not heard is asked for again
-under the same id, and running out of patience says nothing about whether the command was obeyed.
+The command is durable and applied once; only the answers are events, which may be lost. A command without an answer is sent
+again under the same id. A timeout does not mean that the command was not applied.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ AGAIN_S = 5.0
 PATIENCE_S = 60.0
 
 
-class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a command."""
+class ControlAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """The answers to a command."""
 
     accepted: dict[str, Any]
-    """The collector's word."""
+    """Fields of the collector's answer."""
     applied: dict[str, dict[str, Any]]
-    """Policy -> its learner's word."""
+    """Policy -> fields of its learner's answer."""
     missing: tuple[str, ...] = ()
-    """Policies whose learners have not answered yet; they will when they are up."""
+    """Policies whose learners have not answered yet, because they are not up."""
 
 
-async def ask(
+async def send_command(
     broker: Broker,
     run: str,
     action: Action,
@@ -49,9 +49,12 @@ async def ask(
     sender: str = "",
     patience_s: float = PATIENCE_S,
     say: Callable[[str], None] = lambda _: None,
-) -> Answer:
-    """`say` is told when nothing has been heard for a while. Raises ConfigError when the run refuses, SwarmqError when its
-    collector does not answer in time."""
+) -> ControlAnswer:
+    """Send a command and wait for its answers.
+
+    `say`: called with a text when no answer has come for a while. Raises ConfigError if the run refuses the command, and
+    SwarmqError if the collector does not answer in time.
+    """
     command = Command(run=run, command_id=new_id(), action=action, settings=dict(settings or {}), sender=sender)
     accepted: dict[str, Any] = {}
     applied: dict[str, dict[str, Any]] = {}
@@ -81,15 +84,15 @@ async def ask(
             f"{topology.control(run)} and will be obeyed"
         )
     missing = tuple(policy for policy in accepted["learners"] if policy not in applied)
-    return Answer(accepted=accepted, applied=applied, missing=missing)
+    return ControlAnswer(accepted=accepted, applied=applied, missing=missing)
 
 
-async def bring_eval_tasks(
+async def send_eval_tasks(
     broker: Broker, job: SwarmJob, tasks: Iterable[Any], kind: str, *, repeats: int, source: str = ""
 ) -> int:
-    """Tasks for the evaluation rounds of a run; brought again, from the same `source`, they replace themselves. How many.
+    """Send tasks for evaluation rounds and return their number; tasks of the same `source` replace those sent before.
 
-    Raises TaskError for one that has no name, is of another kind or cannot be sent, before any is brought.
+    Raises TaskError, before any task is sent, for one that has no name, is of another kind or is too large.
     """
     named = [as_task(value, default_id=f"task-{number}") for number, value in enumerate(tasks)]
     if repeated := [one for one, times in Counter(task.id for task in named).items() if times > 1]:
@@ -130,8 +133,8 @@ async def _answers(events: AsyncIterator[Event], command_id: str) -> AsyncIterat
             yield event.fields
 
 
-def lines(answer: Answer) -> list[str]:
-    """For people: what changed, and from which step."""
+def describe_answer(answer: ControlAnswer) -> list[str]:
+    """Return lines that describe what changed and from which step on."""
     stops = answer.accepted["action"] == "stop"
     told = [
         f"{change['path']}: {format_value(change['before'])} -> {format_value(change['value'])}"
@@ -159,5 +162,5 @@ def lines(answer: Answer) -> list[str]:
 
 
 def _last(change: Mapping[str, Any]) -> int:
-    """A learner may be in a later step than the one that it is to end after."""
+    """Return the last step of a stop: a learner may already be in a later step than the requested one."""
     return int(max(change["value"], change["from_step"] - 1))

@@ -1,4 +1,4 @@
-"""Curves of a run as a PNG, from its event file."""
+"""Plots of a run's reward as PNG files, from its event file."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from swarmq.messages import Event
 
 TRAINING, HELD_OUT, CHANGED = "#333333", "#d95f02", "#b03030"
 KINDS = ("#1f78b4", "#33a02c", "#7b3294", "#b8860b", "#008b8b", "#c51b7d")
-"""Colours that are told apart, also on paper."""
+"""Colours of task kinds, distinguishable also in print."""
 LINE_INCHES = 0.22
 
 
 class Mark(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened in a run and should be seen on its curve."""
+    """A change during the run that is marked on the curve."""
 
     at: float
-    """Unix time."""
+    """Unix time of the change."""
     text: str
 
 
 def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[Event]:
-    """The events in a run's event file, or at its end; lines that a crash or a full disk has cut are left out."""
+    """Yield the events in a run's event file, or in its last `last_bytes`; lines cut by a crash or a full disk are skipped."""
     with path.open("rb") as lines:
         if last_bytes is not None:
             lines.seek(max(0, path.stat().st_size - last_bytes))
@@ -39,8 +39,8 @@ def read_events(path: Path, *, last_bytes: int | None = None) -> Iterator[Event]
                 yield msgspec.json.decode(line, type=Event)
 
 
-def changes_in(events: Iterable[Event]) -> Iterator[Mark]:
-    """What people changed: other client code that is trained for the first time, and settings."""
+def find_changes(events: Iterable[Event]) -> Iterator[Mark]:
+    """Yield the changes that people made: client code that is trained for the first time, and settings."""
     known: set[str] = set()
     answered: set[str] = set()
     for event in events:
@@ -67,9 +67,9 @@ def draw_reward(
     title: str,
     marks: Iterable[Mark] = (),
 ) -> None:
-    """Training reward by step and held-out reward at the versions it was measured, written to `path`.
+    """Plot the training reward by step, and the held-out reward at the versions of its measurement, to `path`.
 
-    What people changed while the run was up is marked by a number, and `marks` besides; what it was stands below.
+    Changes made while the run was up, and `marks`, are numbered lines with a legend below the plot.
     """
     import matplotlib as mpl  # noqa: PLC0415 - an extra, and slow to import
 
@@ -90,7 +90,7 @@ def draw_reward(
             if (reward := event.fields["reward"]) is not None:  # as figures that are not finite are written
                 steps[version] = float(reward)
     at_step: dict[int, list[Mark]] = defaultdict(list)
-    for mark in sorted([*changes_in(events), *marks], key=lambda one: one.at):
+    for mark in sorted([*find_changes(events), *marks], key=lambda one: one.at):
         at_step[max((version for at, version in times if at <= mark.at), default=0)].append(mark)
     words = [f"{number}: {mark.text}" for number, mark in enumerate(chain(*at_step.values()), 1)]
     figure, axes = plt.subplots(figsize=(10, 4.5 + LINE_INCHES * len(words)), layout="constrained")
@@ -113,7 +113,7 @@ def draw_reward(
 
 
 def reward_limits(*curves: Iterable[float]) -> tuple[float, float]:
-    """Where an axis of rewards begins and ends: from 0 to 1, and as far beyond as they lie."""
+    """Return the limits of a reward axis: 0 to 1, extended to the values beyond."""
     values = [value for value in chain(*curves) if math.isfinite(value)]
     low, high = min([0.0, *values]), max([1.0, *values])
     margin = 0.04 * (high - low)
@@ -121,7 +121,7 @@ def reward_limits(*curves: Iterable[float]) -> tuple[float, float]:
 
 
 def _draw_marks(axes: Any, at_step: Mapping[int, Sequence[Mark]]) -> None:
-    """A line for each step with marks, and their numbers above it; what they say stands below the picture."""
+    """Draw a numbered line at each step with marks; the legend below the plot explains the numbers."""
     numbers = count(1)
     for step, those in at_step.items():
         axes.axvline(step, color=CHANGED, linestyle=":", linewidth=1.2)

@@ -1,5 +1,4 @@
-"""Lines for a person at a terminal: what has happened, and when. Text that is longer than the terminal is wide goes on below
-itself."""
+"""Timestamped lines for terminals, wrapped below their text."""
 
 from __future__ import annotations
 
@@ -9,8 +8,8 @@ import time
 from swarmq.runtime.terminal import visible
 
 
-def hanging(head: str, text: str, *, width: int | None) -> str:
-    """`text` beside `head`, broken between words at `width` columns; None: not at all."""
+def wrap_beside(head: str, text: str, *, width: int | None) -> str:
+    """Return `text` beside `head`, wrapped between words at `width` columns, or not wrapped if `width` is None."""
     text = visible(text)
     if width is not None:
         columns = max(width - len(head), 1)
@@ -21,6 +20,6 @@ def hanging(head: str, text: str, *, width: int | None) -> str:
     return head + textwrap.indent(text, " " * len(head)).lstrip(" ")
 
 
-def since(began: float) -> str:
-    """The head of a line: seconds since `began` of the monotonic clock."""
+def format_elapsed(began: float) -> str:
+    """Return the head of a line: seconds since `began` on the monotonic clock."""
     return f"{time.monotonic() - began:6.1f} s  "

@@ -1,8 +1,8 @@
-"""Following a run: its events into a board and a file, its queue depths beside them.
+"""Following of a run: its events into a board and a file, and its queue depths.
 
-events.jsonl ───> recall ──┐   what lasts of earlier, so that a board that is opened late has it
-broker events ──> listen ──┴> board.fold ──> screen.draw (every half second)
-                      └────> events.jsonl         (`recorded`: those that last, without a board; learners write their steps)
+events.jsonl ───> recall ──┐   earlier lasting events, for a board that is opened late
+broker events ──> listen ──┴> board.fold ──> board_terminal.draw (every half second)
+                        └────> events.jsonl   (`record_events`: lasting events, without a board; learners write their steps)
 broker depths ──> poll ────> board.depths, board.blocked
 """
 
@@ -34,17 +34,17 @@ log = structlog.get_logger()
 POLL_S = 2.0
 FRAMES_PER_S = 2
 LASTING = frozenset[EventName]({"step", "evaluated", "control", "warning"})
-"""Events that are kept when nobody watches; the others say twice a second how things are, or tell of each episode."""
+"""Events that are recorded even if nobody watches. The other events describe momentary states or single episodes."""
 RECORDED = LASTING - {"step"}
-"""What is written by who listens; learners write their steps, which they do even when nobody can hear them."""
+"""Lasting events that listeners record. Learners record their steps themselves, also while the broker is away."""
 RECALLED_BYTES = 8 * 1024 * 1024
-"""So much of the end of the event file is read when a board is opened: more steps than a curve shows."""
+"""Bytes read from the end of the event file when a board is opened, enough for more steps than a curve shows."""
 GLANCE_S = 3.0
-"""Parts describe themselves every two seconds."""
+"""Seconds within which every process describes itself at least once."""
 
 
 class Follower:
-    """A board that is kept up to date, and a way to wait for what it shows."""
+    """A board that is kept up to date, and a way to wait for a state of it."""
 
     def __init__(self, run: str) -> None:
         self.board = Board(run=run)
@@ -55,7 +55,7 @@ class Follower:
         self._changed.set()
 
     async def until(self, true_of: Callable[[Board], bool]) -> None:
-        """Return when the board is so."""
+        """Wait until the predicate holds for the board."""
         while not true_of(self.board):
             self._changed.clear()
             await self._changed.wait()
@@ -63,7 +63,7 @@ class Follower:
 
 @contextlib.asynccontextmanager
 async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -> AsyncIterator[Follower]:
-    """Follow a run while the context is open; `record` gets every event as a JSON line, but for steps, which learners write."""
+    """Keep a board up to date while the context is open. `record`: file for all events but steps, which learners write."""
     follower = Follower(job.run)
     async with asyncio.TaskGroup() as tasks:
         listening = asyncio.Event()
@@ -80,10 +80,10 @@ async def follow(job: SwarmJob, broker: Broker, *, record: Path | None = None) -
 
 
 @contextlib.asynccontextmanager
-async def recorded(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
-    """Append what is worth keeping of a run's events to its event file while the context is open.
+async def record_events(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
+    """Append the run's lasting events to its event file while the context is open.
 
-    Best effort: a full disk, or a broker that refuses, costs the rest of the record and not the run.
+    Best effort: a full disk or a refusing broker ends the recording, not the run.
     """
     listening = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
@@ -95,8 +95,8 @@ async def recorded(job: SwarmJob, broker: Broker) -> AsyncIterator[None]:
             recorder.cancel()
 
 
-async def paces(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
-    """The pace of the run each time that it is another one than before, as its collector tells it; `running` is where it begins."""
+async def follow_pace(job: SwarmJob, broker: Broker) -> AsyncGenerator[str]:
+    """Yield the pace of the run each time it changes, starting from `running`."""
     known = "running"
     try:
         async with broker.events(job.run) as events:
@@ -128,7 +128,7 @@ async def _record(job: SwarmJob, broker: Broker, listening: asyncio.Event) -> No
 async def watch(
     job: SwarmJob, broker: Broker, *, console: Console | None = None, notes: deque[str] | None = None
 ) -> None:
-    """Draw the run until cancelled. `notes` are lines of this process's log, which become warnings in the picture."""
+    """Draw the run until cancelled. `notes`: log lines of this process, shown as warnings."""
     console = console or terminal.console()
     async with follow(job, broker) as follower:
         with Live(console=console, refresh_per_second=FRAMES_PER_S) as live:
@@ -138,17 +138,17 @@ async def watch(
                 await asyncio.sleep(1 / FRAMES_PER_S)
 
 
-async def glance(
+async def draw_once(
     job: SwarmJob, broker: Broker, *, console: Console | None = None, notes: deque[str] | None = None
 ) -> None:
-    """Draw the run once, after every part has had time to say how it is."""
+    """Draw the run once, after every process has had time to describe itself."""
     console = console or terminal.console()
-    board = await look(job, broker, notes=notes)
+    board = await read_board(job, broker, notes=notes)
     console.print(draw(board, now=time.time(), width=console.width))
 
 
-async def look(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None) -> Board:
-    """The board, after every part has had time to say how it is."""
+async def read_board(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None) -> Board:
+    """Return the board after every process has had time to describe itself."""
     async with follow(job, broker) as follower:
         await asyncio.sleep(GLANCE_S)
         _take_in(notes, follower)
@@ -156,7 +156,7 @@ async def look(job: SwarmJob, broker: Broker, *, notes: deque[str] | None = None
 
 
 def _take_in(notes: deque[str] | None, follower: Follower) -> None:
-    """Warnings among them go to the board."""
+    """Move warnings from `notes` to the board."""
     while notes:
         if (text := notes.popleft()).startswith("warning: "):
             fields = {"text": text.removeprefix("warning: ")}
@@ -164,8 +164,8 @@ def _take_in(notes: deque[str] | None, follower: Follower) -> None:
             follower.fold(Event(run=run, source="watch", name="warning", at=time.time(), fields=fields))
 
 
-def queues_of(job: SwarmJob) -> list[str]:
-    """Every queue of a run, in the order episodes pass them."""
+def list_queues(job: SwarmJob) -> list[str]:
+    """Return all queues of a run, in the order in which episodes pass them."""
     return [
         *(queue(job.run, kind) for kind in job.task_kinds for queue in (topology.tasks, topology.again)),
         *(topology.tickets(job.run, kind) for kind in job.task_kinds),
@@ -193,7 +193,7 @@ async def _listen(
 
 
 def _recall(job: SwarmJob) -> list[Event]:
-    """The newest of the run's events that last, from its event file; none where it cannot be read."""
+    """Return the newest lasting events from the run's event file, or none if it cannot be read."""
     try:
         events = read_events(job.run_folder.events, last_bytes=RECALLED_BYTES)
         return [event for event in events if event.name in LASTING]
@@ -205,7 +205,7 @@ def _recall(job: SwarmJob) -> list[Event]:
 
 
 async def _poll(job: SwarmJob, broker: Broker, follower: Follower) -> None:
-    queues = queues_of(job)
+    queues = list_queues(job)
     while True:
         try:
             depths = await broker.depths(queues)

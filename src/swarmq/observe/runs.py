@@ -1,4 +1,4 @@
-"""Which runs there are in a folder: whether each is up, how far it came, and when. Reads files alone."""
+"""The list of runs in a folder, with state, progress and age. Reads files alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from swarmq.observe.curves import read_events
 from swarmq.runtime.processes import is_locked
 
 READ_BYTES = 8 * 1024 * 1024
-"""So much of the end of an event file is read for the newest step."""
+"""Bytes read from the end of an event file to find the newest step."""
 UNITS = ((86_400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """Of one trained policy."""
+class PolicyProgress(msgspec.Struct, frozen=True, kw_only=True):
+    """Progress of one trained policy."""
 
     step: int = 0
     reward: float | None = None
-    """Of the newest step."""
+    """Reward of the newest step."""
     at: float | None = None
     """Unix time of the newest step."""
 
@@ -33,14 +33,14 @@ class RunRow(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     folder: str
     state: str
-    """`up` or `stopped`, and `paused`, `draining` or `ended` behind it; or what is wrong with its settings."""
-    policies: dict[str, Progress] = {}
+    """`up` or `stopped`, followed by `paused`, `draining` or `ended`; or the error in the run's settings."""
+    policies: dict[str, PolicyProgress] = {}
     at: float
-    """Unix time of the newest step; before the first, of the newest start."""
+    """Unix time of the newest step, or of the newest start if there is no step yet."""
 
 
 def list_runs(folder: Path) -> list[RunRow]:
-    """The runs in `folder` that were started, the newest step first. Raises ConfigError when it cannot be read."""
+    """Return the started runs in `folder`, newest step first. Raises ConfigError if the folder cannot be read."""
     try:
         found = [RunFolder(path.parent) for path in folder.glob("*/resolved.toml")]
         if not folder.is_dir():
@@ -53,8 +53,8 @@ def list_runs(folder: Path) -> list[RunRow]:
     return sorted(rows, key=lambda row: row.at, reverse=True)
 
 
-def age(seconds: float) -> str:
-    """For people, in the largest unit that there are two of."""
+def format_age(seconds: float) -> str:
+    """Format a duration in the largest unit of which it has at least two."""
     size, unit = next(((size, unit) for size, unit in UNITS if seconds >= 2 * size), UNITS[-1])
     return f"{max(seconds, 0) / size:.0f} {unit}"
 
@@ -65,7 +65,7 @@ def _row(folder: RunFolder) -> RunRow:
         job = SwarmJob.load(folder.resolved)
     except ConfigError as error:
         return RunRow(run=folder.path.name, folder=str(folder.path), state=str(error), at=started)
-    policies = {policy: Progress() for policy in job.trained} | _progress(folder, job)
+    policies = {policy: PolicyProgress() for policy in job.trained} | _progress(folder, job)
     return RunRow(
         run=job.run,
         folder=str(folder.path),
@@ -75,7 +75,7 @@ def _row(folder: RunFolder) -> RunRow:
     )
 
 
-def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, Progress]) -> Iterator[str]:
+def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, PolicyProgress]) -> Iterator[str]:
     locks = [folder.lock, *(folder.checkpoints(policy).parent / "lock" for policy in job.trained)]
     yield "up" if any(map(is_locked, locks)) else "stopped"
     control = ledger.control(folder.inbox)
@@ -86,15 +86,15 @@ def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, Progress]) -> I
         yield "ended"
 
 
-def _progress(folder: RunFolder, job: SwarmJob) -> dict[str, Progress]:
-    """By policy, of those that have made a step."""
-    found: dict[str, Progress] = {}
+def _progress(folder: RunFolder, job: SwarmJob) -> dict[str, PolicyProgress]:
+    """Return policy -> progress, for policies with at least one step."""
+    found: dict[str, PolicyProgress] = {}
     try:
         for event in read_events(folder.events, last_bytes=READ_BYTES):
             policy = event.source.removeprefix("learner.")
             if event.name == "step" and policy in job.trained:
                 reward = event.fields.get("reward")
-                found[policy] = Progress(step=int(event.fields["version"]), reward=reward, at=event.at)
+                found[policy] = PolicyProgress(step=int(event.fields["version"]), reward=reward, at=event.at)
     except FileNotFoundError:
         pass
     return found

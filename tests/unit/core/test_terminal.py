@@ -17,7 +17,7 @@ from swarmq.errors import SwarmqError
 from swarmq.messages import Event
 from swarmq.observe.board import Board
 from swarmq.observe.board_terminal import draw
-from swarmq.observe.lines import hanging
+from swarmq.observe.lines import wrap_beside
 from swarmq.runtime import terminal
 from swarmq.runtime.logs import log, redirect_to
 
@@ -56,7 +56,7 @@ def test_the_picture_of_a_run_shows_what_its_parts_said() -> None:
 
 
 def test_lines_of_up_and_doctor_and_errors_of_commands_show_them() -> None:
-    assert harmless(hanging("1.0 s  ", EVIL, width=80))
+    assert harmless(wrap_beside("1.0 s  ", EVIL, width=80))
     told_lines: list[str] = []
     with redirect_to(told_lines.append):
         log.warning("task_given_up", task=EVIL)

@@ -6,7 +6,7 @@ import io
 import pytest
 from rich.console import Console
 
-from swarmq.demo.run import DemoOptions, run_demo, stage
+from swarmq.demo.run import DemoOptions, progress_display, run_demo
 from swarmq.errors import EngineError, SetUpError
 from swarmq.messages import Event
 from swarmq.observe.monitor import Follower
@@ -37,7 +37,7 @@ async def test_where_the_output_is_no_terminal_each_step_is_a_line(terminal):
             told.set()
 
     console = Console(file=io.StringIO(), force_terminal=terminal)
-    async with asyncio.timeout(60), stage(follower, console, report) as say:
+    async with asyncio.timeout(60), progress_display(follower, console, report) as say:
         for version, reward in ((1, 0.25), (2, None), (3, -0.5), (4, 1.0)):
             fields = {"version": version, "reward": reward, "episodes": 64, "step_s": 5.25}
             follower.fold(Event(run="demo", source="learner.main", name="step", at=0.0, fields=fields))

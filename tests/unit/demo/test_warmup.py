@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from swarmq.demo.job import DemoSize, demo_job
-from swarmq.demo.model_recipe import Architecture, Progress, Recipe, model_folder, recipe_digest
+from swarmq.demo.model_recipe import Architecture, Recipe, WarmupProgress, model_folder, recipe_digest
 from swarmq.demo.problems import KINDS, problems
 from swarmq.demo.run import DemoOptions
-from swarmq.demo.warmup import demonstrations, reductions, warm_up, warmed_model
+from swarmq.demo.warmup import demonstrations, load_or_warm_up, reductions, warm_up
 
 pytestmark = pytest.mark.slow
 
@@ -25,7 +25,7 @@ MICRO = Recipe(
 )
 
 
-def ignore(_progress: Progress) -> None:
+def ignore(_progress: WarmupProgress) -> None:
     pass
 
 
@@ -46,7 +46,7 @@ def test_another_seed_gives_another_model():
 
 
 def test_progress_is_reported_and_the_loss_falls():
-    seen: list[Progress] = []
+    seen: list[WarmupProgress] = []
     warm_up(MICRO, report=seen.append)
     assert [progress.step for progress in seen] == list(range(1, 9))
     assert {progress.steps for progress in seen} == {8}
@@ -54,9 +54,9 @@ def test_progress_is_reported_and_the_loss_falls():
 
 
 def test_a_warmed_model_is_made_once_and_loads_with_the_auto_classes(tmp_path: Path):
-    seen: list[Progress] = []
-    folder = warmed_model(tmp_path, MICRO, report=seen.append)
-    assert warmed_model(tmp_path, MICRO, report=seen.append) == folder
+    seen: list[WarmupProgress] = []
+    folder = load_or_warm_up(tmp_path, MICRO, report=seen.append)
+    assert load_or_warm_up(tmp_path, MICRO, report=seen.append) == folder
     assert len(seen) == 8
     words, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     assert words.chat_template
@@ -65,12 +65,12 @@ def test_a_warmed_model_is_made_once_and_loads_with_the_auto_classes(tmp_path: P
 
 
 def test_what_a_broken_making_left_behind_is_not_taken_for_a_model(tmp_path: Path):
-    def fail(_progress: Progress) -> None:
+    def fail(_progress: WarmupProgress) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        warmed_model(tmp_path, MICRO, report=fail)
-    assert (warmed_model(tmp_path, MICRO, report=ignore) / "config.json").exists()
+        load_or_warm_up(tmp_path, MICRO, report=fail)
+    assert (load_or_warm_up(tmp_path, MICRO, report=ignore) / "config.json").exists()
 
 
 def test_another_recipe_has_another_folder():
@@ -120,10 +120,10 @@ def test_models_are_kept_in_the_users_cache_whatever_folder_a_demo_is_started_in
 
 
 def test_of_two_demos_that_make_a_model_at_once_both_have_it(tmp_path: Path):
-    def another_is_faster(progress: Progress) -> None:
+    def another_is_faster(progress: WarmupProgress) -> None:
         if progress.step == progress.steps:
-            warmed_model(tmp_path, MICRO, report=ignore)
+            load_or_warm_up(tmp_path, MICRO, report=ignore)
 
-    folder = warmed_model(tmp_path, MICRO, report=another_is_faster)
+    folder = load_or_warm_up(tmp_path, MICRO, report=another_is_faster)
     assert list(tmp_path.iterdir()) == [folder]
     assert (folder / "config.json").exists()

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from swarmq.messages import Event
-from swarmq.observe.board import BLOCKS, Board, as_data, condense, sparkline
+from swarmq.observe.board import BLOCKS, Board, board_to_json, condense, sparkline
 from swarmq.observe.board_terminal import STALE_S, draw
 
 
@@ -286,7 +286,7 @@ def test_programs_get_what_the_screen_shows():
     board.fold(event("evaluated", "collector", version=2, kinds={}))
     board.fold(event("warning", source="up", at=5.0, text="collector died"))
     board.depths = {"swarmq.r.in": 4}
-    data = msgspec.json.decode(msgspec.json.encode(as_data(board, now=10.0)))
+    data = msgspec.json.decode(msgspec.json.encode(board_to_json(board, now=10.0)))
     assert data["parts"]["learner.main"] == {"silent_s": 2.0, "phase": "training", "version": 2}
     assert data["policies"]["main"] == {
         "phase": "training",
@@ -297,4 +297,4 @@ def test_programs_get_what_the_screen_shows():
     assert (data["run"], data["at"], data["pace"], data["queues"]) == ("r", 10.0, "paused", {"swarmq.r.in": 4})
     assert (data["proxies"]["calls"], data["evaluation"]["version"]) == (7, 2)
     assert data["warnings"] == [{"at": 5.0, "source": "up", "text": "collector died", "times": 1}]
-    assert as_data(Board(run="r"), now=0.0)["policies"] == {}
+    assert board_to_json(Board(run="r"), now=0.0)["policies"] == {}

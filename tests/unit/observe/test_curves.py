@@ -9,7 +9,7 @@ import pytest
 from matplotlib.image import imread
 
 from swarmq.messages import Event
-from swarmq.observe.curves import HELD_OUT, KINDS, Mark, changes_in, draw_reward, read_events
+from swarmq.observe.curves import HELD_OUT, KINDS, Mark, draw_reward, find_changes, read_events
 
 
 def test_a_torn_last_line_is_left_out_and_the_rest_is_drawn(tmp_path):
@@ -57,7 +57,7 @@ def test_an_edited_client_and_a_changed_setting_are_marked_where_they_took_effec
         step(3, old=2, new=2),
         step(4, new=4),
     ]
-    assert [(mark.at, mark.text) for mark in changes_in(events)] == [
+    assert [(mark.at, mark.text) for mark in find_changes(events)] == [
         (2.5, "groups.group_size = 4"),
         (3.0, "client code new"),
     ]

@@ -25,9 +25,9 @@ from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchRecord, Identity, Index
 from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
-from swarmq.observe.inspect.html import page
-from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, find_episode, pieces, view_of
-from swarmq.observe.inspect.terminal import MARKS, draw_batches, draw_episode, show
+from swarmq.observe.inspect.html import render_page
+from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, build_view, decode_tokens, find_episode
+from swarmq.observe.inspect.terminal import MARKS, draw_batches, draw_episode, print_parts
 from swarmq.token_drift import Drift
 
 
@@ -53,13 +53,13 @@ def seen_of(episode, advantage=0.5, left_out=b""):
 
 def text_of(parts, *, colour=False):
     console = Console(file=io.StringIO(), width=80, force_terminal=colour)
-    show(console, parts)
+    print_parts(console, parts)
     return console.file.getvalue()
 
 
 def test_every_sampled_token_has_what_sampling_and_training_made_of_it():
     episode = make_episode("g0", turns=6, version=3)
-    view = view_of(episode, 4, seen_of(episode), spoken)
+    view = build_view(episode, 4, seen_of(episode), spoken)
     trained = [row for row in view.tokens if row.trained]
     assert sorted(row.token_id for row in trained) == sorted(
         token for turn in episode.turns for token in unpack_ids(turn.sampled_ids)
@@ -80,7 +80,7 @@ def test_turns_that_name_another_only_for_its_prompt_are_shown_whole_and_continu
     like = {"parent": first.call_id, "begins": True}
     choice = replace(first, call_id="c1", shared=length, prompt_ids=b"", **like)
     sub = replace(first, call_id="c2", shared=length - 1, prompt_ids=first.sampled_ids[:4], **like)
-    view = view_of(replace(episode, turns=(first, choice, sub)), 4, None, spoken)
+    view = build_view(replace(episode, turns=(first, choice, sub)), 4, None, spoken)
     assert view.drift.continued == 0
     whole = [row.token_id for row in view.tokens if row.trained]
     assert sorted(whole) == sorted(3 * unpack_ids(first.sampled_ids).tolist())
@@ -94,7 +94,7 @@ def test_turns_that_name_another_only_for_its_prompt_are_shown_whole_and_continu
 
 def test_the_log_probabilities_stand_at_their_own_tokens():
     episode = make_episode("g0", turns=6)
-    for row in view_of(episode, 1, seen_of(episode), spoken).tokens:
+    for row in build_view(episode, 1, seen_of(episode), spoken).tokens:
         if row.trained:
             turn = episode.turns[row.turn]
             pairs = list(zip(unpack_ids(turn.sampled_ids), unpack_floats(turn.logprobs), strict=True))
@@ -103,7 +103,7 @@ def test_the_log_probabilities_stand_at_their_own_tokens():
 
 def test_a_token_that_a_filter_left_out_contributes_nothing():
     episode = make_episode("g0", turns=2)
-    view = view_of(episode, 1, seen_of(episode, left_out=b"\1"), spoken)
+    view = build_view(episode, 1, seen_of(episode, left_out=b"\1"), spoken)
     out = [row for row in view.tokens if row.left_out]
     assert len(out) == 2, "the first token of each turn"
     assert {row.contribution for row in out} == {0.0}
@@ -116,24 +116,24 @@ def test_a_token_whose_gradient_the_loss_cut_contributes_nothing(effect, share):
     episode = make_episode("g0", turns=2)
     seen = seen_of(episode)
     turns = [msgspec.structs.replace(t, effects=bytes([effect]) * (len(t.logprobs) // 4)) for t in seen.turns]
-    view = view_of(episode, 1, msgspec.structs.replace(seen, turns=tuple(turns)), spoken)
+    view = build_view(episode, 1, msgspec.structs.replace(seen, turns=tuple(turns)), spoken)
     assert {(row.effect, row.contribution) for row in view.tokens if row.trained} == {(effect, 0.5 * share)}
     lines = text_of(draw_episode(view), colour=True).splitlines()
     rows = [line for line in lines if line.endswith("\x1b[0m") and " 0.5000 " in line]
     colour = "\x1b[35m" if effect.cuts else "\x1b[1;32m"
     assert len(rows) == sum(row.trained for row in view.tokens)
     assert all(colour in row and f" {MARKS[effect]} " in row for row in rows)
-    assert page(view).count(f"<td>{MARKS[effect]}</td>") >= len(rows)
-    assert ("rgba(var(--cut)" in page(view).partition("</p>")[2]) == effect.cuts
+    assert render_page(view).count(f"<td>{MARKS[effect]}</td>") >= len(rows)
+    assert ("rgba(var(--cut)" in render_page(view).partition("</p>")[2]) == effect.cuts
 
 
 def test_advantages_of_single_tokens_stand_at_their_tokens_and_a_loss_without_any_makes_all_likelier():
     episode = make_episode("g0", turns=6)
     seen = seen_of(episode, None)
     own = [msgspec.structs.replace(turn, advantages=turn.logprobs) for turn in seen.turns]
-    each = view_of(episode, 1, msgspec.structs.replace(seen, turns=tuple(own)), spoken)
+    each = build_view(episode, 1, msgspec.structs.replace(seen, turns=tuple(own)), spoken)
     assert all(row.contribution == row.advantage == row.logprob_trained for row in each.tokens if row.trained)
-    none = view_of(episode, 1, seen, spoken)
+    none = build_view(episode, 1, seen, spoken)
     assert {(row.advantage, row.contribution) for row in none.tokens if row.trained} == {(None, 1.0)}
 
 
@@ -143,13 +143,13 @@ def test_a_contribution_that_is_not_finite_takes_no_colour_from_the_others(broke
     seen = seen_of(episode)
     size = len(unpack_floats(seen.turns[0].logprobs))
     own = msgspec.structs.replace(seen.turns[0], advantages=pack_floats([broken] + [0.5] * (size - 1)))
-    view = view_of(episode, 1, msgspec.structs.replace(seen, turns=(own,)), spoken)
+    view = build_view(episode, 1, msgspec.structs.replace(seen, turns=(own,)), spoken)
     strongest = "--up),0.67)"
-    assert page(view).count(strongest) == 1 + 2 * (size - 1 + math.isinf(broken)), (
+    assert render_page(view).count(strongest) == 1 + 2 * (size - 1 + math.isinf(broken)), (
         "in the legend, the text and the table"
     )
-    assert "nan)" not in page(view)
-    assert "inf)" not in page(view)
+    assert "nan)" not in render_page(view)
+    assert "inf)" not in render_page(view)
 
 
 def test_a_record_from_before_effects_were_kept_can_be_read():
@@ -160,17 +160,17 @@ def test_a_record_from_before_effects_were_kept_can_be_read():
 
 def test_without_the_training_record_sampling_alone_is_shown_and_that_is_said():
     episode = make_episode("g0", turns=2)
-    view = view_of(episode, 1, None, spoken)
+    view = build_view(episode, 1, None, spoken)
     assert not view.training_recorded
     assert {row.logprob_trained for row in view.tokens} == {None}
     assert "training was not recorded" in text_of(draw_episode(view))
-    assert "Training was not recorded" in page(view)
+    assert "Training was not recorded" in render_page(view)
 
 
 def test_the_terminal_shows_all_columns_and_colours_by_contribution():
     episode = make_episode("g0", turns=2, reward=1.0)
     for advantage, code in ((0.5, "1;32"), (-0.5, "1;31"), (0.0, "36")):
-        view = view_of(episode, 1, seen_of(episode, advantage), spoken)
+        view = build_view(episode, 1, seen_of(episode, advantage), spoken)
         assert f"\x1b[{code}m" in text_of(draw_episode(view), colour=True)
     plain = text_of(draw_episode(view))
     for heading in ("id", "mask", "logprob", "trained", "gap", "advantage", "version", "0.2500"):
@@ -180,7 +180,7 @@ def test_the_terminal_shows_all_columns_and_colours_by_contribution():
 def test_within_80_columns_each_token_is_whole_beside_its_figures():
     engine = FamilyEngine(BY_NAME["chatml"])
     episode = make_episode("g0", turns=4, vocab=300)
-    view = view_of(episode, 1, seen_of(episode, left_out=b"\1"), engine.decode)
+    view = build_view(episode, 1, seen_of(episode, left_out=b"\1"), engine.decode)
     markup = msgspec.structs.replace(view.tokens[0], text="<|im_start|>", position=30_000, token_id=151_644)
     view = msgspec.structs.replace(view, tokens=(markup, *view.tokens[1:]))
     lines = [line for line in text_of(draw_episode(view)).split("\n") if re.match(r" *\d+ +\d+ ", line)]
@@ -196,7 +196,7 @@ def test_within_80_columns_each_token_is_whole_beside_its_figures():
 
 def test_each_timeline_has_a_heading_before_its_text_and_before_its_tokens():
     episode = make_episode("g1", turns=6)
-    view = view_of(episode, 1, None, spoken)
+    view = build_view(episode, 1, None, spoken)
     shown = text_of(draw_episode(view))
     timelines = [
         [row for row in view.tokens if row.timeline == number] for number in range(view.tokens[-1].timeline + 1)
@@ -211,26 +211,26 @@ def test_each_timeline_has_a_heading_before_its_text_and_before_its_tokens():
 
 def test_a_long_text_is_left_whole_and_what_would_move_the_cursor_is_shown():
     episode = make_episode("g0", turns=2)
-    shown = text_of(draw_episode(view_of(episode, 1, None, lambda ids: "word \x1b[2J\r" * len(ids))))
+    shown = text_of(draw_episode(build_view(episode, 1, None, lambda ids: "word \x1b[2J\r" * len(ids))))
     assert ("word ␛[2J␍" * 12) in shown
     assert "\x1b" not in shown
 
 
 def test_the_json_can_be_read_back():
     episode = make_episode("g0", turns=3)
-    view = view_of(episode, 1, seen_of(episode), spoken)
+    view = build_view(episode, 1, seen_of(episode), spoken)
     assert msgspec.json.decode(msgspec.json.encode(view), type=EpisodeView) == view
 
 
 def test_rewards_by_agent_and_by_call_are_shown_beside_the_episodes_own():
     plain = make_episode("g0", turns=3)
-    assert "reward by" not in text_of(draw_episode(view_of(plain, 1, None, spoken)))
+    assert "reward by" not in text_of(draw_episode(build_view(plain, 1, None, spoken)))
     rated = {plain.turns[2].call_id: -0.5, "of another": 9.0}
     episode = replace(plain, agent_rewards={"writer": 1.0, "a\x1b[2J": 0.0}, call_rewards=rated)
-    view = view_of(episode, 1, None, spoken)
+    view = build_view(episode, 1, None, spoken)
     shown = text_of(draw_episode(view))
     assert "\nreward by agent: writer 1, a␛[2J 0\nreward by call: turn 2: -0.5\n" in shown
-    assert "<dt>reward by call</dt><dd>turn 2: -0.5</dd>" in page(view)
+    assert "<dt>reward by call</dt><dd>turn 2: -0.5</dd>" in render_page(view)
     told = msgspec.json.decode(msgspec.json.encode(view))
     assert told["call_rewards"] == rated
     assert told["calls"] == [turn.call_id for turn in episode.turns]
@@ -238,13 +238,13 @@ def test_rewards_by_agent_and_by_call_are_shown_beside_the_episodes_own():
 
 def test_turns_that_the_agent_did_not_receive_and_rewards_for_them_are_shown():
     plain = make_episode("g0", turns=3)
-    assert "not received" not in text_of(draw_episode(view_of(plain, 1, None, spoken)))
+    assert "not received" not in text_of(draw_episode(build_view(plain, 1, None, spoken)))
     episode = replace(plain, orphan_turns=2, uncredited={"c9.0": 0.5})
-    view = view_of(episode, 1, None, spoken)
+    view = build_view(episode, 1, None, spoken)
     assert "\nnot received, not trained: 2 turns\nreward for no trained call: c9.0: 0.5\n" in text_of(
         draw_episode(view)
     )
-    assert "<dt>not received, not trained</dt><dd>2 turns</dd>" in page(view)
+    assert "<dt>not received, not trained</dt><dd>2 turns</dd>" in render_page(view)
     told = msgspec.json.decode(msgspec.json.encode(view))
     assert (told["orphan_turns"], told["uncredited"]) == (2, {"c9.0": 0.5})
 
@@ -270,8 +270,8 @@ class Tags(HTMLParser):
 
 def test_the_page_is_whole_and_loads_nothing():
     episode = make_episode("g0", turns=3)
-    view = view_of(episode, 1, seen_of(episode), lambda ids: "<script>&'" if len(ids) == 1 else "")
-    html = page(view)
+    view = build_view(episode, 1, seen_of(episode), lambda ids: "<script>&'" if len(ids) == 1 else "")
+    html = render_page(view)
     tags = Tags(html)
     assert tags.open == []
     assert "script" not in {tag for tag, _ in tags.seen}, "text of tokens is not markup"
@@ -283,17 +283,17 @@ def test_the_page_is_whole_and_loads_nothing():
 def test_a_character_of_several_tokens_is_shown_once_and_whole():
     engine = FamilyEngine(BY_NAME["chatml"])
     smile = [tokenizer_of("chatml").token_to_id(piece) for piece in "ðŁĻĤ"]
-    texts = pieces([*engine.encode("Yes"), *smile, *engine.encode("!")], engine.decode)
+    texts = decode_tokens([*engine.encode("Yes"), *smile, *engine.encode("!")], engine.decode)
     assert "".join(texts) == "Yes🙂!"
-    assert pieces(smile[:2], engine.decode)[0] == ""
-    assert "\ufffd" in pieces(smile[:2], engine.decode)[1]
+    assert decode_tokens(smile[:2], engine.decode)[0] == ""
+    assert "\ufffd" in decode_tokens(smile[:2], engine.decode)[1]
 
 
 def test_a_tokenizer_that_drops_leading_spaces_shows_them_where_they_stand():
     tokenizer, engine = tokenizer_of("sentencepiece"), FamilyEngine(BY_NAME["sentencepiece"])
     text = "The weather in Paris is mild today,\nand 🙂 it will rain."
     ids = tokenizer.encode(text).ids
-    texts = pieces(ids, engine.decode)
+    texts = decode_tokens(ids, engine.decode)
     assert "".join(texts) == text
     words = {token: texts[at] for at, token in enumerate(tokenizer.encode(text).tokens)}
     assert words["▁Paris"] == " Paris"

@@ -18,7 +18,7 @@ from swarmq.learner.feed.step_events import StepEvents
 from swarmq.learner.health.signs import signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
-from swarmq.observe.monitor import follow, glance, paces, recorded
+from swarmq.observe.monitor import draw_once, follow, follow_pace, record_events
 from swarmq.testing import MemoryBroker
 
 
@@ -43,13 +43,13 @@ async def test_warnings_are_kept_over_restarts_and_what_parts_say_of_themselves_
 ) -> None:
     settings, broker = job(tmp_path), MemoryBroker()
     path = settings.run_folder.events
-    async with recorded(settings, broker):
+    async with record_events(settings, broker):
         for one in (event("state", 1), event("episode", 1), event("step", 1), event("warning", 1)):
             await broker.emit(one)
         await written(path, events=1)
     with path.open("ab") as file:
         file.write(b'{"type": "event", "ru\n')  # cut by a full disk
-    async with recorded(settings, broker):
+    async with record_events(settings, broker):
         await broker.emit(event("warning", 2))
         await written(path, events=2)
     assert list(read_events(path)) == [event("warning", 1), event("warning", 2)]
@@ -73,13 +73,13 @@ async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, t
 async def test_where_nothing_can_be_written_the_run_goes_on(tmp_path: Path) -> None:
     settings, broker = job(tmp_path), MemoryBroker()
     settings.run_folder.events.mkdir()
-    async with asyncio.timeout(30), recorded(settings, broker):
+    async with asyncio.timeout(30), record_events(settings, broker):
         await broker.emit(event("warning", 1))
 
 
 async def test_the_pace_of_a_run_is_told_whenever_it_is_another_one(tmp_path: Path) -> None:
     broker = MemoryBroker()
-    async with contextlib.aclosing(paces(job(tmp_path), broker)) as changes, asyncio.timeout(30):
+    async with contextlib.aclosing(follow_pace(job(tmp_path), broker)) as changes, asyncio.timeout(30):
         following = asyncio.ensure_future(anext(changes))
         await asyncio.sleep(0)  # it listens
         for pace in ("running", "paused", "paused", "draining", "drained", "running"):
@@ -106,14 +106,14 @@ async def test_a_board_says_that_the_broker_takes_no_messages(tmp_path: Path) ->
     broker = MemoryBroker()
     broker.alarm(on=True)
     shown = io.StringIO()
-    await glance(job(tmp_path), broker, console=Console(file=shown, width=120))
+    await draw_once(job(tmp_path), broker, console=Console(file=shown, width=120))
     assert "RabbitMQ takes no messages" in shown.getvalue()
 
 
 async def test_what_the_watcher_itself_has_to_warn_of_stands_in_the_picture(tmp_path: Path) -> None:
     shown = io.StringIO()
     notes = deque(["warning: broker lost: wait s 2", "broker connected"])
-    await glance(job(tmp_path), MemoryBroker(), console=Console(file=shown, width=120), notes=notes)
+    await draw_once(job(tmp_path), MemoryBroker(), console=Console(file=shown, width=120), notes=notes)
     assert "watch: broker lost: wait s 2" in shown.getvalue()
     assert "broker connected" not in shown.getvalue()
 

@@ -17,7 +17,7 @@ from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError, SwarmqError, TaskError
 from swarmq.messages import Control, Event
 from swarmq.observe import control_requests
-from swarmq.observe.control_requests import ask, bring_eval_tasks, lines
+from swarmq.observe.control_requests import describe_answer, send_command, send_eval_tasks
 from swarmq.testing import MemoryBroker
 
 JOB = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}, "groups": {"max_staleness": 0}})
@@ -52,23 +52,23 @@ async def run(*, learner: bool = True) -> AsyncIterator[MemoryBroker]:
 
 async def test_the_answer_says_what_changed_and_from_which_step():
     async with run() as broker:
-        answer = await ask(broker, "r", "set", {"policies.main.train.learning_rate": 1e-5})
-        assert lines(answer) == [
+        answer = await send_command(broker, "r", "set", {"policies.main.train.learning_rate": 1e-5})
+        assert describe_answer(answer) == [
             "policies.main.train.learning_rate: 1e-06 -> 1e-05",
             "main: policies.main.train.learning_rate from step 4 on",
         ]
-        again = await ask(broker, "r", "set", {"policies.main.train.learning_rate": 1e-5})
-        assert lines(again)[0] == "nothing to change: the run has these settings already"
-        assert lines(await ask(broker, "r", "pause"))[:1] == ["the run is paused"]
-        band = await ask(broker, "r", "set", {"policies.main.train.ratio_band": [0.5, 2.0]})
-        assert lines(band)[0] == "policies.main.train.ratio_band: not set -> [0.5, 2.0]"
+        again = await send_command(broker, "r", "set", {"policies.main.train.learning_rate": 1e-5})
+        assert describe_answer(again)[0] == "nothing to change: the run has these settings already"
+        assert describe_answer(await send_command(broker, "r", "pause"))[:1] == ["the run is paused"]
+        band = await send_command(broker, "r", "set", {"policies.main.train.ratio_band": [0.5, 2.0]})
+        assert describe_answer(band)[0] == "policies.main.train.ratio_band: not set -> [0.5, 2.0]"
 
 
 @pytest.mark.parametrize(("after", "last"), [(2, 3), (200, 200)])
 async def test_the_answer_to_a_stop_says_after_which_step(after, last):
     async with run() as broker:
-        answer = await ask(broker, "r", "stop", {"main": after})
-        assert lines(answer) == [
+        answer = await send_command(broker, "r", "stop", {"main": after})
+        assert describe_answer(answer) == [
             f"main: ends after step {last}, with a checkpoint; `swarmq up` says there how it trains on"
         ]
 
@@ -76,14 +76,14 @@ async def test_the_answer_to_a_stop_says_after_which_step(after, last):
 async def test_a_refusal_is_raised_with_its_reason():
     async with run() as broker:
         with pytest.raises(ConfigError, match=r"policies\.main\.model: cannot change while the run is up"):
-            await ask(broker, "r", "set", {"policies.main.model": "other"})
+            await send_command(broker, "r", "set", {"policies.main.model": "other"})
 
 
 async def test_a_learner_that_is_down_is_named_and_obeys_later():
     async with run(learner=False) as broker:
-        answer = await ask(broker, "r", "checkpoint", patience_s=3)  # for the collector, on a busy machine
+        answer = await send_command(broker, "r", "checkpoint", patience_s=3)  # for the collector, on a busy machine
         assert answer.missing == ("main",)
-        assert "will obey when it is up" in lines(answer)[-1]
+        assert "will obey when it is up" in describe_answer(answer)[-1]
         assert len(broker.stored(topology.control("r", "main"))) == 1
 
 
@@ -91,7 +91,7 @@ async def test_without_a_collector_the_command_waits_in_its_queue():
     broker = MemoryBroker()
     await broker.declare("r", policies=[], kinds=[])
     with pytest.raises(SwarmqError, match="has not answered"):
-        await ask(broker, "r", "pause", patience_s=0.1)
+        await send_command(broker, "r", "pause", patience_s=0.1)
     assert len(broker.stored(topology.control("r"))) == 1
 
 
@@ -100,7 +100,7 @@ async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeyp
     broker, told = MemoryBroker(), list[str]()
     await broker.declare("r", policies=[], kinds=[])
     with pytest.raises(SwarmqError, match="has not answered"):
-        await ask(broker, "r", "pause", patience_s=0.5, say=told.append)
+        await send_command(broker, "r", "pause", patience_s=0.5, say=told.append)
     (line,) = told
     assert f"the command waits in {topology.control('r')} and will be obeyed" in line
 
@@ -108,7 +108,7 @@ async def test_who_waits_for_an_answer_is_told_once_where_the_command_is(monkeyp
 async def test_what_is_no_command_is_parked():
     async with run() as broker:
         await broker.publish(topology.control("r"), Event(run="r", source="x", name="state", at=0.0))
-        await ask(broker, "r", "resume")
+        await send_command(broker, "r", "resume")
         assert len(broker.stored(topology.DEAD)) == 1
 
 
@@ -117,9 +117,9 @@ async def test_eval_tasks_become_rounds_and_brought_again_replace_themselves():
     store, broker, stop = Store(None, run="r"), MemoryBroker(), asyncio.Event()
     await broker.declare("r", policies=["main"], kinds=job.mix)
     tasks = [{"id": str(number), "n": number} for number in range(3)]
-    assert await bring_eval_tasks(broker, job, tasks, "default", repeats=1, source="aa") == 3
-    assert await bring_eval_tasks(broker, job, tasks[:2], "default", repeats=2, source="aa") == 2
-    assert await bring_eval_tasks(broker, job, tasks[:1], "default", repeats=1, source="bb") == 1
+    assert await send_eval_tasks(broker, job, tasks, "default", repeats=1, source="aa") == 3
+    assert await send_eval_tasks(broker, job, tasks[:2], "default", repeats=2, source="aa") == 2
+    assert await send_eval_tasks(broker, job, tasks[:1], "default", repeats=1, source="bb") == 1
     async with asyncio.TaskGroup() as parts:
         parts.create_task(Collector(job, broker, store).run(stop))
         async with broker.consume(topology.evals("r", "default"), prefetch=99) as deliveries:
@@ -143,5 +143,5 @@ async def test_one_bad_eval_task_brings_none(tasks, says):
     broker = MemoryBroker()
     await broker.declare("r", policies=[], kinds=[])
     with pytest.raises(TaskError, match=says):
-        await bring_eval_tasks(broker, JOB, tasks, "default", repeats=1)
+        await send_eval_tasks(broker, JOB, tasks, "default", repeats=1)
     assert broker.stored(topology.control("r")) == []

@@ -16,7 +16,7 @@ from swarmq.collector.store import Store
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import Change, Control, Event
-from swarmq.observe.runs import age, list_runs
+from swarmq.observe.runs import format_age, list_runs
 
 
 def made(folder: Path, run: str, *steps: tuple[int, float | None], control: Control | None = None) -> RunFolder:
@@ -102,4 +102,4 @@ def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
     ("seconds", "words"), [(-1, "0 s"), (1, "1 s"), (119, "119 s"), (150, "2 min"), (9000, "2 h"), (250_000, "3 d")]
 )
 def test_an_age_is_told_in_one_unit(seconds: float, words: str) -> None:
-    assert age(seconds) == words
+    assert format_age(seconds) == words

@@ -1,0 +1,1 @@
+"""Stored episodes: read from the batch log (`read`), drawn in a terminal (`terminal`) or as a page (`html`)."""

@@ -1,4 +1,4 @@
-"""An episode as one self-contained HTML page: no script, nothing loaded from elsewhere."""
+"""An episode as a self-contained HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from html import escape
 from itertools import groupby
 
-from swarmq.observe.inspect.read import EpisodeView, TokenRow, narrower_rewards, strongest
-from swarmq.observe.inspect.terminal import gap, mark
+from swarmq.observe.inspect.read import EpisodeView, TokenRow, describe_narrow_rewards, max_contribution
+from swarmq.observe.inspect.terminal import logprob_gap, training_mark
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2733; --faint: #7a8594; --line: #dde3ea; --paper: #ffffff; --band: #f5f7f9;
@@ -44,16 +44,16 @@ HEADINGS = (
     "turn",
 )
 WEAKEST, SPAN = 0.12, 0.55
-"""Opacity behind a token that contributed next to nothing, and what the largest contribution adds."""
+"""Background opacity of a token with almost no contribution, and the addition for the largest contribution."""
 
 
-def page(view: EpisodeView) -> str:
-    """The whole document."""
+def render_page(view: EpisodeView) -> str:
+    """Render the whole document."""
     facts = {
         "slot": view.slot,
         "kind": view.kind,
         "reward": f"{view.reward:g}",
-        **narrower_rewards(view),
+        **describe_narrow_rewards(view),
         "trained in step": str(view.step),
         "client": view.client_id,
         "finished": ", ".join(view.finish_reasons),
@@ -81,7 +81,7 @@ def _legend(view: EpisodeView) -> str:
 
 
 def _timelines(view: EpisodeView) -> Iterator[str]:
-    top = strongest(view)
+    top = max_contribution(view)
     for number, members in groupby(view.tokens, key=lambda row: row.timeline):
         rows = list(members)
         trained = sum(row.trained for row in rows)
@@ -99,8 +99,8 @@ def _timelines(view: EpisodeView) -> Iterator[str]:
 def _cells(row: TokenRow, top: float) -> Iterator[str]:
     yield f"<td>{row.position}</td><td>{row.token_id}</td>"
     yield f"<td{_look(row, top)}>{escape(repr(row.text)[1:-1])}</td>"
-    yield f"<td>{mark(row)}</td>"
-    for value in (row.logprob, row.logprob_trained, gap(row), row.advantage):
+    yield f"<td>{training_mark(row)}</td>"
+    for value in (row.logprob, row.logprob_trained, logprob_gap(row), row.advantage):
         yield f"<td>{'' if value is None else f'{value:.4f}'}</td>"
     yield f"<td>{'' if row.version is None else row.version}</td><td>{'' if row.turn is None else row.turn}</td>"
 
@@ -114,7 +114,7 @@ def _hint(row: TokenRow) -> str:
 
 
 def _look(row: TokenRow, top: float) -> str:
-    """Attributes of a token's element."""
+    """Return the HTML attributes of a token's element."""
     if row.logprob is None:
         return ""
     if row.left_out:

@@ -1,4 +1,4 @@
-"""Reading a batch log: which batches there were, and every token of an episode as it was sampled and trained.
+"""Reading of a batch log: batches, and every token of an episode as it was sampled and trained.
 
 Needs no broker, no engine and no running learner.
 """
@@ -27,7 +27,7 @@ Decode = Callable[[Sequence[int]], str]
 
 INCOMPLETE = "\ufffd"
 MOST_BYTES = 4
-"""Of one character, so a character is spread over at most so many tokens."""
+"""Bytes of a UTF-8 character, and so the most tokens over which one character is spread."""
 
 
 class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,27 +37,27 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: int
     token_id: int
     text: str
-    """A character that is spread over several tokens stands at its last one."""
+    """Text of the token; a character that is spread over several tokens appears at the last of them."""
     trained: bool
-    """Sampled by the policy, and trained in this timeline."""
+    """Whether the policy sampled the token and it is trained in this timeline."""
     logprob: float | None = None
-    """Natural log under the weights that sampled; None where the policy did not sample the token."""
+    """Natural log-probability under the weights that sampled the token; None if the policy did not sample it."""
     logprob_trained: float | None = None
-    """The same under the weights that the step began with; None where that was not recorded."""
+    """Natural log-probability under the weights at the beginning of the step; None if it was not recorded."""
     advantage: float | None = None
-    """That the loss used; None where it uses none (`sft`), or where that was not recorded."""
+    """Advantage in the loss; None if the loss uses none (`sft`) or it was not recorded."""
     left_out: bool = False
-    """A filter took the token out of the loss."""
+    """Whether a filter removed the token from the loss."""
     effect: Effect = Effect.WHOLE
-    """What the loss did to the token's policy gradient."""
+    """Effect of the loss on the token's policy gradient."""
     version: int | None = None
-    """Of the weights that sampled."""
+    """Version of the weights that sampled the token."""
     turn: int | None = None
 
     @property
     def contribution(self) -> float | None:
-        """What the token brought to the policy gradient: advantage x mask, the filters' and the loss's own. A loss
-        without advantages makes every token likelier, by 1. None if not recorded."""
+        """Contribution of the token to the policy gradient: the advantage, times 0 if a filter or the loss masks the token. A
+        loss without advantages contributes 1 per token. None if not recorded."""
         if self.logprob_trained is None:
             return None
         advantage = 1.0 if self.advantage is None else self.advantage
@@ -65,67 +65,67 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class EpisodeView(msgspec.Struct, frozen=True, kw_only=True):
-    """An episode of the batch log, token by token."""
+    """A trained episode, token by token."""
 
     episode_id: str
     step: int
-    """Weight version after the optimizer step that trained it."""
+    """Weight version after the optimizer step that trained the episode."""
     slot: str
     kind: str
     reward: float
     client_id: str
     agent_rewards: dict[str, float]
-    """By agent tag."""
+    """Agent tag -> reward."""
     call_rewards: dict[str, float]
-    """By call id."""
+    """Call id -> reward."""
     orphan_turns: int
-    """Recorded answers that its agent did not receive: not trained, and not shown."""
+    """Number of recorded answers that the agent did not receive; they are neither trained nor shown."""
     uncredited: dict[str, float]
-    """Rewards by call for calls that are not trained."""
+    """Call id -> reward, for calls that are not trained."""
     calls: tuple[str, ...]
     """Call ids, turn by turn."""
     finish_reasons: tuple[str, ...]
     drift: Drift
     drift_rate: float
     training_recorded: bool
-    """Whether log-probabilities under training and advantages are known; `train.token_log` switches that."""
+    """Whether training log-probabilities and advantages were recorded (`train.token_log`)."""
     tokens: tuple[TokenRow, ...]
 
 
 class BatchRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One record of the log."""
+    """One record of the batch log."""
 
     step: int | None
-    """None in a record of drops alone."""
+    """Weight version after the step; None for a record of dropped episodes alone."""
     episodes: int
     groups: int
     dropped: dict[str, int]
     reward_trained: float | None
-    """Mean over its episodes, which those with equal rewards are not among; `reward` of `step` events counts them."""
+    """Mean reward of the trained episodes. `reward` in `step` events also counts episodes of groups with equal rewards."""
     drift: Drift
     at: float
     first_episode: str
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One episode of a step. Of one that was dropped nothing but its id and the reason is in the log."""
+    """One episode of a step. For a dropped episode, the log has only id and reason."""
 
     episode_id: str
     step: int
     dropped: str = ""
-    """Why it was not trained."""
+    """Reason for which the episode was not trained."""
     slot: str = ""
     kind: str = ""
     group: str = ""
     reward: float | None = None
     turns: int = 0
     orphan_turns: int = 0
-    """Recorded answers that its agent did not receive: not among the turns."""
+    """Number of recorded answers that the agent did not receive; they are not among the turns."""
     sampled_tokens: int = 0
 
 
 def read_batches(log: Path) -> Iterator[BatchRow]:
-    """In order."""
+    """Yield the records of the log in order."""
     for record in batch_log.records(log):
         index, episodes = record.index, record.episodes
         yield BatchRow(
@@ -141,7 +141,8 @@ def read_batches(log: Path) -> Iterator[BatchRow]:
 
 
 def read_step(log: Path, step: int) -> list[EpisodeRow]:
-    """What a step trained, group by group, and what was dropped on the way to it. Raises EpisodeError without any."""
+    """Return the episodes that a step trained, group by group, and those dropped before it. Raises EpisodeError if there are
+    none."""
     places = batch_log.scan(log)
     rows, dropped = list[EpisodeRow](), list[EpisodeRow]()
     for place in places:
@@ -171,9 +172,10 @@ def read_step(log: Path, step: int) -> list[EpisodeRow]:
 
 
 def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> EpisodeView:
-    """The trained episode whose id begins or ends so: ids made at about one time begin alike, their ends are random.
+    """Return the trained episode whose id begins or ends with `part`; the ends of ids are random, their beginnings are
+    timestamps.
 
-    Raises EpisodeError when there is none or more than one, or when it was dropped: in which step and why.
+    Raises EpisodeError if no or several episodes match, or if the episode was dropped, with step and reason.
     """
     places = {
         episode_id: place
@@ -196,11 +198,11 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     if reason := place.index.dropped.get(episode_id):
         raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are kept of trained episodes alone")
     episode = next(one for one in batch_log.read(place).episodes if one.episode_id == episode_id)
-    return view_of(episode, step, token_trace.find(folder.token_log(policy), step, episode_id), decode)
+    return build_view(episode, step, token_trace.find(folder.token_log(policy), step, episode_id), decode)
 
 
-def view_of(episode: Rollout, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
-    """`seen` is what training recorded of the episode, if it did."""
+def build_view(episode: Rollout, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
+    """Build the view of an episode; `seen`: what training recorded of it, if anything."""
     drift = Drift.of(episode.turns)
     return EpisodeView(
         episode_id=episode.episode_id,
@@ -222,10 +224,10 @@ def view_of(episode: Rollout, step: int, seen: EpisodeTokens | None, decode: Dec
     )
 
 
-def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """The text of each token where it stands; of a character that is spread over several, the last one has it.
+def decode_tokens(ids: Sequence[int], decode: Decode) -> list[str]:
+    """Return the text of each token; a character that is spread over several tokens goes to the last of them.
 
-    Some tokenizers drop a space at the beginning of whatever they decode, so a token is decoded behind the one before.
+    Each token is decoded behind its predecessor, because some tokenizers drop a space at the beginning of a text.
     """
     texts: list[str] = []
     before, known, open_ids = list[int](), "", list[int]()
@@ -243,8 +245,9 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def decoder_of(model: str) -> Decode:
-    """Token ids to text by the model's tokenizer. Raises EpisodeError when it cannot be loaded."""
+def load_decoder(model: str) -> Decode:
+    """Return a function that decodes token ids with the model's tokenizer. Raises EpisodeError if the tokenizer cannot be
+    loaded."""
     try:
         if Path(model).is_dir():
             tokenizer = Tokenizer.from_file(str(Path(model) / "tokenizer.json"))
@@ -260,7 +263,7 @@ def decoder_of(model: str) -> Decode:
 
 
 def _step_of(index: Index) -> int:
-    """The step that a record's episodes were trained in, or on the way to which they were dropped."""
+    """Return the step that trained a record's episodes, or before which they were dropped."""
     return index.version if index.trained else index.version + 1
 
 
@@ -268,7 +271,7 @@ def _tokens(episode: Rollout, seen: dict[str, TurnTokens], decode: Decode) -> It
     turns = resolve(episode.turns)
     for number, timeline in enumerate(fold(turns)):
         ids = timeline.token_ids.tolist()
-        for position, (token_id, text) in enumerate(zip(ids, pieces(ids, decode), strict=True)):
+        for position, (token_id, text) in enumerate(zip(ids, decode_tokens(ids, decode), strict=True)):
             row = TokenRow(timeline=number, position=position, token_id=token_id, text=text, trained=False)
             if timeline.trained[position]:
                 turn = int(timeline.turns[position])
@@ -284,7 +287,7 @@ def _tokens(episode: Rollout, seen: dict[str, TurnTokens], decode: Decode) -> It
 
 
 def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool | Effect | None]:
-    """What training recorded of the sampled token at `offset` of a turn."""
+    """Return what training recorded of the sampled token at `offset` of a turn, as fields of TokenRow."""
     if seen is None:
         return {}
     return {
@@ -299,8 +302,8 @@ def _float_at(packed: bytes, offset: int) -> float:
     return float(unpack_floats(packed[4 * offset : 4 * offset + 4])[0])
 
 
-def narrower_rewards(view: EpisodeView) -> dict[str, str]:
-    """Rewards by agent tag and by call, where the episode has any, in words; a call is named by its turn. And what was not received."""
+def describe_narrow_rewards(view: EpisodeView) -> dict[str, str]:
+    """Describe an episode's rewards by agent tag and by call (named by its turn), and its undelivered answers."""
     by_call = ((number, view.call_rewards.get(call)) for number, call in enumerate(view.calls))
     told = {
         "reward by agent": ", ".join(f"{agent} {reward:g}" for agent, reward in view.agent_rewards.items()),
@@ -311,7 +314,7 @@ def narrower_rewards(view: EpisodeView) -> dict[str, str]:
     return {name: words for name, words in told.items() if words}
 
 
-def strongest(view: EpisodeView) -> float:
-    """The largest finite contribution of a token, without its sign; 1 where there is none."""
+def max_contribution(view: EpisodeView) -> float:
+    """Return the largest finite absolute contribution of a token, or 1 if there is none."""
     sizes = np.abs([row.contribution or 0.0 for row in view.tokens])
     return float(sizes.max(initial=0.0, where=np.isfinite(sizes))) or 1.0

@@ -1,6 +1,6 @@
-"""Batches and episodes of a batch log as a terminal shows them: fixed columns within 80, nothing cut.
+"""Batches and episodes of a batch log for a terminal, in fixed columns within 80 characters, nothing cut.
 
-Lines come in portions, so that an episode of many thousand tokens takes a second. `show` prints them.
+Lines are produced in portions, so that an episode of many thousand tokens appears within a second. `print_parts` prints them.
 """
 
 from __future__ import annotations
@@ -18,27 +18,34 @@ from rich.style import Style
 from rich.text import Text
 
 from swarmq.learner.algorithms.loss_effects import Effect
-from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, TokenRow, narrower_rewards, strongest
+from swarmq.observe.inspect.read import (
+    BatchRow,
+    EpisodeRow,
+    EpisodeView,
+    TokenRow,
+    describe_narrow_rewards,
+    max_contribution,
+)
 from swarmq.runtime.terminal import visible
 from swarmq.token_drift import Drift
 
 FAINT_LOGPROB, STRONG_LOGPROB = -0.1, -2.0
-"""Sampled tokens above the first were near certain, below the second surprising."""
+"""Log-probabilities above which a sampled token was nearly certain, and below which it was surprising."""
 STRONG = 0.5
-"""Tokens with at least this share of the episode's largest contribution stand out."""
+"""Share of the episode's largest contribution from which a token is highlighted."""
 SHORT = 8
-"""Characters at the end of an id: random, so they name its episode as well as the whole."""
+"""Number of last characters of an id, which are random and identify the episode."""
 PORTION = 256
-"""Pieces of text that are printed at once."""
+"""Number of text pieces that are printed at once."""
 MARKS = {Effect.WHOLE: "1", Effect.MASKED: "masked", Effect.CLIPPED: "clipped", Effect.TRUNCATED: "trunc"}
 
 Styled = tuple[str, str]
-"""Text, and its style."""
+"""Text and its style."""
 
 
 def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
-    """A row per batch, with what was dropped on the way to it; below, why episodes were dropped and how much drifted in all of them
-    together."""
+    """Yield a row per batch with the episodes dropped before it, and below the reasons for drops and the drift over all
+    batches."""
     log = list(batches)
     rows, left = _steps_of(log)
     headings = ("step", "episodes", "groups", "dropped", "reward trained", "drift", "logged", "episode")
@@ -65,7 +72,7 @@ def draw_batches(batches: Iterable[BatchRow]) -> Iterator[RenderableType]:
 
 
 def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
-    """Rows of batches, to each of which the records of drops before it are added; and what was dropped since the last one."""
+    """Return the rows of batches, each with the drops recorded before it, and the drops since the last batch."""
     rows, before = list[BatchRow](), Counter[str]()
     for row in log:
         before += Counter(row.dropped)
@@ -76,7 +83,7 @@ def _steps_of(log: Iterable[BatchRow]) -> tuple[list[BatchRow], Counter[str]]:
 
 
 def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
-    """A row per episode that was trained, then those that were dropped."""
+    """Yield a row per trained episode, then the dropped episodes."""
     headings = ("reward", "turns", "orphans", "sampled", "episode", "group")
     trained = [row for row in rows if not row.dropped]
     cells = [
@@ -92,18 +99,18 @@ def draw_step(rows: Sequence[EpisodeRow]) -> Iterator[RenderableType]:
 
 
 def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
-    """Head lines, then of each timeline the text, coloured by what each token contributed, then a row per token."""
+    """Yield head lines, then for each timeline its text coloured by contribution, and a row per token."""
     yield Text.assemble(
         (visible(view.episode_id), "bold"),
         visible(
             f"  step {view.step}\nslot {view.slot}  kind {view.kind}  reward {view.reward:g}  client {view.client_id}\n"
         ),
-        *(visible(f"{name}: {words}\n") for name, words in narrower_rewards(view).items()),
+        *(visible(f"{name}: {words}\n") for name, words in describe_narrow_rewards(view).items()),
         f"finished: {', '.join(view.finish_reasons)}\n",
         f"turns: {view.drift}\n",
     )
     yield _legend(view)
-    top = strongest(view)
+    top = max_contribution(view)
     timelines = [list(rows) for _, rows in groupby(view.tokens, key=lambda row: row.timeline)]
     for rows in timelines:
         yield _heading(rows)
@@ -114,21 +121,21 @@ def draw_episode(view: EpisodeView) -> Iterator[RenderableType]:
         yield from _portions(_columns(headings, [_cells(row) for row in rows], [_style(row, top) for row in rows]))
 
 
-def show(console: Console, parts: Iterable[RenderableType]) -> None:
-    """Print them; lines that are wider than the terminal are wrapped by the terminal, and never where it is a pipe."""
+def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
+    """Print the parts. A terminal wraps wider lines; in a pipe they are not wrapped."""
     for part in parts:
         console.print(part, soft_wrap=True, end="")
 
 
-def gap(row: TokenRow) -> float | None:
-    """How much likelier the weights that trained find the token than those that sampled it, as a logarithm."""
+def logprob_gap(row: TokenRow) -> float | None:
+    """Return the training log-probability minus the sampling log-probability of a token."""
     if row.logprob is None or row.logprob_trained is None:
         return None
     return row.logprob_trained - row.logprob
 
 
-def mark(row: TokenRow) -> str:
-    """Whether the token is trained, and if not or not as it is, why."""
+def training_mark(row: TokenRow) -> str:
+    """Return the mark that says whether the token is trained, or why it is not or only in part."""
     return "out" if row.left_out else MARKS[row.effect] if row.trained else "0"
 
 
@@ -141,10 +148,10 @@ def _cells(row: TokenRow) -> tuple[str, ...]:
     return (
         str(row.position),
         str(row.token_id),
-        mark(row),
+        training_mark(row),
         *(
             "" if value is None else f"{value:.4f}"
-            for value in (row.logprob, row.logprob_trained, gap(row), row.advantage)
+            for value in (row.logprob, row.logprob_trained, logprob_gap(row), row.advantage)
         ),
         "" if row.version is None else str(row.version),
         "" if row.turn is None else str(row.turn),
@@ -155,7 +162,8 @@ def _cells(row: TokenRow) -> tuple[str, ...]:
 def _columns(
     headings: Sequence[str], cells: Sequence[Sequence[str]], styles: Iterable[str] | None = None, *, words: int = 1
 ) -> Iterator[Styled]:
-    """Lines of a table whose last `words` columns are text, the others figures; `styles` are of the last column."""
+    """Yield the lines of a table whose last `words` columns are text and the others numbers; `styles`: styles of the last
+    column."""
     table = [headings, *cells]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     figures = len(headings) - words
