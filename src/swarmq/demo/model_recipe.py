@@ -70,6 +70,6 @@ def is_complete(folder: Path) -> bool:
 def recipe_digest(recipe: Recipe) -> str:
     """Return a digest of the recipe and of the code and problems that it uses."""
     digest = hashlib.sha256(msgspec.json.encode(recipe))
-    for name in ("agent", "model", "recipe", "task", "tokenizer", "warmup"):
+    for name in ("agent", "model", "model_recipe", "problems", "tokenizer", "warmup"):
         digest.update(Path(__file__).with_name(f"{name}.py").read_bytes())
     return digest.hexdigest()[:12]
