@@ -106,7 +106,7 @@ def main() -> None:
     runs: list[dict[str, Any]] = [one for one in earlier if (one["seed"], one["loss"]) not in planned]
     with tempfile.TemporaryDirectory(prefix="swarmq-learns-") as folder:
         for seed in arguments.seeds:
-            model = made_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps)
+            model = ensure_model(Path(folder) / f"model-{seed}", size, seed, arguments.warm_steps)
             for loss in arguments.losses:
                 print(f"--- seed {seed}, {loss}", flush=True)
                 job = job_of(Path(folder), model, size, seed, loss, arguments.steps, cuda=cuda)
@@ -130,7 +130,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def made_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> Path:
+def ensure_model(folder: Path, size: Size, seed: int, steps: tuple[int, int]) -> Path:
     """Fresh weights, then copying, which takes longest to learn, then the final mix."""
     folder.mkdir()
     dice, recipe = random.Random(seed), Recipe()

@@ -75,12 +75,12 @@ def make(policy: str) -> None:
 
 
 def run(seed: int, *, steps: int) -> Result:
-    models = made_models()
+    models = ensure_models()
     with tempfile.TemporaryDirectory(prefix="swarmq-policies-") as folder:
         return asyncio.run(_run(job_of(models, folder=folder, seed=seed, steps=steps), seed, steps))
 
 
-def made_models() -> dict[str, str]:
+def ensure_models() -> dict[str, str]:
     """Policy -> folder; both are warmed up side by side, once."""
     print("models: warmed up once, then found in the cache", flush=True)
     making = {

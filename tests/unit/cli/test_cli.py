@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_anything_starts(tmp_pat
 
 @pytest.mark.parametrize("command", ["up", "invite", "proxy", "learner", "collector", "demo"])
 def test_a_run_folder_that_cannot_be_is_named_before_anything_starts(tmp_path, monkeypatch, command):
-    monkeypatch.delattr("swarmq.demo.run.made_model")
+    monkeypatch.delattr("swarmq.demo.run.ensure_model")
     monkeypatch.setattr("swarmq.runtime.logs.configure", lambda **_: None)
     monkeypatch.chdir(tmp_path)
     extra = 'engine.urls = ["http://127.0.0.1:1"]\n[broker]\nurl = "amqp://u:p@127.0.0.1:1/"\n[proxy]\nport = 8000\n'
@@ -174,7 +174,7 @@ def test_a_run_folder_that_cannot_be_is_named_before_anything_starts(tmp_path, m
 
 
 def test_what_is_wrong_with_a_demo_is_said_before_its_model_is_made(tmp_path, monkeypatch):
-    monkeypatch.delattr("swarmq.demo.run.made_model")
+    monkeypatch.delattr("swarmq.demo.run.ensure_model")
     monkeypatch.chdir(tmp_path)
     for option, says in ((["--run", "A B"], "run: 'A B' must be"), (["--set", "nope=1"], "nope: unknown field")):
         result = swarmq("demo", *option)

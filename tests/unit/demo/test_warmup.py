@@ -104,8 +104,8 @@ def test_a_model_that_was_made_is_found_without_torch(tmp_path: Path):
     model_folder(tmp_path, Recipe()).mkdir()
     (model_folder(tmp_path, Recipe()) / "config.json").touch()
     look = (
-        "import asyncio, sys; from pathlib import Path; from swarmq.demo.make_model import made_model; "
-        "print(asyncio.run(made_model(Path(sys.argv[1]), print)), 'torch' in sys.modules)"
+        "import asyncio, sys; from pathlib import Path; from swarmq.demo.make_model import ensure_model; "
+        "print(asyncio.run(ensure_model(Path(sys.argv[1]), print)), 'torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", look, str(tmp_path)], capture_output=True, text=True, check=True)
     assert said.stdout.splitlines() == [f"model: found in {tmp_path}", f"{model_folder(tmp_path, Recipe())} False"]
