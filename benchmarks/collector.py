@@ -19,7 +19,7 @@ from benchmarks import report
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.service import BATCH, episode_of
+from swarmq.collector.service import BATCH, build_rollout
 from swarmq.collector.store import Store
 from swarmq.messages import (
     DeliveryReport,
@@ -136,7 +136,7 @@ def collect(bodies: list[bytes]) -> Pass:
                     store.write(effect)
             confirmed = [effect for effect in effects if isinstance(effect, do.Forward)]
             for item in confirmed:
-                message = episode_of(store, item)
+                message = build_rollout(store, item)
                 assert message is not None
                 encode(message)
             num_forwarded += len(confirmed)

@@ -31,7 +31,7 @@ from benchmarks.faults_nursery import Nursery
 from benchmarks.faults_world import GROUP_SIZE, GROUPS_PER_BATCH, KIND, POLICY, RUN, World, make_model
 from benchmarks.report import parser, save, table
 from swarmq.broker import topology
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.errors import BrokerError, CollectorError, LearnerError
 from swarmq.learner.store import batch_log
 from swarmq.messages import Rollout
@@ -167,7 +167,7 @@ def _in_order(world: World) -> list[str]:
 async def _unsettled(world: World) -> str:
     """What is not at its end yet; one finished group may wait for the other of its batch."""
     try:
-        known, logged = fates(world.run_folder.inbox), _logged(world)
+        known, logged = read_fates(world.run_folder.inbox), _logged(world)
         depths = await world.broker.depths([topology.tasks(RUN, KIND), topology.again(RUN, KIND)])
     except (BrokerError, CollectorError, LearnerError) as error:
         return str(error)
@@ -214,7 +214,7 @@ async def _left_for_learner(world: World, *, back_s: float) -> set[str]:
     What it held comes back a moment later, so those that the collector calls published are waited for.
     """
     found = set[str]()
-    published = {e for e, fate in fates(world.run_folder.inbox).items() if fate.state == "published"}
+    published = {e for e, fate in read_fates(world.run_folder.inbox).items() if fate.state == "published"}
     owed = published - {
         e
         for place in batch_log.scan(world.run_folder.batch_log(POLICY))

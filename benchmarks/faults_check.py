@@ -20,7 +20,7 @@ from benchmarks import faults_engine as scripted
 from benchmarks.faults_client import Line, digest
 from benchmarks.faults_inject import Injection
 from benchmarks.faults_world import POLICY, Stall
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.config import SwarmJob
 from swarmq.demo.accounting import Account, settle_run
 from swarmq.learner.store import batch_log
@@ -108,7 +108,7 @@ def judge(
     wrong: list[str] = []
     unproven: list[str] = []
     unseen: dict[str, tuple[str, ...]] = {}
-    ledger = fates(job.run_folder.inbox)
+    ledger = read_fates(job.run_folder.inbox)
     dropped = {e: fate.reason for e, fate in ledger.items() if fate.state == "dropped"}
     for record in batch_log.records(job.run_folder.batch_log(POLICY)):
         dropped |= record.index.dropped

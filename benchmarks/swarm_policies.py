@@ -28,7 +28,7 @@ from openai import OpenAI
 
 from swarmq import AsyncSwarmClient, Episode, Outcome, SwarmTask
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefaults, SwarmJob, Train
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
 from swarmq.demo.model_recipe import Architecture, Recipe, user_cache_folder
@@ -155,7 +155,7 @@ async def _run(job: SwarmJob, seed: int, steps: int) -> Result:
         killed_at=killed_at,
         trained={name: len(count) for name, count in counts.items()},
         twice=sum(times > 1 for count in counts.values() for times in count.values()),
-        fates=dict(Counter(f"{f.state} {f.reason}".strip() for f in fates(job.run_folder.inbox).values())),
+        fates=dict(Counter(f"{f.state} {f.reason}".strip() for f in read_fates(job.run_folder.inbox).values())),
     )
 
 

@@ -1,6 +1,6 @@
-"""The task mix: which shares hold at a step, and how whole groups are dealt out by them. Pure.
+"""The task mix: the shares at a step, and the division of whole groups by them. Pure.
 
-Collector and learner deal with the same functions from the same shares: the one its tickets, the other its batches.
+Collector and learner use the same functions on the same shares, for tickets and for batches.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import msgspec
 from swarmq.config import MixSchedule
 
 ROUNDING = 9
-"""Decimals to which debts are compared: shares like 0.1 do not add up exactly."""
+"""Number of decimals to which debts are compared, because shares like 0.1 do not add up exactly."""
 
 Shares = dict[str, float]
 
 
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
-    """What the mix is from one step on, until the next stretch begins."""
+    """The mix from one step until the next stretch begins."""
 
     from_step: int
     mix: Shares
@@ -29,15 +29,15 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dealt(NamedTuple):
-    """A batch's groups."""
+    """The groups of a batch by kind."""
 
     counts: dict[str, int]
     carry: Shares
-    """What rounding still owes each kind; sums to 0."""
+    """Fraction of a group that rounding owes each kind; sums to 0."""
 
 
 def kinds_of(stretches: Sequence[Stretch]) -> tuple[str, ...]:
-    """Every kind with a share at some step."""
+    """Return every kind with a share at some step."""
     kinds: dict[str, None] = {}
     for stretch in stretches:
         points = stretch.schedule.points if stretch.schedule else ()
@@ -46,7 +46,7 @@ def kinds_of(stretches: Sequence[Stretch]) -> tuple[str, ...]:
 
 
 def shares(stretches: Sequence[Stretch], step: int, lent: Collection[str] = ()) -> Shares:
-    """The shares of the batch that makes the weights of `step`; those of `lent` kinds are given to the others."""
+    """Return the shares of the batch that makes the weights of `step`; the shares of `lent` kinds go to the others."""
     current = [stretch for stretch in stretches if stretch.from_step <= step][-1]
     mix = _scheduled(current, step)
     active = {kind: share for kind, share in mix.items() if share > 0 and kind not in lent}
@@ -55,9 +55,9 @@ def shares(stretches: Sequence[Stretch], step: int, lent: Collection[str] = ()) 
 
 
 def deal(mix: Mapping[str, float], carry: Mapping[str, float], groups: int) -> Dealt:
-    """Whole groups by largest remainder, with what earlier batches owe.
+    """Divide whole groups by largest remainder, including the debts of earlier batches.
 
-    Of each kind the groups dealt so far are within one of its exact share.
+    The groups given to each kind so far are within one of its exact share.
     """
     owed = sum(carry.get(kind, 0.0) for kind in mix)  # not 0 where a kind has just left or lent its share
     wanted = {kind: round(share * (groups - owed) + carry.get(kind, 0.0), ROUNDING) for kind, share in mix.items()}

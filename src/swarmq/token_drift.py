@@ -1,8 +1,8 @@
-"""How well turns continued the turns before them. Pure.
+"""How well turns continue earlier turns token by token. Pure.
 
-A turn that has an earlier one to continue either begins with exactly its tokens, or it is a branch for a typed reason.
-Where a fresh rendering would have put other tokens for the same text, that is drift: repaired when the recorded tokens
-were kept, a branch of reason `drift` when they could not be.
+A turn with an earlier turn to continue either begins with exactly its tokens, or is a branch for a named reason. If a fresh
+rendering gives other tokens for the same text, that is drift: repaired if the recorded tokens were kept, a branch with the
+reason `drift` if they could not be.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import msgspec
 from swarmq.messages import Turn
 
 LOST = frozenset({"drift", "template_rewrote_history", "answer_cut", "token_dropped", "character_cut"})
-"""Branches that nobody asked for: each computes its whole context again. docs/proxy.md says what avoids which."""
+"""Reasons of branches that nobody intended and that recompute their whole context. docs/proxy.md says how to avoid them."""
 
 EDITED = frozenset({"history_edited", "tools_changed"})
-"""Branches that an agent makes, on purpose (a summary in place of the history) or not (a clock in the system prompt)."""
+"""Reasons of branches that an agent causes, on purpose (a summary in place of the history) or not (a clock in the system
+prompt)."""
 
 
 class Drift(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts of turns."""
+    """Counts of turns by how they continue."""
 
     turns: int = 0
     continued: int = 0
-    """That had an earlier turn to continue; the others begin a conversation."""
+    """Number of turns with an earlier turn to continue; the others begin a conversation."""
     repaired: int = 0
-    """Whose prompt keeps recorded tokens where a rendering has others."""
+    """Number of turns whose prompt keeps recorded tokens where a rendering gives others."""
     drifted: int = 0
-    """Repaired or branched by drift."""
+    """Number of turns that were repaired or branched because of drift."""
     branches: dict[str, int] = {}
-    """Reason -> turns that could not continue."""
+    """Reason -> number of turns that could not continue."""
 
     @classmethod
     def of(cls, turns: Iterable[Turn]) -> Drift:
@@ -59,16 +60,16 @@ class Drift(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rate(self) -> float:
-        """Drifted turns per turn with something to continue."""
+        """Drifted turns per turn with an earlier turn to continue."""
         return self.drifted / max(self.continued, 1)
 
     @property
     def lost(self) -> float:
-        """Share of the turns with something to continue that branched though nobody asked for it."""
+        """Share of unintended branches among the turns with an earlier turn to continue."""
         return self.share(LOST)
 
     def share(self, reasons: Collection[str]) -> float:
-        """Share of the turns with something to continue that branched for one of these reasons."""
+        """Return the share of turns that branched for one of `reasons`, among those with an earlier turn to continue."""
         return sum(count for reason, count in self.branches.items() if reason in reasons) / max(self.continued, 1)
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ from openai import OpenAI
 
 from support.tiny_model import tiny_model
 from swarmq import SwarmClient, keys
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.learner.store.batch_log import records
 from swarmq.up import Endpoints
@@ -126,7 +126,7 @@ def wait_for_step(up: Up, version: int) -> None:
 
 def wait_until_collected(up: Up, episodes: int) -> None:
     """The collector has the ends of all these; they were confirmed by the broker."""
-    while sum(fate.state != "open" for fate in fates(up.folder.inbox).values()) < episodes:
+    while sum(fate.state != "open" for fate in read_fates(up.folder.inbox).values()) < episodes:
         assert up.process.poll() is None
         time.sleep(0.2)
 
@@ -183,6 +183,6 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
         up.stop()
     trained = [episode for record in records(up.folder.batch_log("main")) for episode in record.index.trained]
     assert len(trained) == len(set(trained))
-    states = [fate.state for fate in fates(up.folder.inbox).values()]
+    states = [fate.state for fate in read_fates(up.folder.inbox).values()]
     assert len(states) == finished
     assert states.count("trained") + states.count("published") + states.count("waiting") == finished

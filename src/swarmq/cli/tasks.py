@@ -119,10 +119,10 @@ async def _feed(
 
     from swarmq.client.data.feed import default_progress_file, feed
     from swarmq.client.data.tasks import source_mark
-    from swarmq.collector.ledger import changes
+    from swarmq.collector.ledger import read_changes
 
     folder = RunFolder(run)
-    job = live_settings.apply_changes(load_live_run(run), changes(folder.inbox))
+    job = live_settings.apply_changes(load_live_run(run), read_changes(folder.inbox))
     chosen = _one_kind(job, kind)
     async with open_broker(job, "swarmq feed") as broker:
         with Progress(disable=not sys.stdout.isatty()) as progress:

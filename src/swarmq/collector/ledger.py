@@ -1,4 +1,4 @@
-"""Reading the collector's ledger from outside, while it runs or after: what became of every episode. Writes nothing."""
+"""Read-only access to the collector's ledger, during and after a run: the fate of every episode, and the control state."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from swarmq.messages import Change, Control
 
 
 class Fate(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one episode stands. Its last word is `trained`, `dropped` with a reason, or `eval`."""
+    """The state of one episode, whose final value is `trained`, `dropped` with a reason, or `eval`."""
 
     state: str
-    """open, waiting, published, trained, dropped or eval."""
+    """`open`, `waiting`, `published`, `trained`, `dropped` or `eval`."""
     reason: str
     slot: str
     kind: str
     client_id: str
 
 
-def changes(path: Path) -> tuple[Change, ...]:
-    """What was changed while the run was up; empty where nothing was, or no collector has run yet."""
-    state = control(path)
+def read_changes(path: Path) -> tuple[Change, ...]:
+    """Return the changes made while the run was up, or () if there are none or no collector has run yet."""
+    state = read_control(path)
     return state.changes if state else ()
 
 
-def control(path: Path) -> Control | None:
-    """What was asked of the run while it was up; None where nothing was, or no collector has run yet."""
+def read_control(path: Path) -> Control | None:
+    """Return the control state, or None if nothing was requested or no collector has run yet."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
             row = ledger.execute("SELECT body FROM control").fetchone()
@@ -39,8 +39,8 @@ def control(path: Path) -> Control | None:
     return msgspec.msgpack.decode(row[0], type=Control) if row else None
 
 
-def fates(path: Path) -> dict[str, Fate]:
-    """Episode id -> fate. Raises CollectorError when there is no readable ledger at `path`."""
+def read_fates(path: Path) -> dict[str, Fate]:
+    """Return episode id -> fate. Raises CollectorError if there is no readable ledger at `path`."""
     try:
         with closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as ledger:
             rows = ledger.execute("SELECT id, state, reason, slot, kind, client FROM episodes").fetchall()

@@ -1,7 +1,4 @@
-"""Entry point of `swarmq-collector`, and of the child process that a learner starts.
-
-Joins what clients and proxies send into finished episodes: `service.py` shows the flow.
-"""
+"""Entry point of `swarmq-collector`, and of the child process that a learner starts. `service.py` shows the flow."""
 
 from __future__ import annotations
 
@@ -23,9 +20,10 @@ log = structlog.get_logger()
 
 
 def run(job: SwarmJob) -> None:
-    """Collect until SIGTERM or SIGINT, then finish what is under way; a second signal ends at once.
+    """Collect until SIGTERM or SIGINT, then finish the work in hand; a second signal ends the process at once.
 
-    Raises ConfigError without a broker, BrokerError when it refuses us, CollectorError when the store is unusable.
+    Raises ConfigError without a broker, BrokerError if the broker refuses the connection, CollectorError if the store is
+    unusable.
     """
     logs.configure(role="collector", run=job.run)
     url = resolve_amqp_url(job.broker)

@@ -1,4 +1,4 @@
-"""What the collector tells people: its figures, and in one line who waits for whom when nothing moves."""
+"""The collector's reports: fields of its `state` event, and warnings that say who waits for whom when nothing moves."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from swarmq.collector.decide.core import Core
 from swarmq.messages import Control
 
 MAX_REFUSED = 4096
-"""Episodes whose refused calls are remembered."""
+"""Number of episodes whose refused calls are remembered."""
 PATIENCE_S = 120.0
-"""How long something may stand still before it is called out, and how often it is repeated."""
+"""Seconds of standstill before a warning, and between its repetitions."""
 
 HEADLINE = (
     *("begun", "finished", "forwarded", "trained", "eval_finished", "duplicates"),
@@ -22,9 +22,9 @@ HEADLINE = (
 )
 
 
-def figures(core: Core) -> dict[str, Any]:
-    """Fields of the `state` event. Every training episode that began is open, waits in a group, is in the hands of a
-    learner, was trained, or was dropped for a reason."""
+def state_fields(core: Core) -> dict[str, Any]:
+    """Return the fields of the `state` event. Every training episode that began is open, waits in a group, is with a learner,
+    was trained, or was dropped for a reason."""
     counts = core.counts
     dropped = {name.removeprefix("dropped."): n for name, n in counts.items() if name.startswith("dropped.")}
     return {
@@ -43,21 +43,21 @@ def figures(core: Core) -> dict[str, Any]:
 
 
 def _control(state: Control, *, is_drained: bool) -> dict[str, Any]:
-    """What was changed while the run is up, for those who cannot read their own queue: the proxies."""
+    """Return the control state for the proxies, which have no control queue of their own."""
     changes = [msgspec.to_builtins(change) for change in state.changes]
     pace = "drained" if is_drained else state.pace
     return {"control": state.number, "pace": pace, "lent": list(state.lent), "changes": changes}
 
 
-class Watch:
-    """Remembers since when each thing stands still."""
+class StandstillWatch:
+    """Detector of standstills, with the time since when each thing stands still."""
 
     def __init__(self) -> None:
         self._since: dict[Hashable, tuple[float, float]] = {}
-        """Standstill -> when it was first seen, when it was last told."""
+        """Standstill -> (time when it was first seen, time of its last warning)."""
 
     def look(self, core: Core, now: float) -> list[str]:
-        """A line for everything that has stood still for PATIENCE_S, and again each PATIENCE_S after."""
+        """Return a warning for everything that has stood still for PATIENCE_S, repeated each PATIENCE_S."""
         present = {}
         lines = []
         for key, text in _standstills(core, now):
@@ -69,24 +69,24 @@ class Watch:
         return lines
 
 
-class NoTurns:
-    """Tells of episodes that ended without a model call: their calls were refused, or their agent has another address or key
-    in mind."""
+class NoTurnsWarnings:
+    """Warnings about episodes that ended without a model call, because their calls were refused or their agent uses another
+    address or key."""
 
     def __init__(self) -> None:
         self._num = 0
         self._tell_at = 0.0
         self._refused: OrderedDict[str, str] = OrderedDict()
-        """Episode -> why a proxy refused its first call that was refused."""
+        """Episode id -> reason for which a proxy refused its first refused call."""
 
     def hear(self, refused: Mapping[str, Any]) -> None:
-        """The fields of a proxy's `refused` event."""
+        """Remember the fields of a proxy's `refused` event."""
         self._refused[str(refused.get("episode_id"))] = str(refused.get("why"))
         if len(self._refused) > MAX_REFUSED:
             self._refused.popitem(last=False)
 
     def look(self, episode: Mapping[str, Any], now: float) -> str | None:
-        """A line, at most each PATIENCE_S, for the fields of an `episode` event."""
+        """Return a warning for the fields of an `episode` event, at most one each PATIENCE_S, else None."""
         if episode["reason"] != "no_turns":
             return None
         self._num += 1
@@ -103,7 +103,7 @@ class NoTurns:
 
 
 def _standstills(core: Core, now: float) -> Iterator[tuple[Hashable, str]]:
-    """What waits at this moment. The key holds what would have changed had it moved."""
+    """Yield what waits at present. The key contains the values that would have changed if it had moved."""
     rules, counts = core.rules, core.counts
     for group_id, group in core.groups.open.items():
         if group.winners:

@@ -1,16 +1,16 @@
-"""The collector's shell: wires the core to the broker, the store and the clock.
+"""The collector's shell, which connects the core to the broker, the store and the clock.
 
-    in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
-    timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
-    depths ──5 s──> look ──┤                                      │
-    confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
-        ^─────────────────────────────────────────────────────────────────────────────┘
-    returned ──> give_back: sealed? ──> tasks.again, eval
+  in ──batch──> intake ──┐                                      ┌──> emit, dead-letter
+  timer ──1 s──> tick ───┼──> decide: core in one transaction ──┼──> acknowledge `in`
+  depths ──5 s──> look ──┤                                      │
+  confirms ──────────────┘          (never two at once)         └──> outgoing ──> sender ──> ready, tickets
+     ^─────────────────────────────────────────────────────────────────────────────┘
+  returned ──> give_back: sealed? ──> tasks.again, eval
 
-Order is the promise: committed, then acknowledged; committed, then published; confirmed, then marked. A crash between
-any two of them is a redelivery or a second publish. When the store cannot commit (disk full), nothing is acknowledged:
-the core is made again from the store and the same pieces are decided once more, until it can. Queues that somebody
-deleted are made again here and nowhere else, after it is committed that what they held is to be sent once more.
+The order is the promise: commit, then acknowledge; commit, then publish; confirm, then mark. A crash between two of these
+causes a redelivery or a second publish, and both are deduplicated. If the store cannot commit (disk full), nothing is
+acknowledged: the core is rebuilt from the store and decides the same messages again, until the commit succeeds. Deleted queues
+are declared again here and nowhere else, after the commit that schedules their lost content to be sent again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ import structlog
 
 from swarmq import keys
 from swarmq.broker import Broker, Delivery, Depth, topology
-from swarmq.collector.decide.assemble import assemble
+from swarmq.collector.decide.assemble import assemble_rollout
 from swarmq.collector.decide.core import Core
-from swarmq.collector.decide.effects import DeadLetter, Effect, Emit, Forward, IssueEval, IssueTicket, Tell
+from swarmq.collector.decide.effects import Effect, Emit, Forward, IssueEval, IssueTicket, SendControl, SendDeadLetter
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.report import NoTurns, Watch, figures
+from swarmq.collector.report import NoTurnsWarnings, StandstillWatch, state_fields
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import BrokerLostError, CollectorError, UnconfirmedError, UnroutableError
@@ -41,25 +41,25 @@ from swarmq.registries.proxies import ProxyRegistry
 
 PREFETCH = 1000
 BATCH = 500
-"""Pieces of one transaction, at most."""
+"""Most messages of one transaction."""
 WINDOW = 32
-"""Messages published at once; bounds the memory that episodes take on their way out."""
+"""Number of messages published at the same time, which bounds the memory of outgoing rollouts."""
 TICK_S = 1.0
 LOOK_S = 5.0
 STATE_S = 2.0
 RETRY_S = 2.0
 PATIENCE_S = 30.0
-"""How long a message may be unconfirmed before its queue is looked at."""
+"""Seconds that a message may stay unconfirmed before its queue is checked."""
 DRAIN_S = 10.0
 
 Step = Callable[[Core], Iterable[Effect]]
-Outgoing = Forward | IssueTicket | IssueEval | Tell
+Outgoing = Forward | IssueTicket | IssueEval | SendControl
 
 log = structlog.get_logger()
 
 
 class Collector:
-    """One run's collector; `run` it once."""
+    """The collector of one run; call `run` once."""
 
     def __init__(self, job: SwarmJob, broker: Broker, store: Store, *, clock: Callable[[], float] = time.time) -> None:
         self.job = job
@@ -75,21 +75,21 @@ class Collector:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._events: deque[Emit] = deque()
-        self._no_turns = NoTurns()
+        self._no_turns = NoTurnsWarnings()
         self._restoring = asyncio.Lock()
         self._reviving = asyncio.Lock()
         queues = topology.run_queues(job.run, policies=self._rules.trained, kinds=job.task_kinds)
         self._queues = frozenset(queues)
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Collect until `stop` is set, then finish what is under way within DRAIN_S."""
+        """Collect until `stop` is set, then finish the work in hand within DRAIN_S."""
         await self._restore(at_start=True)
         # Learners keep the control state in a file of their own, which a power loss may have damaged: they hear it again.
         controls = [topology.control(self.job.run, policy) for policy in self._rules.trained]
         await self._decide(lambda core: core.lost(controls))
         self._outgoing.clear()
         self._send(self._store.outbox())
-        log.info("collecting", **figures(self._loaded()))
+        log.info("collecting", **state_fields(self._loaded()))
         async with asyncio.TaskGroup() as tasks:
             sender = tasks.create_task(self._sender())
             others = [
@@ -110,8 +110,8 @@ class Collector:
                     await self._idle.wait()
             sender.cancel()
         await self._decide(lambda _: [])
-        await self._tell("state", figures(self._loaded()))
-        log.info("stopped", unsent=len(self._outgoing), **figures(self._loaded()))
+        await self._tell("state", state_fields(self._loaded()))
+        log.info("stopped", unsent=len(self._outgoing), **state_fields(self._loaded()))
 
     # ---------------------------------------------------------------------------------------------- loops
 
@@ -132,10 +132,10 @@ class Collector:
                 await self._restore()
 
     async def _take(self, batch: list[Delivery]) -> list[tuple[Delivery, str]]:
-        """Decide a batch; returns what is to be parked, with the reason.
+        """Decide a batch and return the deliveries to dead-letter, with reasons.
 
-        A piece that breaks the core is a bug of ours. It is found by itself and parked: if it took the process down,
-        all that was delivered with it would come again and again, until RabbitMQ parks every one of them.
+        A message on which the core fails is a bug in swarmq. It is isolated and dead-lettered: if the process died of it, the
+        whole batch would be redelivered again and again, until RabbitMQ dead-letters all of it.
         """
         try:
             return await self._take_together(batch)
@@ -146,7 +146,7 @@ class Collector:
         return [refusal for delivery in batch for refusal in await self._take([delivery])]
 
     async def _give_up(self, delivery: Delivery, reason: str) -> list[tuple[Delivery, str]]:
-        """What is to be parked. An episode hears that a turn is missing, unless that breaks the core, too."""
+        """Tell the core that a message of an episode is missing, and return the deliveries to dead-letter."""
         turn = delivery.message
         if not isinstance(turn, Turn):
             return [(delivery, reason)]
@@ -165,7 +165,7 @@ class Collector:
                     refused.append((delivery, f"{type(delivery.message).__name__} on {delivery.arrival.queue}"))
                     continue
                 for effect in core.take(delivery.message, delivery.body, now):
-                    if isinstance(effect, DeadLetter):
+                    if isinstance(effect, SendDeadLetter):
                         refused.append((delivery, effect.reason))
                     yield effect
 
@@ -173,15 +173,15 @@ class Collector:
         return refused
 
     async def _listen(self) -> None:
-        """Hear from the proxies whose calls were refused."""
+        """Listen to events of the proxies about refused calls."""
         async with self._broker.events(self.job.run) as events:
             async for event in events:
                 if event.name == "refused":
                     self._no_turns.hear(event.fields)
 
     async def _give_back(self) -> None:
-        """Put tasks that invited clients return on their queues again. A crash after the confirm does it twice, which a slot's
-        first reward settles."""
+        """Put tasks that invited clients return back on their queues. A crash after the confirm does this twice, which is
+        harmless: the first reward of a slot wins."""
         while True:
             try:
                 async with self._broker.consume(topology.returned(self.job.run), prefetch=WINDOW) as deliveries:
@@ -208,7 +208,7 @@ class Collector:
         return secret is not None and task.kind in self.job.task_kinds and keys.is_sealed(secret, task)
 
     def _task_secret(self) -> bytes | None:
-        """None while the run has none: then nobody was invited."""
+        """Return the secret of task seals, or None while the run has none, because no client is invited yet."""
         path = self.job.run_folder.root_secret
         return keys.derive_task_secret(keys.load_root(path)) if path.exists() else None
 
@@ -224,7 +224,7 @@ class Collector:
             await self._look()
 
     async def _look(self) -> None:
-        """Find what somebody deleted or emptied."""
+        """Detect queues that were deleted or emptied."""
         depths = await self._restore()
         if not self._outgoing and not depths[topology.inbox(self.job.run)].ready:
             kinds = {kind: topology.tickets(self.job.run, kind) for kind in self.job.task_kinds}
@@ -232,7 +232,7 @@ class Collector:
             await self._decide(lambda core: core.tickets_seen(waiting, self._clock()))
 
     async def _sender(self) -> None:
-        """Publish what was decided, in order, a window at a time."""
+        """Publish decided messages in order, a window at a time."""
         while True:
             if not self._outgoing:
                 self._idle.set()
@@ -247,11 +247,11 @@ class Collector:
             self._confirmed += window
 
     async def _reporter(self) -> None:
-        watch = Watch()
+        watch = StandstillWatch()
         while True:
             await asyncio.sleep(STATE_S)
             core = self._loaded()
-            await self._tell("state", figures(core))
+            await self._tell("state", state_fields(core))
             for line in watch.look(core, self._clock()):
                 log.warning("no_progress", why=line)
                 await self._tell("warning", {"text": line})
@@ -259,7 +259,7 @@ class Collector:
     # ------------------------------------------------------------------------------------------- deciding
 
     async def _decide(self, step: Step) -> None:
-        """Run `step` on the core, with the confirms that came in, in one transaction; again until it is committed."""
+        """Run `step` on the core in one transaction, with the confirms so far; repeat until the transaction is committed."""
         async with self._deciding:
             while True:
                 try:
@@ -287,7 +287,7 @@ class Collector:
         self._events += [effect for effect in effects if isinstance(effect, Emit)]
 
     def _loaded(self) -> Core:
-        """The core; made from the store at the start and after a failed commit."""
+        """Return the core, built from the store at the start and after a failed commit."""
         if self._core is None:
             self._core = Core(self._rules, self._store, self._store.snapshot(), now=self._clock(), job=self.job)
         return self._core
@@ -301,7 +301,7 @@ class Collector:
             self._wake.set()
 
     async def _publish(self, item: Outgoing) -> None:
-        """Return once the broker has confirmed it, or a learner has reported on it meanwhile."""
+        """Publish an item and return once the broker has confirmed it, or a learner has reported on it meanwhile."""
         message: Message | None
         if isinstance(item, IssueTicket):
             queue = topology.tickets(self.job.run, item.kind)
@@ -313,15 +313,15 @@ class Collector:
                 group_size=size,
                 proxies=self._proxies.urls(),
             )
-        elif isinstance(item, Tell):
+        elif isinstance(item, SendControl):
             queue = topology.control(self.job.run, item.policy)
             message = self._store.control()
         elif isinstance(item, IssueEval):
             queue = topology.evals(self.job.run, item.kind)
-            message = task_of(self._store, item, run=self.job.run, secret=self._task_secret())
+            message = build_eval_task(self._store, item, run=self.job.run, secret=self._task_secret())
         else:
             queue = topology.ready(self.job.run, item.policy)
-            message = episode_of(self._store, item)
+            message = build_rollout(self._store, item)
         while message is not None:
             try:
                 await self._broker.publish(queue, message, deadline_s=PATIENCE_S)
@@ -344,14 +344,14 @@ class Collector:
         await self._broker.emit(event)
 
     async def _revive(self, queue: str) -> None:
-        """Make one of the queues that we alone fill again when RabbitMQ could not bring it up: all it held is sent again."""
+        """Declare a queue again that RabbitMQ could not recover and that only the collector fills; its content is sent again."""
         async with self._reviving:  # one after another, or the second takes away what the first has made again
             if await self._broker.delete_if_dead(queue):
                 log.warning("queue_dead", queue=queue, why="RabbitMQ could not bring it up after a crash; see its log")
                 await self._restore()
 
     async def _restore(self, *, at_start: bool = False) -> dict[str, Depth]:
-        """Make the queues that are gone again, and send again what they held; what all queues hold now."""
+        """Declare missing queues again, schedule their lost content, and return the depths of all queues."""
         async with self._restoring:
             depths = await self._broker.depths(sorted(self._queues))
             if gone := self._queues - depths.keys():
@@ -365,14 +365,14 @@ class Collector:
             return dict.fromkeys(gone, Depth(0, 0)) | depths
 
 
-def episode_of(store: Store, item: Forward) -> Rollout | None:
-    """The message that an outbox row stands for; None if a learner has reported on it already."""
+def build_rollout(store: Store, item: Forward) -> Rollout | None:
+    """Build the rollout of an outbox row, or return None if a learner has already reported on it."""
     parts = store.parts(item.episode_id)
-    return assemble(item.policy, *parts, group_members=item.group_members) if parts else None
+    return assemble_rollout(item.policy, *parts, group_members=item.group_members) if parts else None
 
 
-def task_of(store: Store, item: IssueEval, *, run: str, secret: bytes | None = None) -> Task | None:
-    """The attempt that a row of an evaluation round stands for, sealed; None if its task is gone."""
+def build_eval_task(store: Store, item: IssueEval, *, run: str, secret: bytes | None = None) -> Task | None:
+    """Build the sealed task of an evaluation row, or return None if its task is gone."""
     payload = store.payload((slot := msgspec.msgpack.decode(item.slot, type=Slot)).task_id)
     if payload is None:
         return None
@@ -384,7 +384,7 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
     for item in items:
         if isinstance(item, IssueTicket):
             yield from core.ticket_sent(item.ticket_id)
-        elif isinstance(item, Tell):
+        elif isinstance(item, SendControl):
             yield from core.told(item.policy, item.number)
         elif isinstance(item, IssueEval):
             yield from core.eval_sent(item.slot_id)
@@ -393,5 +393,5 @@ def _confirms(core: Core, items: list[Outgoing]) -> Iterator[Effect]:
 
 
 def _settle(core: Core) -> Iterator[Effect]:
-    """Last of a transaction, hence not before it is asked for."""
+    """Settle the core, as the last decision of a transaction. A generator, so that nothing runs before the others are written."""
     yield from core.settle()

@@ -1,12 +1,13 @@
-"""The collector's memory on disk: one SQLite file, one transaction per batch of pieces.
+"""The collector's persistent state: one SQLite file, one transaction per batch of messages.
 
-`in` is acknowledged after the commit, and the outbox is published after it, so a crash anywhere means a redelivery or
-a second publish; both are absorbed. Tables: `episodes` (one small row each, for ever: the ledger), `turns` (heavy, and
-what proxies say of their answers; deleted with the last word on their episode), `slots` (winners), `given_up` (slots of open groups to which no attempt will
-come), `groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (out ones), `credit`, `versions`, `counts`, `meta`; `control` (what was changed while
-the run is up), `replies` (to commands), `telling` (learners that have not been told), `eval_tasks` and `eval_slots` (the round that is under way).
+`in` is acknowledged after the commit, and the outbox is published after it, so a crash causes a redelivery or a second publish,
+and both are deduplicated. Tables: `episodes` (one small row each, kept forever: the ledger), `turns` (large; turns and delivery
+reports, deleted when the episode is settled), `slots` (winners), `given_up` (slots of open groups without further attempts),
+`groups`, `outcomes` (one row per policy of a forwarded episode), `outbox`, `tickets` (those not used yet), `credit`,
+`versions`, `counts`, `meta`, `control` (changes while the run is up), `replies` (to commands), `telling` (learners without the
+newest control state), `eval_tasks` and `eval_slots` (the current evaluation round).
 
-One collector at a time: the file is locked by its process, and a second one is told which.
+Only one collector may run: its process locks the file, and a second one is told which process holds it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.evals import Evals, EvalSlot, EvalTask
 from swarmq.collector.decide.state import (
     TAINTS,
-    Call,
     EndedEpisode,
-    KindCredit,
+    KindWindow,
     OpenEpisode,
     PublishedGroup,
     Snapshot,
-    Waiting,
+    TurnMeta,
+    WaitingMember,
 )
 from swarmq.errors import CollectorError
 from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Message, Slot, Turn
@@ -99,7 +100,7 @@ CREATE TABLE IF NOT EXISTS given_up (
 ) WITHOUT ROWID;
 """
 EVAL_GIVEN_UP = "ALTER TABLE eval_slots ADD COLUMN given_up INTEGER NOT NULL DEFAULT 0"
-"""Stores of schema 2 that an earlier swarmq made have neither yet."""
+"""Migration of schema-2 stores made by an earlier version."""
 
 SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in their order
     do.Open: "INSERT INTO episodes (id, state, began_at) VALUES (?, 'open', ?)",
@@ -119,10 +120,10 @@ SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in thei
     do.SaveGroup: "INSERT INTO groups VALUES (?, ?, ?, ?, ?) "
     "ON CONFLICT (id) DO UPDATE SET state = excluded.state, since = excluded.since",
     do.FreeGroup: "DELETE FROM groups WHERE id = ?",
-    do.Outcome: "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (episode, policy) "
+    do.SaveOutcome: "INSERT INTO outcomes VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (episode, policy) "
     "DO UPDATE SET state = excluded.state, version = excluded.version, reason = excluded.reason",
     do.Forward: "INSERT INTO outbox (episode, policy, members) VALUES (?, ?, ?) ON CONFLICT (episode, policy) DO NOTHING",
-    do.Forwarded: "DELETE FROM outbox WHERE episode = ? AND policy = ?",
+    do.ForwardSent: "DELETE FROM outbox WHERE episode = ? AND policy = ?",
     do.IssueTicket: "INSERT INTO tickets (id, kind) VALUES (?, ?) ON CONFLICT (id) DO UPDATE SET sent = 0",
     do.TicketSent: "UPDATE tickets SET sent = 1 WHERE id = ?",
     do.TicketUsed: "DELETE FROM tickets WHERE id = ?",
@@ -136,21 +137,21 @@ SQL: dict[type[do.Effect], str] = {  # the values are an effect's fields in thei
     do.CloseRound: "DELETE FROM eval_slots",
     do.SaveControl: "INSERT OR REPLACE INTO control VALUES (1, ?)",
     do.SaveReply: "INSERT OR REPLACE INTO replies VALUES (?, ?)",
-    do.Tell: "INSERT OR REPLACE INTO telling VALUES (?, ?)",
-    do.Told: "DELETE FROM telling WHERE policy = ? AND number <= ?",
+    do.SendControl: "INSERT OR REPLACE INTO telling VALUES (?, ?)",
+    do.ControlSent: "DELETE FROM telling WHERE policy = ? AND number <= ?",
     do.SaveVersion: "INSERT OR REPLACE INTO versions VALUES (?, ?)",
     do.SaveCount: "INSERT OR REPLACE INTO counts VALUES (?, ?)",
 }
 
 _pieces: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-"""For bodies that were checked when they came."""
+"""Decoder for message bodies that were checked on arrival."""
 
 
 class Store:
-    """An open store. Raises CollectorError wherever SQLite does."""
+    """An open store. All methods raise CollectorError if SQLite fails."""
 
     def __init__(self, path: Path | None, *, run: str) -> None:
-        """Open or make the file; None keeps everything in memory, for simulations."""
+        """Open or create the file; None keeps everything in memory, for simulations."""
         self._lock = _lock(path) if path else None
         self._where = str(path or ":memory:")
         try:
@@ -172,7 +173,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """All that is written inside is durable when this returns, or none of it is."""
+        """Commit everything written inside the block durably, or nothing of it."""
         with self._mapped():
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -184,7 +185,7 @@ class Store:
                 raise
 
     def write(self, effect: do.Effect) -> None:
-        """Run an effect that is a row; the others are left to the service."""
+        """Execute an effect that is a row; other effects are left to the service."""
         if statement := SQL.get(type(effect)):
             self._db.execute(statement, msgspec.structs.astuple(effect))
 
@@ -210,7 +211,7 @@ class Store:
     # ----------------------------------------------------------------------------------------- reading
 
     def snapshot(self) -> Snapshot:
-        """Everything that a core keeps in memory."""
+        """Return everything that a core keeps in memory."""
         with self._mapped():
             return Snapshot(
                 episodes=self._open_episodes(),
@@ -222,7 +223,7 @@ class Store:
                 published=self._published(),
                 tickets=dict(self._all("SELECT id, kind FROM tickets")),
                 credit={
-                    kind: KindCredit(allocated=allocated, trained=trained, debt=debt, due=due)
+                    kind: KindWindow(allocated=allocated, trained=trained, debt=debt, due=due)
                     for kind, allocated, trained, debt, due in self._all("SELECT * FROM credit")
                 },
                 versions=dict(self._all("SELECT * FROM versions")),
@@ -232,7 +233,7 @@ class Store:
             )
 
     def outbox(self) -> list[do.Effect]:
-        """What was decided and not confirmed by the broker: tickets, then episodes in their order."""
+        """Return the effects whose publication is not confirmed yet: tickets first, then rollouts in their order."""
         with self._mapped():
             tickets = self._all("SELECT id, kind FROM tickets WHERE NOT sent")
             episodes = self._all("SELECT episode, policy, members FROM outbox ORDER BY seq")
@@ -240,18 +241,18 @@ class Store:
             evals = self._all("SELECT id, slot, kind, version, began_at FROM eval_slots WHERE NOT sent")
         return [
             *(do.IssueTicket(*row) for row in tickets),
-            *(do.Tell(*row) for row in telling),
+            *(do.SendControl(*row) for row in telling),
             *(do.IssueEval(*row) for row in evals),
             *(do.Forward(*row) for row in episodes),
         ]
 
     def control(self) -> Control | None:
-        """The control state."""
+        """Return the stored control state, or None."""
         with self._mapped():
             return self._control()
 
     def parts(self, episode_id: str) -> tuple[EpisodeBegin, EpisodeEnd, list[Turn]] | None:
-        """What a forwarded episode is made of, turns in order of arrival; None once a learner has reported on it."""
+        """Return a forwarded episode's begin, end and turns (in order of arrival), or None once a learner has reported on it."""
         with self._mapped():
             row = self._one("SELECT begin, end FROM episodes WHERE id = ? AND state = 'published'", episode_id)
             if row is None:
@@ -262,7 +263,7 @@ class Store:
         return begin, end, [turn for (body,) in turns if isinstance(turn := _pieces.decode(body), Turn)]
 
     def payload(self, task_id: str) -> bytes | None:
-        """What an eval task is about; None for one that is gone."""
+        """Return the payload of an evaluation task, or None if the task is gone."""
         with self._mapped():
             row = self._one("SELECT payload FROM eval_tasks WHERE id = ?", task_id)
         return row[0] if row else None
@@ -306,19 +307,19 @@ class Store:
             for (body,) in self._db.execute("SELECT body FROM turns WHERE episode = ? ORDER BY seq", (episode_id,)):
                 match _pieces.decode(body):
                     case Turn() as turn:
-                        episode.calls[turn.call_id] = Call.of(turn, len(body))
+                        episode.calls[turn.call_id] = TurnMeta.of(turn, len(body))
                     case DeliveryReport() as served:
                         episode.hear(served)
             episodes.append(episode)
         return episodes
 
-    def _waiting(self) -> dict[str, list[Waiting]]:
-        waiting: dict[str, list[Waiting]] = {}
+    def _waiting(self) -> dict[str, list[WaitingMember]]:
+        waiting: dict[str, list[WaitingMember]] = {}
         for episode_id, slot_id, policies, begin in self._all(
             "SELECT id, slot, policies, begin FROM episodes WHERE state = 'waiting' ORDER BY began_at, id"
         ):
             if isinstance(piece := _pieces.decode(begin), EpisodeBegin):
-                member = Waiting(episode_id, slot_id, tuple(policies.split(",")))
+                member = WaitingMember(episode_id, slot_id, tuple(policies.split(",")))
                 waiting.setdefault(piece.slot.group_id, []).append(member)
         return waiting
 
@@ -348,7 +349,7 @@ class Store:
         return self._db.execute(statement, parameters).fetchall()
 
     def _check(self, run: str) -> None:
-        """Make the tables of a new file; refuse one that is not ours."""
+        """Create the tables of a new file. Raises CollectorError for a file of another run or schema."""
         if self._one("SELECT 1 FROM sqlite_master LIMIT 1") is None:
             self._db.executescript(f"BEGIN; {TABLES} {GIVEN_UP} COMMIT;")
             with self.transaction():
@@ -379,7 +380,7 @@ class Store:
 
 
 def _lock(path: Path) -> int:
-    """Hold `<path>.lock` for as long as the store is open. Raises CollectorError naming who does."""
+    """Lock `<path>.lock` while the store is open. Raises CollectorError that names the process holding it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path.with_name(path.name + ".lock"), os.O_RDWR | os.O_CREAT, 0o600)
     try:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 from rich.table import Table
 
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.config import SwarmJob
 from swarmq.demo.client import LedgerEntry
 from swarmq.learner.store.batch_log import records
@@ -69,7 +69,7 @@ def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
             trained |= Counter(episode for record in log for episode in record.index.trained)  # twice by one policy
             for record in log:
                 dropped |= record.index.dropped
-    ledger = {episode: fate for episode, fate in fates(job.run_folder.inbox).items() if fate.state != "eval"}
+    ledger = {episode: fate for episode, fate in read_fates(job.run_folder.inbox).items() if fate.state != "eval"}
     dropped |= {episode: fate.reason for episode, fate in ledger.items() if fate.state == "dropped"}
     waiting = [episode for episode, fate in ledger.items() if fate.state in WAITING_STATES]
     return msgspec.structs.replace(settle(confirmed, trained.elements(), dropped, waiting), begun=len(ledger))

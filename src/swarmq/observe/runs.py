@@ -78,7 +78,7 @@ def _row(folder: RunFolder) -> RunRow:
 def _state(folder: RunFolder, job: SwarmJob, policies: dict[str, PolicyProgress]) -> Iterator[str]:
     locks = [folder.lock, *(folder.checkpoints(policy).parent / "lock" for policy in job.trained)]
     yield "up" if any(map(is_locked, locks)) else "stopped"
-    control = ledger.control(folder.inbox)
+    control = ledger.read_control(folder.inbox)
     if control and control.pace != "running":
         yield control.pace
     now = live_settings.apply_changes(job, control.changes if control else ())

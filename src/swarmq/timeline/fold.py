@@ -1,11 +1,10 @@
 """Fold the turns of an episode into the fewest token sequences that train every sampled token exactly once.
 
-A row may train two turns if the later one's prompt begins with all of the earlier one (its prompt and its sampled
-tokens): then both see exactly the context they were sampled in. Rows are chains of that order, and fewest chains
-means most turns that found a successor. The turns that turn j can continue are those that end on the path to j's
-prompt, nested like the path itself, so letting every turn continue the deepest one still free is optimal, in the
-number of rows and in the number of tokens. Two turns that sampled the same tokens after the same prompt overlap,
-cannot share a row, and so are both trained.
+A row may train two turns if the later one's prompt begins with all of the earlier one (its prompt and its sampled tokens),
+because both then see exactly the context in which they were sampled. Rows are chains of that order, so the fewest chains have
+the most turns with a successor. The turns that turn j can continue are those that end on the path to j's prompt, nested like
+the path itself, so letting every turn continue the deepest free one is optimal in the number of rows and of tokens. Two turns
+that sampled the same tokens after the same prompt overlap and cannot share a row, so both are trained.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Timeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
-    """The fewest timelines of one episode, ordered by their first turn."""
+    """Return the fewest timelines of one episode, ordered by their first turn."""
     successors = _successors(turns)
     continued = set(successors.values())
     rows = []
@@ -49,12 +48,12 @@ def fold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
 
 
 def unfold(turns: Sequence[ResolvedTurn]) -> list[Timeline]:
-    """The oracle: every turn its own timeline."""
+    """Return every turn as its own timeline: the reference for tests."""
     return [_row(turns, [i]) for i in range(len(turns))]
 
 
 def _successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
-    """Turn -> the turn that continues it in its row."""
+    """Return turn -> the turn that continues it in its row."""
     trie = Trie()
     ends = trie.plant(turns)
     free: dict[int, list[int]] = {}
@@ -73,7 +72,7 @@ def _successors(turns: Sequence[ResolvedTurn]) -> dict[int, int]:
 
 
 def _nearest(node: int, free: dict[int, list[int]], above: list[int]) -> int:
-    """The deepest node at or above `node` with a free turn, else the root; remembers what it skipped."""
+    """Return the deepest node at or above `node` with a free turn, or the root; skipped nodes are remembered."""
     skipped = []
     while node != ROOT and not free.get(node):
         skipped.append(node)

@@ -1,12 +1,12 @@
-"""What one forward pass computes: tokens in depth-first order, and which sampled tokens it trains.
+"""The tokens of one forward pass in depth-first order, and which sampled tokens it trains.
 
-Packed rows and trees are the same thing here. A node is a run of tokens that continues its parent node; a packed
-row is a node without parent. In depth-first order the tokens that see token k (those after it in its node, and all
-of the nodes below) are one range, so a single array says who sees whom:
+Packed rows and trees share this representation. A node is a run of tokens that continues its parent node; a packed row is a
+node without parent. In depth-first order, the tokens that see token k (those after it in its node, and all of the nodes below)
+form one range, so a single array describes visibility:
 
-    q sees k   if and only if   k <= q < exits[k]
+  q sees k   if and only if   k <= q < exits[k]
 
-Positions count from the root of the own tree, so every token is where it was when it was sampled.
+Positions count from the root of each tree, so every token keeps the position at which it was sampled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from swarmq.timeline.turns import FloatArray, IntArray
 
 
 class Layout(msgspec.Struct, frozen=True, kw_only=True):
-    """T tokens in N nodes, and S sampled tokens to train; a token sampled by two turns is there twice."""
+    """T tokens in N nodes with S sampled tokens to train; a token sampled by two turns is there twice."""
 
     token_ids: IntArray  # [T]
     positions: IntArray  # [T] how many tokens precede it in its own sequence
@@ -50,7 +50,7 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
-    """Packed rows, at least one, given as (index of the episode, timeline): none sees another."""
+    """Lay out packed rows, at least one, given as (index of the episode, timeline); rows do not see each other."""
     lengths = [len(row) for _, row in rows]
     starts = np.cumsum([0, *lengths])
     trained = [np.flatnonzero(row.trained) for _, row in rows]
@@ -73,7 +73,7 @@ def lay_rows(rows: Sequence[tuple[int, Timeline]]) -> Layout:
 
 
 def with_rows(layout: Layout, count: int) -> Layout:
-    """Packed rows, followed by as many of one token that train nothing as make them `count`."""
+    """Return the layout with padding rows of one untrained token, up to `count` rows."""
     extra = np.arange(layout.num_tokens, layout.num_tokens + count - len(layout.node_starts), dtype=np.int32)
     return msgspec.structs.replace(
         layout,
@@ -86,19 +86,20 @@ def with_rows(layout: Layout, count: int) -> Layout:
 
 
 def node_spans(layout: Layout) -> list[tuple[int, int]]:
-    """Start and end of every node, as indices into the tokens."""
+    """Return start and end of every node as indices into the tokens."""
     edges = [*layout.node_starts.tolist(), layout.num_tokens]
     return list(pairwise(edges))
 
 
 def num_pairs(layout: Layout, window: int | None = None) -> int:
-    """How many (query, key) pairs attention computes, where it sees all ancestors or those less than `window` back."""
+    """Return the number of (query, key) pairs of attention, over all ancestors or only those less than `window` back."""
     seen = layout.positions if window is None else np.minimum(layout.positions, window - 1)
     return int(seen.sum(dtype=np.int64)) + layout.num_tokens
 
 
 def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
-    """[T, T] True where query (row) sees key (column): the definition, for tests and small cases."""
+    """Return the attention mask [T, T], True where a query (row) sees a key (column): the definition, for tests and small
+    cases."""
     index = np.arange(layout.num_tokens)
     mask = (index[None, :] <= index[:, None]) & (index[:, None] < layout.exits[None, :])
     if window is not None:
@@ -109,10 +110,11 @@ def visible(layout: Layout, window: int | None = None) -> NDArray[np.bool_]:
 def block_map(
     exits: IntArray, positions: IntArray, block: int, window: int | None = None
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Which blocks of `block` queries x `block` keys are partly and which wholly visible: two [T/block, T/block].
+    """Return which blocks of `block` queries x `block` keys are partly and which wholly visible, as two arrays [T/block,
+    T/block].
 
-    The length must be a multiple of `block`. Never reports a block with a visible pair as empty, nor one with an
-    invisible pair as whole; costs (T / block)^2 instead of T^2.
+    The length must be a multiple of `block`. A block with a visible pair is never reported as empty, nor one with an invisible
+    pair as whole. Costs (T / block)^2 instead of T^2.
     """
     num = len(exits) // block
     exits, positions = exits.reshape(num, block), positions.reshape(num, block)
@@ -128,7 +130,8 @@ def block_map(
 
 
 def _offsets(at: IntArray, turns: IntArray) -> IntArray:
-    """Which of its turn's sampled tokens each is; they are consecutive in a row, and rows are never adjacent."""
+    """Return the index of each sampled token within its turn; a turn's tokens are consecutive in a row, and rows are never
+    adjacent."""
     begins = np.ones(len(at), np.bool_)
     begins[1:] = (np.diff(at) != 1) | (np.diff(turns) != 0)
     first = np.flatnonzero(begins)

@@ -1,8 +1,8 @@
-"""Choose how to compute a batch: packed rows, or trees where sharing pays for them.
+"""Choice of how to compute a batch: packed rows, or trees where sharing pays for their overhead.
 
-Both give the same log-probabilities and the same gradient, so the choice is about time alone. Time is modelled as a
-price per token (all matrix products whose size does not depend on the context) and one per visible pair of tokens
-(attention, less in layers with a window). Rows are kept unless the tree is clearly cheaper.
+Both give the same log-probabilities and the same gradient, so the choice affects only time. Time is modelled as a price per
+token (all matrix products whose size does not depend on the context) and one per visible pair of tokens (attention, less in
+layers with a window). Rows are kept unless the tree is clearly cheaper.
 """
 
 from __future__ import annotations
@@ -22,53 +22,53 @@ from swarmq.timeline.turns import ResolvedTurn
 Way = Literal["rows", "tree"]
 
 TREE_MUST_SAVE = 0.03
-"""Share of the modelled time that a tree must save before it replaces rows."""
+"""Share of the modelled time that a tree must save to replace rows."""
 
 
 class Cost(msgspec.Struct, frozen=True, kw_only=True):
-    """Floating-point operations of a forward pass, or anything proportional to them."""
+    """Costs of a forward pass in floating-point operations, or anything proportional to them."""
 
     token: float
     pair: float
-    """In layers that see everything."""
+    """Cost of a visible pair in layers with full attention."""
     windowed: dict[int, float] = {}
-    """Window -> the price of a pair in layers that see so many tokens."""
+    """Window -> cost of a pair in layers with that attention window."""
     frozen: float = 0.0
-    """The part of `token` that is products with weights which are not trained."""
+    """Part of `token` that is products with frozen weights."""
 
     def attention(self, layouts: Iterable[Layout]) -> float:
-        """What all pairs of `layouts` cost."""
+        """Return the cost of attention over all pairs of `layouts`."""
         prices = [(None, self.pair), *self.windowed.items()]
         return sum(price * num_pairs(layout, window) for layout in layouts for window, price in prices)
 
     def training(self, layouts: Sequence[Layout]) -> float:
-        """Of forward and backward: a product's backward pass is two of its size, the gradients of both factors, or one where a factor
-        is a weight that is not trained."""
+        """Return the cost of forward and backward passes. The backward pass of a product is two products, the gradients of both
+        factors, or one if a factor is a frozen weight."""
         return (3 * self.token - self.frozen) * _tokens(layouts) + 3 * self.attention(layouts)
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The passes of one batch and why they are as they are."""
+    """The layouts of one batch and the reason for the choice."""
 
     layouts: list[Layout]
     way: Way
     reason: str
-    """One line for the log."""
+    """Reason in one line, for the log."""
     tokens: int
-    """Computed by these passes."""
+    """Number of tokens that these layouts compute."""
     tokens_unfolded: int
-    """What every turn as its own row would have computed."""
+    """Number of tokens if every turn were its own row."""
 
 
 class Folded:
-    """Resolved episodes and what they are laid out from, found once however many budgets are planned for."""
+    """Resolved episodes with their timelines and tree, computed once for any number of budgets."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes
 
     @cached_property
     def rows(self) -> list[tuple[int, Timeline]]:
-        """Each with the index of its episode."""
+        """Return (index of the episode, timeline) for all timelines."""
         return [(e, row) for e, turns in enumerate(self.episodes) for row in fold(turns)]
 
     @cached_property
@@ -85,11 +85,11 @@ def plan_layouts(
     because: str = "",
     row_pass: int | None = None,
 ) -> Plan:
-    """Passes of at most `budget` tokens that train every sampled token once.
+    """Return layouts of at most `budget` tokens that train every sampled token once.
 
-    `only` leaves no choice, for the reason `because`. Packed rows go into passes of about `row_pass` tokens where
-    given: larger ones are no quicker for every processor, while a tree shares more the more it holds. Raises
-    TimelineError (`over_budget`) for a turn longer than `budget`.
+    `only` forces rows or trees, for the reason `because`. Packed rows get passes of about `row_pass` tokens if given, because
+    larger ones are not faster on every processor, whereas a tree shares more the more it holds. Raises TimelineError
+    (`over_budget`) for a turn longer than `budget`.
     """
     lengths = [len(turn) for turns in folded.episodes for turn in turns]
     unfolded, longest = sum(lengths), max(lengths, default=0)
@@ -106,7 +106,7 @@ def plan_layouts(
 
 
 def row_layouts(episodes: Sequence[Sequence[ResolvedTurn]], budget: int) -> list[Layout]:
-    """Folded timelines of all episodes, packed."""
+    """Return the folded timelines of all episodes as packed rows."""
     return _packed(Folded(episodes).rows, budget)
 
 

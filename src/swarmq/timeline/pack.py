@@ -8,19 +8,19 @@ from swarmq.errors import TimelineError
 
 
 class Bins:
-    """Bins of a token budget: every item goes into the first with room for it, found in as many steps as the log of
-    their number, through a tree of the room left in them."""
+    """Bins of a token budget. Every item goes into the first bin with room, found in logarithmic time through a tree of free
+    room."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.items: list[list[int]] = []
-        """Bin -> what is in it."""
+        """Bin -> its items."""
         self._leaves = 1
         self._room = [0, 0]
-        """Node -> most room below; node n has children 2n and 2n + 1, and the last half are bins, first those in use."""
+        """Node -> most free room below. Node n has children 2n and 2n + 1; the last half are the bins, used ones first."""
 
     def add(self, items: Sequence[int], size: int, opening: int = 0) -> None:
-        """`items`, together of `size` tokens, into a bin. A new one takes `opening` tokens of its own."""
+        """Put `items`, together `size` tokens, into a bin. A new bin uses `opening` tokens of its own."""
         if self._room[1] < size:
             self._open(self.budget - opening)
         at = 1
@@ -30,7 +30,7 @@ class Bins:
         self._set(at, self._room[at] - size)
 
     def taken(self, number: int) -> int:
-        """Tokens in a bin, with what opening it took."""
+        """Return the number of tokens in a bin, including its opening tokens."""
         return self.budget - self._room[self._leaves + number]
 
     def _open(self, room: int) -> None:
@@ -50,8 +50,8 @@ class Bins:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Bins of item indices, none over `budget` tokens: first-fit decreasing, at most 11/9 of the fewest bins, in
-    n log n steps.
+    """Return bins of item indices, none over `budget` tokens: first-fit decreasing, at most 11/9 of the fewest bins, in O(n log
+    n).
 
     Raises TimelineError (`over_budget`) for an item that fits no bin.
     """

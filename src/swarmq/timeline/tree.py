@@ -1,7 +1,7 @@
-"""A prefix tree across the turns of an episode and across episodes: shared beginnings are computed once.
+"""A prefix tree over the turns of one or several episodes, in which shared beginnings are computed once.
 
-Where timelines repeat what forks share, the tree keeps one node per shared run of tokens. A tree too large for one
-pass is divided (swarmq.timeline.tree_split): every pass repeats the tokens on the way from the root to its own.
+Where timelines repeat what forks share, the tree has one node per shared run of tokens. A tree too large for one pass is split
+(swarmq.timeline.tree_split): every pass repeats the tokens from the root to its own nodes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmq.timeline.turns import IntArray, ResolvedTurn
 
 
 class PrefixTree:
-    """Episodes, each a list of turns, over one trie."""
+    """Episodes, each a list of turns, in one trie."""
 
     def __init__(self, episodes: Sequence[Sequence[ResolvedTurn]]) -> None:
         self.episodes = episodes
@@ -25,23 +25,23 @@ class PrefixTree:
         self.ends = [self.trie.plant(turns) for turns in episodes]
         """Episode -> turn -> the node that ends where the turn ends."""
         self.order = _depth_first(self.trie)
-        """All nodes but the root, parents before children, subtrees together."""
+        """All nodes but the root, parents before children, subtrees contiguous."""
         self._rank = {node: rank for rank, node in enumerate(self.order)}
         self._ending: dict[int, list[tuple[int, int]]] = {}
-        """Node -> the turns that end there, each as (episode, turn)."""
+        """Node -> turns that end there, as (episode, turn)."""
         for e, ends in enumerate(self.ends):
             for t, end in enumerate(ends):
                 self._ending.setdefault(end, []).append((e, t))
 
     @property
     def num_tokens(self) -> int:
-        """What one pass without any budget computes."""
+        """Number of tokens of one pass without any budget."""
         return sum(len(self.trie.labels[node]) for node in self.order)
 
     def layouts(self, budget: int) -> list[Layout]:
-        """Passes of at most `budget` tokens, together training every turn once, each turn wholly in one pass.
+        """Return layouts of at most `budget` tokens that together train every turn once, each turn wholly in one layout.
 
-        Raises TimelineError (`over_budget`) where a single sequence is too long.
+        Raises TimelineError (`over_budget`) if a single sequence is too long.
         """
         lengths = [len(self.trie.labels[node]) for node in self.order]
         parents = [self._rank.get(self.trie.parents[node], -1) for node in self.order]
@@ -54,7 +54,7 @@ class PrefixTree:
         return layouts
 
     def lay(self, nodes: Iterable[int], *, training: set[int]) -> Layout:
-        """One pass over `nodes`, closed under parents, that trains the turns that end in the nodes `training`."""
+        """Lay out `nodes`, which include their parents, training the turns that end in the nodes `training`."""
         trie, order = self.trie, sorted(nodes, key=self._rank.__getitem__)
         place = {node: i for i, node in enumerate(order)}
         lengths = np.array([len(trie.labels[node]) for node in order], np.int32)
@@ -88,7 +88,7 @@ class PrefixTree:
         )
 
     def _sampled_at(self, end: int, turn: ResolvedTurn, shift: dict[int, int]) -> IntArray:
-        """Where a turn's sampled tokens lie: depth plus the shift of the node that holds it."""
+        """Return the positions of a turn's sampled tokens: depth plus the shift of the node that holds the token."""
         pieces = []
         node = end
         while self.trie.end(node) > turn.prompt_length:
@@ -108,7 +108,7 @@ def _depth_first(trie: Trie) -> list[int]:
 
 
 def _subtree_ends(parents: IntArray, ends: IntArray) -> IntArray:
-    """Node -> one past the last token of its subtree, for nodes in depth-first order."""
+    """Return node -> index after the last token of its subtree, for nodes in depth-first order."""
     last = ends.tolist()
     for node in range(len(last) - 1, -1, -1):
         if parents[node] >= 0:

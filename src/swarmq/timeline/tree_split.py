@@ -1,14 +1,13 @@
-"""Divide a tree that is too large for one pass into passes that repeat as little as possible.
+"""Split a tree that is too large for one pass into passes that repeat as few tokens as possible.
 
-A pass computes the way from the root to all that it holds, so where a node's subtree is spread over several passes, each
-of them repeats the node. The fewest tokens possible are those of a bin packing problem, too slow to solve. Of three
-divisions, each found in about linear time, the one of fewest tokens is taken:
+A pass computes the path from the root to all of its nodes, so a node whose subtree is spread over several passes is repeated in
+each. The optimum is a bin packing problem, too slow to solve. Of three splits, each found in about linear time, the one with
+the fewest tokens is taken:
 
-- the cheapest of all cuts in depth-first order, the parts packed;
-- first-fit decreasing from the leaves up: what hangs below a node and fits no pass together is packed by what it adds to
-  the node, so that few passes repeat it, and the room left in those is filled further up;
-- the same, with short nodes counted to each of their children: what happens to begin alike is then not kept together at the
-  price of passes that are not full.
+- the cheapest of all cuts in depth-first order, with the parts packed;
+- first-fit decreasing from the leaves up: subtrees below a node that fit no common pass are packed by what they add to the node, so
+  that few passes repeat it, and free room is filled further up;
+- the same, with short nodes counted to each of their children, so that short common beginnings do not keep passes from being full.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ import numpy as np
 from swarmq.timeline.pack import Bins, over_budget, pack
 
 SHORT = 1 / 256
-"""Nodes of up to this share of the budget may be repeated freely."""
+"""Share of the budget up to which a node counts as short and may be repeated freely."""
 
 TOP = -1
 """The node above all others, without tokens; as an index it is the last element."""
 
 
 class Tree:
-    """Nodes in depth-first order: parents before children, subtrees together."""
+    """Nodes in depth-first order: parents before children, subtrees contiguous."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int]) -> None:
         self.lengths = [*lengths, 0]
         self.parents = parents
         self.children: list[list[int]] = [[] for _ in self.lengths]
         self.ends = [0] * len(self.lengths)
-        """How many tokens there are from the root to a node's last."""
+        """Number of tokens from the root to a node's last token."""
         self.sizes = [*self.lengths]
-        """How many tokens a node's subtree has."""
+        """Number of tokens in a node's subtree."""
         self.after = [*range(1, len(self.lengths)), 0]
         """The node that follows a node's subtree."""
         for node, parent in enumerate(parents):
@@ -48,7 +47,7 @@ class Tree:
             self.after[parents[node]] = max(self.after[parents[node]], self.after[node])
 
     def closed(self, tops: Iterable[int]) -> set[int]:
-        """The subtrees of `tops`, and all nodes above them."""
+        """Return the subtrees of `tops` and all nodes above them."""
         nodes: set[int] = set()
         for top in tops:
             nodes.update(range(top, self.after[top]))
@@ -63,10 +62,11 @@ class Tree:
 
 
 def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[set[int]]:
-    """Passes of at most `budget` tokens, given every node's tokens and parent (-1 at a root), nodes in depth-first order.
+    """Return passes of at most `budget` tokens as sets of nodes, which include their parents; every node is in at least one
+    pass.
 
-    With a node a pass holds its parent, and every node is in at least one. Raises TimelineError (`over_budget`) where
-    a single sequence is too long.
+    `lengths`, `parents`: tokens and parent (-1 at a root) of every node in depth-first order. Raises TimelineError
+    (`over_budget`) if a single sequence is too long.
     """
     tree = Tree(lengths, parents)
     ways = (cut(tree, budget), packed(tree, budget, short=0), packed(tree, budget, short=int(SHORT * budget)))
@@ -74,10 +74,10 @@ def divide(lengths: Sequence[int], parents: Sequence[int], budget: int) -> list[
 
 
 def packed(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
-    """By first-fit decreasing, from the leaves up; nodes of at most `short` tokens are repeated for every child."""
+    """Split by first-fit decreasing from the leaves up; nodes of at most `short` tokens are repeated for every child."""
     small, whom = _without(tree, short)
     passes: dict[int, Bins] = {}
-    """Node whose subtree is divided -> passes that hold whole subtrees below it, and the way to it from the root."""
+    """Node whose subtree is split -> passes that hold whole subtrees below it and the path from the root to it."""
     for node in range(len(small.parents) - 1, TOP - 1, -1):
         way, children = small.ends[node], small.children[node]
         if node != TOP and way - small.lengths[node] + small.sizes[node] <= budget:
@@ -95,12 +95,12 @@ def packed(tree: Tree, budget: int, *, short: int) -> list[set[int]]:
 
 
 def _without(tree: Tree, short: int) -> tuple[Tree, list[int]]:
-    """The tree with nodes of one child, and of at most `short` tokens, added to their children; whom its nodes stand for."""
+    """Return the tree with short and single-child nodes merged into their children, and the original node of each node."""
     lengths: list[int] = []
     parents: list[int] = []
     whom: list[int] = []
     kept = {TOP: (TOP, 0)}
-    """Node -> the nearest kept one from it upwards, and how many tokens lie below that."""
+    """Node -> (nearest kept node from it upwards, tokens below that one)."""
     for node, parent in enumerate(tree.parents):
         above, extra = kept[parent]
         length = extra + tree.lengths[node]
@@ -115,7 +115,7 @@ def _without(tree: Tree, short: int) -> tuple[Tree, list[int]]:
 
 
 def cut(tree: Tree, budget: int) -> list[set[int]]:
-    """By the cheapest cuts in depth-first order. Cutting before a leaf repeats what it shares with the leaf before it."""
+    """Split by the cheapest cuts in depth-first order. A cut before a leaf repeats what the leaf shares with its predecessor."""
     leaves = [node for node in range(len(tree.parents)) if not tree.children[node]]
     depths = [tree.ends[leaf] for leaf in leaves]
     if depths and max(depths) > budget:
@@ -137,14 +137,14 @@ def _shared_with_previous(tree: Tree, leaves: Sequence[int]) -> list[int]:
 
 
 def _cheapest_cuts(depths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[int, int]]:
-    """Ranges of leaves, each within `budget`, for which the sum of `shared` at the ranges' starts is least.
+    """Return ranges of leaves, each within `budget`, with the least sum of `shared` at the ranges' starts.
 
-    A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, less the later it starts;
-    so the starts possible for j are a window, and the cheapest of them the front of a monotone queue: linear time.
+    A range from i to j has depths[i] + sum of (depth - shared) of the leaves after i tokens, which falls as i grows; so the
+    possible starts for j form a window, whose cheapest element is the front of a monotone queue: linear time.
     """
     added = np.concatenate([[0], np.cumsum(np.subtract(depths, shared))]).tolist()
     price = [0] * (len(depths) + 1)
-    """Least sum of repeats for the leaves before j."""
+    """Least sum of repeated tokens for the leaves before j."""
     start = [0] * (len(depths) + 1)
     window: deque[int] = deque()
     for j in range(len(depths)):

@@ -1,9 +1,9 @@
-"""A radix trie over token ids: which sequences share which beginnings.
+"""A radix trie over token ids, which finds the beginnings that sequences share.
 
-Every node is a run of tokens and stands for the sequence that ends with it. Node numbers stay valid: splitting a node
-gives its upper part a new number, so a number returned by `insert` always means the end of what was inserted.
-Comparisons are vectorised; inserting costs as much as the tokens that are not known to be shared already, and finding where
-these begin the square of a logarithm of how many nodes lie above.
+Every node is a run of tokens and stands for the sequence that ends with it. Node numbers stay valid: splitting a node gives its
+upper part a new number, so a number returned by `insert` always means the end of the inserted sequence. Comparisons are
+vectorised; inserting costs as many steps as there are tokens not known to be shared, and finding where these begin costs the
+square of the logarithm of the number of nodes above.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ ROOT = 0
 
 
 class Trie:
-    """Nodes in parallel lists; the root has no tokens."""
+    """A trie with its nodes in parallel lists; the root has no tokens."""
 
     def __init__(self) -> None:
         self.labels: list[IntArray] = [np.empty(0, np.int32)]
         self.starts: list[int] = [0]
-        """Depth of a node's first token: how many tokens precede it."""
+        """Node -> depth of its first token: the number of tokens before it."""
         self.parents: list[int] = [-1]
         self.children: list[dict[int, int]] = [{}]
-        """First token -> child, in order of arrival."""
+        """Node -> first token -> child, in order of arrival."""
         self._trails = [Trail(-1)]
         """Node -> its trail."""
         self._trails[ROOT].insert(ROOT, 0)
@@ -36,11 +36,11 @@ class Trie:
         return len(self.labels)
 
     def end(self, node: int) -> int:
-        """Length of the sequence that ends with `node`."""
+        """Return the length of the sequence that ends with `node`."""
         return self.starts[node] + len(self.labels[node])
 
     def insert(self, tokens: IntArray, *, near: int = ROOT, known: int = 0) -> int:
-        """The node that ends where `tokens` ends; `tokens[:known]` must equal the path to `near`."""
+        """Return the node that ends where `tokens` end; `tokens[:known]` must equal the path to `near`."""
         node, depth = self._above(near, known), known
         while True:
             rest = self.labels[node][depth - self.starts[node] :]
@@ -57,7 +57,7 @@ class Trie:
             node = child
 
     def plant(self, turns: Sequence[ResolvedTurn]) -> list[int]:
-        """Insert an episode's turns; the end node of each."""
+        """Insert an episode's turns and return the end node of each."""
         ends: list[int] = []
         for i, turn in enumerate(turns):
             if 0 <= turn.parent < i:
@@ -67,7 +67,7 @@ class Trie:
         return ends
 
     def _above(self, node: int, depth: int) -> int:
-        """The node on the path to `node` that holds token number `depth` (counting from 1); the root for 0."""
+        """Return the node on the path to `node` that holds token number `depth` (from 1), or the root for 0."""
         return self._trails[node].holding(depth)
 
     def _add(self, parent: int, label: IntArray, start: int) -> int:
@@ -96,18 +96,18 @@ class Trie:
 
 
 class Trail:
-    """Nodes of which each continues the one before, and the trail that the first of them branched off.
+    """A chain of nodes, each continuing the one before, and the trail from which its first node branches off.
 
-    Splitting a node adds to a trail and changes nothing else, so far ones can be reached from below by jumps (those of a
+    Splitting a node extends a trail and changes nothing else, so distant trails are reached from below by jumps (of a
     skew-binary number) and a node of a trail by bisection.
     """
 
     def __init__(self, start: int, above: Trail | None = None) -> None:
         self.start = start
-        """How many tokens precede its first."""
+        """Number of tokens before the first node."""
         self.nodes: list[int] = []
         self.ends: list[int] = []
-        """Ascending: how many tokens there are up to the last of each node."""
+        """Number of tokens up to the last token of each node, ascending."""
         self.above: Trail = above or self
         self.level: int = self.above.level + 1 if above else 0
         self.far: Trail = self.above.jump() if above else self
@@ -118,14 +118,14 @@ class Trail:
         self.nodes.insert(at, node)
 
     def holding(self, depth: int) -> int:
-        """The node, here or above, that holds token number `depth`."""
+        """Return the node, in this trail or above, that holds token number `depth`."""
         trail = self
         while trail.start >= depth:
             trail = trail.far if trail.far.start >= depth else trail.above
         return trail.nodes[bisect_left(trail.ends, depth)]
 
     def jump(self) -> Trail:
-        """Where one that branches off here jumps to."""
+        """Return the trail to which a trail that branches off here jumps."""
         near, far = self.far, self.far.far
         return far if self.level - near.level == near.level - far.level else self
 

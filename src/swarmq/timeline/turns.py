@@ -1,8 +1,8 @@
-"""From turns as they travelled, each with its new tokens only, to whole token sequences.
+"""Resolution of turns as sent, each with its new tokens only, into whole token sequences.
 
-A turn carries the tokens its prompt added and how many it shares with its parent. A chat that only grows is one
-buffer here, of which its turns are prefixes, so memory and time grow with the episode's tokens and not with
-turns x tokens; a fork copies what it shares.
+A turn carries the tokens that its prompt added and the number of tokens that it shares with its parent. A chat that only grows
+is one buffer, of which its turns are prefixes, so memory and time grow with the episode's tokens and not with turns x tokens; a
+fork copies what it shares.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FloatArray = NDArray[np.float32]
 
 
 class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
-    """One model call as a whole token sequence: a prompt of P tokens, then A sampled ones."""
+    """One turn as a whole token sequence: a prompt of P tokens, then A sampled ones."""
 
     token_ids: IntArray  # [P + A]
     prompt_length: int  # P, at least 1
     logprobs: FloatArray  # [A] natural log under the weights and parameters that sampled
     versions: IntArray  # [A] weight version that sampled the token
     parent: int = -1
-    """Index of a turn of the same list with which the first `shared` tokens are known to be equal; -1 for none."""
+    """Index of a turn of the same list whose first `shared` tokens are known to be equal; -1 for none."""
     shared: int = 0
 
     @property
@@ -46,11 +46,11 @@ class ResolvedTurn(msgspec.Struct, frozen=True, kw_only=True):
 def resolve(
     turns: Sequence[Turn], *, vocab_size: int | None = None, max_length: int | None = None
 ) -> list[ResolvedTurn]:
-    """The turns of one episode and policy, in the same order, with their full prompts.
+    """Resolve the turns of one episode and policy, in the same order, with their full prompts.
 
-    Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`,
-    `shared_beyond_parent`, `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`),
-    `id_outside_vocabulary`, `logprob_missing`, `logprob_not_finite`, `version_missing`.
+    Raises TimelineError, whose `reason` is one of `duplicate_call`, `parent_unknown`, `parent_cycle`, `shared_beyond_parent`,
+    `empty_prompt`, `nothing_sampled`, `over_budget` (longer than `max_length`), `id_outside_vocabulary`, `logprob_missing`,
+    `logprob_not_finite`, `version_missing`.
     """
     parents = _parents(turns)
     lengths = _lengths(turns, parents, max_length)
@@ -74,7 +74,7 @@ def standalone(
     logprobs: Sequence[float] | FloatArray,
     version: int = 0,
 ) -> ResolvedTurn:
-    """A turn given whole, for data that never travelled as messages (benchmarks, replays of plain text)."""
+    """Return a turn from whole token sequences, for data that was never sent as messages (benchmarks, replays of plain text)."""
     prompt, sampled = np.asarray(prompt_ids, np.int32), np.asarray(sampled_ids, np.int32)
     return ResolvedTurn(
         token_ids=np.concatenate([prompt, sampled]),
@@ -116,7 +116,7 @@ def _lengths(turns: Sequence[Turn], parents: Sequence[int], max_length: int | No
 
 
 def _sequences(turns: Sequence[Turn], parents: Sequence[int], lengths: Sequence[int]) -> list[IntArray]:
-    """Whole sequences; a turn that extends all of its parent shares the parent's buffer if it is the first to."""
+    """Return whole sequences; the first turn that extends all of its parent shares the parent's buffer."""
     heirs: dict[int, int] = {}
     children: dict[int, list[int]] = {}
     for i, (turn, parent) in enumerate(zip(turns, parents, strict=True)):
@@ -171,7 +171,7 @@ def _logprobs(turn: Turn) -> FloatArray:
 
 
 def _versions(turn: Turn) -> IntArray:
-    """One version per sampled token. An engine that was never given weights reports none: version 0."""
+    """Return one version per sampled token. An engine that was never given weights reports none, which means version 0."""
     values = np.full(turn.num_sampled, -1 if turn.versions else 0, np.int32)
     for span in turn.versions:
         values[span.start : span.end] = span.version

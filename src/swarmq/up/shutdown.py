@@ -68,7 +68,7 @@ def farewell(job: SwarmJob) -> str:
 def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
     """For each policy that has made its last step, how it trains on. `steps` maps trained policies to the steps that they have made."""
     folder = job.run_folder
-    changes = ledger.changes(folder.inbox)
+    changes = ledger.read_changes(folder.inbox)
     now, lifted = (
         live_settings.apply_changes(job, changes),
         {one.path for one in live_settings.find_reached_limits(job, changes, steps)},

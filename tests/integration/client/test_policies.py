@@ -15,7 +15,7 @@ from support.proxy import ROOT, served
 from swarmq import AsyncEpisode, AsyncSwarmClient, keys
 from swarmq.broker import topology
 from swarmq.broker.amqp import AmqpBroker
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -127,7 +127,7 @@ async def test_an_end_that_lacks_a_reward_ends_nothing(amqp_url, run_name, tmp_p
                 await ep.end(rewards={"planner": 1.0})
             with pytest.raises(OutcomeError, match="rewards names 'judge'"):
                 await ep.end(rewards={"planner": 1.0, "executor": 1.0, "judge": 1.0})
-            assert {fate.state for fate in fates(run.job.run_folder.inbox).values()} <= {"open"}
+            assert {fate.state for fate in read_fates(run.job.run_folder.inbox).values()} <= {"open"}
             await ep.end(rewards={"planner": 1.0, "executor": 0.0})
         with pytest.raises(EpisodeError, match="policies: writer given; those of the run are planner, executor, judge"):
             await run.client.begin_episode({"id": "t"}, policies=["writer"])

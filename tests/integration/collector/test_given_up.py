@@ -15,7 +15,7 @@ from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.client.async_client import AsyncSwarmClient
 from swarmq.client.runners.attempts import RunnerOptions
 from swarmq.client.runners.worker import Worker
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.keys import Invite
 from swarmq.messages import Command, Rollout, Slot, StepReport, Task, Turn
 
@@ -80,7 +80,7 @@ async def test_a_group_with_a_hopeless_slot_is_trained_long_before_its_deadline(
                 report = StepReport(run=job.run, policy="main", record=1, version=1, trained=names)
                 await broker.publish(topology.inbox(job.run), report)
                 await said(events, lambda fields: fields["trained"] == SIZE - 1)
-    told = [(fate.slot, fate.state) for fate in fates(job.run_folder.inbox).values()]
+    told = [(fate.slot, fate.state) for fate in read_fates(job.run_folder.inbox).values()]
     assert (
         sorted(told) == [("t/0/0", "trained"), ("t/1/0", "trained"), ("t/2/0", "trained")] + [("t/3/0", "dropped")] * 3
     )

@@ -18,7 +18,7 @@ from support.collector_process import START, collector, make_job
 from swarmq.broker import Depth, topology
 from swarmq.broker.amqp import ANSWERED, AmqpBroker
 from swarmq.broker.session import open_session
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.collector.store import Store
 from swarmq.errors import BrokerLostError, CollectorError
 from swarmq.learner.distributed.processes import collector_beside
@@ -52,7 +52,7 @@ async def test_nothing_is_lost_or_doubled_when_the_collector_is_killed(job):
             last.send_signal(signal.SIGTERM)
             assert await last.wait() == 0
     assert len(trained) == len(set(trained)) == NUM_GROUPS * GROUP_SIZE
-    told = fates(job.run_folder.inbox)
+    told = read_fates(job.run_folder.inbox)
     assert {(fate.state, fate.reason) for fate in told.values()} == {("trained", "")}
     assert told.keys() == set(trained)
 

@@ -10,7 +10,7 @@ import pytest
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import AWAKE_S, Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.service import episode_of
+from swarmq.collector.service import build_rollout
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Message, Rollout, Slot, StepReport, Turn, encode
 from unit.collector.twin_store import TwinStore
 
@@ -101,7 +101,7 @@ class Bench:
 
     @property
     def episodes(self) -> list[Rollout]:
-        return [message for item in self.sent if (message := episode_of(self.store, item))]
+        return [message for item in self.sent if (message := build_rollout(self.store, item))]
 
     @property
     def tickets(self) -> dict[str, int]:

@@ -15,13 +15,13 @@ from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.evals import Evals, EvalSlot, EvalTask
 from swarmq.collector.decide.state import (
     TAINTS,
-    Call,
     EndedEpisode,
-    KindCredit,
+    KindWindow,
     OpenEpisode,
     PublishedGroup,
     Snapshot,
-    Waiting,
+    TurnMeta,
+    WaitingMember,
 )
 from swarmq.errors import CollectorError
 from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, Message, Slot, Turn, decode
@@ -50,13 +50,13 @@ class MemoryStore:
         self._slots: dict[str, str] = {}
         self._groups: dict[str, do.SaveGroup] = {}
         self._given_up: dict[tuple[str, str], do.GiveUpSlot] = {}
-        self._outcomes: dict[tuple[str, str], do.Outcome] = {}
+        self._outcomes: dict[tuple[str, str], do.SaveOutcome] = {}
         self._outbox: dict[tuple[str, str], tuple[int, do.Forward]] = {}
         self._tickets: dict[str, tuple[do.IssueTicket, bool]] = {}
         self._credit: dict[str, do.SaveCredit] = {}
         self._control: dict[None, bytes] = {}
         self._replies: dict[str, bytes] = {}
-        self._telling: dict[str, do.Tell] = {}
+        self._telling: dict[str, do.SendControl] = {}
         self._eval_tasks: dict[str, do.SaveEvalTask] = {}
         self._eval_slots: dict[str, tuple[do.IssueEval, bool, do.EvalDone | None]] = {}
         self._evals_given_up: dict[str, None] = {}
@@ -105,11 +105,11 @@ class MemoryStore:
     # ----------------------------------------------------------------------------------------- reading
 
     def snapshot(self) -> Snapshot:
-        waiting: dict[str, list[Waiting]] = {}
+        waiting: dict[str, list[WaitingMember]] = {}
         for name in self._in_state("waiting"):
             begin = self._decoded(self._begins[name])
             assert isinstance(begin, EpisodeBegin)
-            member = Waiting(name, self._seals[name].slot_id, tuple(self._policies[name].split(",")))
+            member = WaitingMember(name, self._seals[name].slot_id, tuple(self._policies[name].split(",")))
             waiting.setdefault(begin.slot.group_id, []).append(member)
         return Snapshot(
             episodes=[self._open_episode(name) for name in self._in_state("open")],
@@ -119,7 +119,7 @@ class MemoryStore:
             published=self._published(),
             tickets={name: issued.kind for name, (issued, _) in self._tickets.items()},
             credit={
-                row.kind: KindCredit(allocated=row.allocated, trained=row.trained, debt=row.debt, due=row.due)
+                row.kind: KindWindow(allocated=row.allocated, trained=row.trained, debt=row.debt, due=row.due)
                 for row in self._credit.values()
             },
             versions=dict(self._versions),
@@ -167,7 +167,7 @@ class MemoryStore:
         for body in self._turns.get(name, ()):
             piece = self._decoded(body)
             if isinstance(piece, Turn):
-                calls[piece.call_id] = Call.of(piece, len(body))
+                calls[piece.call_id] = TurnMeta.of(piece, len(body))
             elif isinstance(piece, DeliveryReport):
                 episode.hear(piece)
         episode.calls = calls
@@ -259,7 +259,7 @@ class MemoryStore:
         if row := self._eval_slots.get(effect.slot_id):
             self._set(self._eval_slots, effect.slot_id, (row[0], row[1], effect))
 
-    def _told(self, effect: do.Told) -> None:
+    def _told(self, effect: do.ControlSent) -> None:
         row = self._telling.get(effect.policy)
         if row and row.number <= effect.number:
             self._delete(self._telling, effect.policy)
@@ -282,9 +282,9 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     do.ForgetGivenUp: lambda s, e: [s._delete(s._given_up, key) for key in list(s._given_up) if key[0] == e.group_id],
     do.SaveGroup: lambda s, e: s._set(s._groups, e.group_id, e),
     do.FreeGroup: lambda s, e: s._delete(s._groups, e.group_id),
-    do.Outcome: lambda s, e: s._set(s._outcomes, (e.episode_id, e.policy), e),
+    do.SaveOutcome: lambda s, e: s._set(s._outcomes, (e.episode_id, e.policy), e),
     do.Forward: MemoryStore._forward,
-    do.Forwarded: lambda s, e: s._delete(s._outbox, (e.episode_id, e.policy)),
+    do.ForwardSent: lambda s, e: s._delete(s._outbox, (e.episode_id, e.policy)),
     do.IssueTicket: lambda s, e: s._set(s._tickets, e.ticket_id, (e, False)),
     do.TicketSent: MemoryStore._ticket_sent,
     do.TicketUsed: lambda s, e: s._delete(s._tickets, e.ticket_id),
@@ -299,8 +299,8 @@ WRITERS: dict[type[do.Effect], Callable[[MemoryStore, Any], object]] = {
     ],
     do.SaveControl: lambda s, e: s._set(s._control, None, e.body),
     do.SaveReply: lambda s, e: s._set(s._replies, e.command_id, e.body),
-    do.Tell: lambda s, e: s._set(s._telling, e.policy, e),
-    do.Told: MemoryStore._told,
+    do.SendControl: lambda s, e: s._set(s._telling, e.policy, e),
+    do.ControlSent: MemoryStore._told,
     do.SaveVersion: lambda s, e: s._set(s._versions, e.policy, e.version),
     do.SaveCount: lambda s, e: s._set(s._counts, e.name, e.value),
 }

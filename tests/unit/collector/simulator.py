@@ -26,8 +26,8 @@ from swarmq.broker import topology
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules, Usage
-from swarmq.collector.report import figures
-from swarmq.collector.service import episode_of
+from swarmq.collector.report import state_fields
+from swarmq.collector.service import build_rollout
 from swarmq.collector.store import Store
 from swarmq.messages import (
     DeliveryReport,
@@ -163,7 +163,7 @@ class Shell:
         published = {gid: (g.pending, g.trained, g.members) for gid, g in core.groups.published.items()}
         opened = {e.episode_id: (e.begin, e.end, e.calls, e.taint, e.sent, e.withdrawn) for e in core.open.values()}
         ready = {policy: n for policy, n in core.groups.ready.items() if n}
-        return figures(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
+        return state_fields(core) | {"groups_ready": ready}, credit, core.credit.out, groups, published, opened
 
     def work(self) -> Iterator[str]:
         """One thing after another, for ever; each yield is a place to die."""
@@ -230,7 +230,7 @@ class Shell:
                 yield from self.decide([])
             if isinstance(item, do.IssueTicket):
                 self.world.tickets[item.kind].append(item.ticket_id)
-            elif message := episode_of(self.store, item):
+            elif message := build_rollout(self.store, item):
                 self.world.ready[item.policy].append(message)
             yield "published"
             self.confirmed.append(item)
@@ -566,7 +566,7 @@ class World:
             else:
                 waited_s = 0.0
         left = {kind: len(slots) for kind, slots in self.slots.items()}
-        raise BrokenError(f"nothing moves any more: {left} slots left, {figures(self.shell.core)}")
+        raise BrokenError(f"nothing moves any more: {left} slots left, {state_fields(self.shell.core)}")
 
     # ---- the broker
 
@@ -730,7 +730,7 @@ class World:
         return ("dropped", "group_too_small") in same
 
     def _sums_agree(self, core: Core, ledger: dict[str, tuple[str, str]]) -> None:
-        told = figures(core)
+        told = state_fields(core)
         ends = told["trained"] + told["in_learners"] + told["waiting"] + told["open"] + sum(told["dropped"].values())
         if not told["begun"] == ends == len(self.truths):
             raise BrokenError(f"{len(self.truths)} began; the collector says {told}")

@@ -84,7 +84,7 @@ async def test_an_episode_is_not_trained_without_a_turn_that_was_refused(bench, 
     for message in (say.begin(), say.turn("a"), altered(make(say), **fields)):
         await broker.publish(topology.inbox("r"), message)
     bench.take(*await arrived(broker))
-    assert [effect.reason for effect in bench.effects if isinstance(effect, do.DeadLetter)], "it is set aside"
+    assert [effect.reason for effect in bench.effects if isinstance(effect, do.SendDeadLetter)], "it is set aside"
     bench.restart()
     bench.take(say.turn("c", parent="b", shared=3), say.end())
     assert bench.episodes == []

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarmq.collector.decide.assemble import assemble, fits, flaw, judge
-from swarmq.collector.decide.state import Call
+from swarmq.collector.decide.assemble import assemble_rollout, decide_received, find_flaw, fits_message
+from swarmq.collector.decide.state import TurnMeta
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, Turn, unpack_ids
 
 
 def kept(turns, named=None):
-    return judge({turn.call_id: Call.of(turn, 0) for turn in turns}, named).kept
+    return decide_received({turn.call_id: TurnMeta.of(turn, 0) for turn in turns}, named).kept
 
 
 def test_calls_that_the_client_names_are_all_and_only_those_kept(say):
@@ -107,7 +107,7 @@ def test_a_child_of_an_orphan_keeps_its_whole_prompt(say):
         say.turn("c", parent="lost", shared=5, prompt=(7,)),
     ]
     end = say.end(calls=("a", "c"))
-    sent = assemble("main", say.begin(), end, turns, group_members=1).turns
+    sent = assemble_rollout("main", say.begin(), end, turns, group_members=1).turns
     assert [(turn.call_id, turn.parent, turn.shared) for turn in sent] == [("a", None, 0), ("c", "a", 3)]
     assert prompts(sent)["c"] == (1, 2, 3, 4, 5, 7)
 
@@ -152,7 +152,7 @@ def test_whatever_is_left_out_the_rest_resolves_to_the_same_prompts(forest):
     )
     end = EpisodeEnd(run="r", episode_id="e", status="finished", rewards={"main": 1.0}, calls=named)
     whole = prompts(turns)
-    sent = assemble("main", begin, end, turns, group_members=1).turns
+    sent = assemble_rollout("main", begin, end, turns, group_members=1).turns
     assert [turn.call_id for turn in sent] == [
         turn.call_id for turn in turns if turn.call_id in kept(turns, named) and turn.policy == "main"
     ]
@@ -162,8 +162,8 @@ def test_whatever_is_left_out_the_rest_resolves_to_the_same_prompts(forest):
 @pytest.mark.parametrize("missing", ["a", "b"])
 def test_a_missing_link_is_a_flaw(say, missing):
     turns = [say.turn("a"), say.turn("b", parent="a", shared=3), say.turn("c", parent="b", shared=3)]
-    calls = {turn.call_id: Call.of(turn, 0) for turn in turns if turn.call_id != missing}
-    assert flaw(calls, {"c"}) == "incomplete"
+    calls = {turn.call_id: TurnMeta.of(turn, 0) for turn in turns if turn.call_id != missing}
+    assert find_flaw(calls, {"c"}) == "incomplete"
 
 
 def test_a_long_conversation_is_checked_in_no_time(say):
@@ -171,6 +171,6 @@ def test_a_long_conversation_is_checked_in_no_time(say):
     for number in range(3000):
         parent = f"c{number - 1}" if number else None
         turn = say.turn(f"c{number}", parent=parent, shared=3 * number)
-        calls[turn.call_id] = Call.of(turn, 10)
-    assert flaw(calls, calls.keys()) is None
-    assert fits(calls, calls.keys(), 0)
+        calls[turn.call_id] = TurnMeta.of(turn, 10)
+    assert find_flaw(calls, calls.keys()) is None
+    assert fits_message(calls, calls.keys(), 0)

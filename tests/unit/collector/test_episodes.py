@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from swarmq.collector.decide.effects import DeadLetter
+from swarmq.collector.decide.effects import SendDeadLetter
 from swarmq.messages import Ticket, encode
 
 
@@ -281,7 +281,7 @@ def test_an_episode_too_large_for_a_message_is_dropped_not_stuck(bench, say):
 
 def test_pieces_of_another_run_and_other_records_are_parked(bench, say):
     bench.take(msgspec.structs.replace(say.begin(), run="x"), Ticket(run="r", ticket_id="1", kind="math"))
-    parked = [effect.reason for effect in bench.effects if isinstance(effect, DeadLetter)]
+    parked = [effect.reason for effect in bench.effects if isinstance(effect, SendDeadLetter)]
     assert ["run 'x'" in parked[0], "Ticket" in parked[1]] == [True, True]
 
 

@@ -8,7 +8,7 @@ import pytest
 from swarmq.broker import topology
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.evals import pass_at, wilson
-from swarmq.collector.service import task_of
+from swarmq.collector.service import build_eval_task
 from swarmq.config import Eval
 from swarmq.messages import EpisodeBegin, Slot, Task
 
@@ -62,7 +62,7 @@ def test_a_round_is_held_before_the_first_step_and_every_n_steps(bench, say):
     bench.take(eval_task("a"), eval_task("b"))
     bench.wait(1)
     assert [item.version for item in issued(bench)] == [0] * 4
-    message = task_of(bench.store, issued(bench)[0], run="r")
+    message = build_eval_task(bench.store, issued(bench)[0], run="r")
     assert (message.mode, msgspec.msgpack.decode(message.payload)) == ("eval", {"question": "a"})
     for item in issued(bench):
         attempt(bench, say, item, success=True)
@@ -256,7 +256,7 @@ def test_rounds_never_pile_up(bench, say):
 
 
 def test_a_training_task_is_not_kept_for_evaluation(bench):
-    assert isinstance(bench.core.take(eval_task("a", mode="train"), b"", 0.0)[0], do.DeadLetter)
+    assert isinstance(bench.core.take(eval_task("a", mode="train"), b"", 0.0)[0], do.SendDeadLetter)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from swarmq.collector.report import PATIENCE_S, NoTurns, Watch, figures
+from swarmq.collector.report import PATIENCE_S, NoTurnsWarnings, StandstillWatch, state_fields
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_group_that_waits_is_named_with_what_will_become_of_it(bench, say):
     for number in range(6):
         finish(bench, say, number)
     bench.core.credit.out["math"].clear()
-    (line,) = lines(bench, Watch(), PATIENCE_S)
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line == (
         "group t17/0 waits 120 s for 2 of 8 members, 0 of them running; goes on with 6 at 600 s; "
         "nothing has moved for 120 s"
@@ -40,31 +40,31 @@ def test_a_group_is_said_to_wait_for_those_who_may_still_come(bench, say):
         finish(bench, say, number)
     bench.take(say.begin("x", "t17", 6, group_size=8), say.end("x", "failed", final=True))
     bench.core.credit.out["math"].clear()
-    (line,) = lines(bench, Watch(), PATIENCE_S)
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line.startswith("group t17/0 waits 120 s for 1 of 8 members, 0 of them running; goes on with 6 at 600 s")
 
 
 def test_tickets_that_nobody_takes_are_named(bench):
-    (line,) = lines(bench, Watch(), PATIENCE_S)
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert "32 tickets out, 0 episodes open: no client takes tickets of kind math, or its tasks are all done" in line
 
 
 def test_a_learner_that_does_not_report_is_named(make_bench, say):
     bench = make_bench(groups_per_batch=1, max_staleness=0)
     bench.take(say.begin(ticket_id="math.1"), say.turn(), say.end())
-    (line,) = lines(bench, Watch(), PATIENCE_S)
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line.startswith("1 groups wait for the learner of main at version 0")
 
 
 def test_agents_that_do_not_call_the_model_are_named(make_bench, say):
     bench = make_bench(groups_per_batch=1, max_staleness=0)
     bench.take(say.begin(ticket_id="math.1"))
-    (line,) = lines(bench, Watch(), PATIENCE_S)
+    (line,) = lines(bench, StandstillWatch(), PATIENCE_S)
     assert line.startswith("no turns: 1 episodes are open")
 
 
 def test_the_watch_is_quiet_while_things_move_and_repeats_itself_patiently(bench, say):
-    watch = Watch()
+    watch = StandstillWatch()
     assert lines(bench, watch, PATIENCE_S - 1) == []
     bench.take(say.begin("e0", group_size=8), say.turn(episode="e0"))
     assert lines(bench, watch, 10) == []
@@ -79,7 +79,7 @@ def test_every_episode_that_began_is_somewhere(make_bench, say):
     bench.take(say.begin("b", "b"), say.turn(episode="b"), say.end("b"))
     bench.take(say.begin("c", "c"), say.end("c", status="failed"))
     bench.take(say.begin("d", "d"), say.begin("v", "v", mode="eval"), say.end("v"))
-    told = figures(bench.core)
+    told = state_fields(bench.core)
     assert told["begun"] == 4
     assert (told["trained"], told["in_learners"], told["open"], told["dropped"]) == (1, 1, 1, {"failed": 1})
     assert told["eval_finished"] == 1
@@ -87,7 +87,7 @@ def test_every_episode_that_began_is_somewhere(make_bench, say):
 
 
 def test_an_episode_whose_calls_were_refused_is_told_with_the_reason(make_bench, say):
-    bench, told = make_bench(group_size=1), NoTurns()
+    bench, told = make_bench(group_size=1), NoTurnsWarnings()
     bench.take(say.begin("a", "a"), say.end("a"))
     told.hear({"episode_id": "a", "why": "tools of type 'namespace' are not served"})
     line = told.look(bench.events("episode")[0], 0.0)
@@ -96,7 +96,7 @@ def test_an_episode_whose_calls_were_refused_is_told_with_the_reason(make_bench,
 
 
 def test_episodes_without_a_model_call_are_told_of_patiently(make_bench, say):
-    bench, told = make_bench(group_size=1), NoTurns()
+    bench, told = make_bench(group_size=1), NoTurnsWarnings()
     for name in "abcd":
         bench.take(say.begin(name, name, client_id="alice"), *([say.turn(episode="d")] if name == "d" else []))
         bench.take(say.end(name))

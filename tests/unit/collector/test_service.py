@@ -13,7 +13,7 @@ from swarmq.broker.deliveries import REASON_HEADER
 from swarmq.collector import service
 from swarmq.collector.decide import core
 from swarmq.collector.decide.effects import Forward
-from swarmq.collector.decide.state import Call
+from swarmq.collector.decide.state import TurnMeta
 from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
@@ -172,14 +172,14 @@ async def test_an_episode_with_a_turn_that_cannot_be_used_is_dropped_and_the_tur
 
 
 async def test_an_episode_with_a_turn_that_breaks_the_core_is_dropped(job, broker, say, monkeypatch):
-    monkeypatch.setattr(core, "Call", _Breaks)
+    monkeypatch.setattr(core, "TurnMeta", _Breaks)
     forwarded, reason = await episodes_beside_a_spoilt_one(job, broker, say, say.turn("b"))
     assert forwarded == ["f"]
     assert reason == "the collector failed on it: KeyError('b')"
 
 
 async def test_a_turn_whose_refusal_breaks_the_core_as_well_is_parked_alone(job, broker, say, monkeypatch):
-    monkeypatch.setattr(core, "Call", _Breaks)
+    monkeypatch.setattr(core, "TurnMeta", _Breaks)
     monkeypatch.setattr(core, "_tainted", lambda episode, _: {}[episode.episode_id])
     for piece in (say.begin(), say.turn("b"), say.begin("f", "u"), say.turn(episode="f"), say.end("f")):
         await broker.publish(IN, piece)
@@ -192,12 +192,12 @@ async def test_a_turn_whose_refusal_breaks_the_core_as_well_is_parked_alone(job,
     assert broker.stored(IN) == []
 
 
-class _Breaks(Call):
+class _Breaks(TurnMeta):
     @classmethod
     def of(cls, turn, size_bytes):
         if turn.call_id == "b":
             raise KeyError(turn.call_id)
-        return Call.of(turn, size_bytes)
+        return TurnMeta.of(turn, size_bytes)
 
 
 async def test_deleted_queues_are_made_again(job, broker, say, monkeypatch):

@@ -9,7 +9,7 @@ import pytest
 
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.service import episode_of
+from swarmq.collector.service import build_rollout
 from swarmq.config import SwarmJob, Train
 from swarmq.learner.feed.batcher import Intake, Limits
 from swarmq.messages import Control, VersionSpan
@@ -54,7 +54,7 @@ def test_steps_while_one_kind_is_nearly_solved(when_dry, least, most, make_bench
                 say.end(name, reward=float(dice.random() > FAILS[kind])),
             )
         for item in bench.sent[forwarded:]:
-            assert intake.accept(episode_of(bench.store, item))
+            assert intake.accept(build_rollout(bench.store, item))
         forwarded = len(bench.sent)
         batch = intake.take(version=version, at=0.0, settings=Train())
         if batch:

@@ -8,7 +8,7 @@ import pytest
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.report import figures
+from swarmq.collector.report import state_fields
 from swarmq.config import SwarmJob
 from swarmq.live_settings import find_reached_limits
 from swarmq.messages import Command, Control
@@ -76,12 +76,12 @@ def test_a_setting_is_acknowledged_remembered_and_told_to_the_learner(steered):
         RATE: (1e-6, 1e-5),
         "groups.idle_timeout_s": (600.0, 60.0),
     }
-    assert [e for e in bench.effects if isinstance(e, do.Tell)] == [do.Tell("main", 1)]
-    assert do.Tell("main", 1) in bench.store.outbox(), "told again by the next collector, until it is confirmed"
+    assert [e for e in bench.effects if isinstance(e, do.SendControl)] == [do.SendControl("main", 1)]
+    assert do.SendControl("main", 1) in bench.store.outbox(), "told again by the next collector, until it is confirmed"
     bench.restart()
     assert bench.core.rules.idle_timeout_s == 60.0
     bench.run(bench.core.told("main", 1))
-    assert do.Tell("main", 1) not in bench.store.outbox()
+    assert do.SendControl("main", 1) not in bench.store.outbox()
 
 
 def test_a_command_that_comes_again_is_answered_again_and_not_obeyed_again(steered):
@@ -194,12 +194,12 @@ def test_a_drained_run_says_when_nothing_is_under_way(steered, say):
     bench.wait(1)
     assert [fields["state"] for fields in bench.events("control")] == ["accepted", "drained"]
     bench.restart()
-    assert figures(bench.core)["pace"] == "draining"
+    assert state_fields(bench.core)["pace"] == "draining"
     bench.wait(1)
-    assert figures(bench.core)["pace"] == "drained"
+    assert state_fields(bench.core)["pace"] == "drained"
     bench.take(command(2, "resume"))
     bench.wait(1)
-    assert figures(bench.core)["pace"] == "running"
+    assert state_fields(bench.core)["pace"] == "running"
 
 
 def test_a_new_mix_holds_from_the_first_batch_without_a_ticket(steered, say):

@@ -12,7 +12,7 @@ import pytest
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.collector.store import Store
 from swarmq.errors import CollectorError
 from swarmq.messages import Slot, encode
@@ -149,7 +149,7 @@ def test_the_ledger_can_be_read_beside_a_running_collector(path, say):
         for number, piece in enumerate(pieces):
             for effect in core.take(piece, encode(piece), float(number)):
                 store.write(effect)
-    told = {episode: (fate.slot, fate.state, fate.reason) for episode, fate in fates(path).items()}
+    told = {episode: (fate.slot, fate.state, fate.reason) for episode, fate in read_fates(path).items()}
     assert told == {
         "a": ("t/0/0", "trained", ""),
         "b": ("u/0/0", "dropped", "failed"),

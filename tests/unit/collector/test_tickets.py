@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swarmq.collector.decide.effects import IssueTicket
-from swarmq.collector.decide.state import KindCredit, Rules
-from swarmq.collector.decide.tickets import Credit
+from swarmq.collector.decide.state import KindWindow, Rules
+from swarmq.collector.decide.tickets import TicketWindow
 
 
-def credit(mix, *, groups_per_batch=8, group_size=1, max_staleness=0, **memory) -> Credit:
+def credit(mix, *, groups_per_batch=8, group_size=1, max_staleness=0, **memory) -> TicketWindow:
     rules = Rules(
         run="r",
         trained=("main",),
@@ -24,7 +24,7 @@ def credit(mix, *, groups_per_batch=8, group_size=1, max_staleness=0, **memory) 
         max_staleness=max_staleness,
     )
     given = {"kinds": {}, "tickets": {}, "serial": 0, **memory}
-    return Credit(rules, given["kinds"], given["tickets"], given["serial"])
+    return TicketWindow(rules, given["kinds"], given["tickets"], given["serial"])
 
 
 def issued(effects) -> dict[str, int]:
@@ -155,7 +155,7 @@ def test_tickets_that_are_out_are_known_after_a_restart(make_bench):
 
 
 def test_a_kind_that_left_the_mix_gives_its_share_to_the_others():
-    kinds = {"old": KindCredit(allocated=9, trained=5, debt=0.5), "new": KindCredit(allocated=4, trained=2)}
+    kinds = {"old": KindWindow(allocated=9, trained=5, debt=0.5), "new": KindWindow(allocated=4, trained=2)}
     account = credit({"new": 1.0}, groups_per_batch=6, kinds=kinds, serial=13)
     assert issued(account.settle({}, starved=False, lacking={})) == {"new": 6}
 

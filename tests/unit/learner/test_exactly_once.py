@@ -29,7 +29,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from swarmq.collector.decide import effects as do
 from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
-from swarmq.collector.service import episode_of
+from swarmq.collector.service import build_rollout
 from swarmq.collector.store import Store
 from swarmq.config import Train
 from swarmq.learner.checkpoint import discovery, save_load
@@ -206,7 +206,7 @@ class Pipeline(RuleBasedStateMachine):
     def collector_publishes(self, num: int, dies: bool) -> None:
         for _ in range(min(num, len(self.outgoing))):
             item = self.outgoing.popleft()
-            if episode := episode_of(self.store, item):
+            if episode := build_rollout(self.store, item):
                 self.ready.put(episode)
             self.sent.append(item)
         if dies:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from support.stored import unpack_run
-from swarmq.collector.ledger import fates
+from swarmq.collector.ledger import read_fates
 from swarmq.collector.store import Store
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.replay import replay
@@ -61,7 +61,7 @@ def test_a_replay_from_a_stored_checkpoint_gives_the_stored_weights(stored, tmp_
 
 def test_the_ledger_says_what_became_of_every_episode(stored):
     _, folder = stored
-    ends = Counter((fate.state, fate.reason) for fate in fates(folder.inbox).values())
+    ends = Counter((fate.state, fate.reason) for fate in read_fates(folder.inbox).values())
     assert ends == {("trained", ""): 135, ("dropped", "stale"): 8, ("dropped", "group_too_small"): 1}
 
 
@@ -75,7 +75,7 @@ def test_a_collector_goes_on_from_a_file_of_the_middle_of_a_run(stored, tmp_path
         assert len(snapshot.episodes) == 5
         assert sum(map(len, snapshot.waiting.values())) == 6
         assert snapshot.tickets
-        published = [name for name, fate in fates(path).items() if fate.state == "published"]
+        published = [name for name, fate in read_fates(path).items() if fate.state == "published"]
         assert len(published) == 40
         for episode_id in published:
             begin, end, turns = store.parts(episode_id)

@@ -19,7 +19,7 @@ from support.families import BY_NAME, FAMILIES, FamilyEngine, in_bytes, spell, t
 from swarmq import keys
 from swarmq.broker import topology
 from swarmq.collector.decide import state
-from swarmq.collector.decide.assemble import assemble, judge
+from swarmq.collector.decide.assemble import assemble_rollout, decide_received
 from swarmq.config import Policy, SwarmJob
 from swarmq.errors import EngineRefusedError
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Slot, decode, unpack_ids
@@ -107,8 +107,8 @@ class Stage:
 
     def kept(self):
         """Ids of the calls that the collector takes for answered: all answers were sent."""
-        calls = {turn.call_id: state.Call.of(turn, 0) for turn in self.turns}
-        return judge(calls, sent=calls.keys()).kept
+        calls = {turn.call_id: state.TurnMeta.of(turn, 0) for turn in self.turns}
+        return decide_received(calls, sent=calls.keys()).kept
 
     def _check(self, chat, request_id, prompt):
         turns = self.turns
@@ -487,7 +487,7 @@ async def test_a_prompt_that_is_sent_again_travels_once_and_survives_its_first_s
     )
     kept = tuple(stage.kept())
     end = EpisodeEnd(run="r", episode_id=EPISODE, status="finished", rewards={"main": 1.0}, calls=kept)
-    sent = assemble("main", begin, end, stage.turns, group_members=1).turns
+    sent = assemble_rollout("main", begin, end, stage.turns, group_members=1).turns
     whole = {turn.call_id: ids for turn, ids in zip(stage.turns, resolve(stage.turns), strict=True)}
     assert [turn.call_id for turn in sent] == ["q1.0", later.call_id]
     for turn, ids in zip(sent, resolve(sent), strict=True):

@@ -1,26 +1,24 @@
-"""Which turns of a finished episode are trained, and the `Episode` made of them.
+"""Which turns of a finished episode are trained, and the rollout made of them.
 
-Trained are exactly the calls whose answers the agent received. That a turn was recorded proves nothing: its proxy may have
-been killed, or have answered 503, before the last byte. So each kept turn has a proof, the first of these that applies:
+Exactly those calls are trained whose answers the agent received. A recorded turn is no proof, because its proxy may have been
+killed, or may have answered 503, before the last byte. A turn is kept if one of these proofs holds, tried in this order:
 
-(a) `end.calls` names all answered calls: they are kept, and nothing else;
-(b) `end.received` names it. A call that the client watched (`observed`) and does not name was not received;
-(c) a later prompt continues it: the agent had its answer. To continue a call is to have sampled tokens of it: what shares no
-    more than its prompt is another choice or sending of its request, or a conversation that begins alike;
-(d) its proxy says that the answer was sent (`Served`), or recorded it before proxies did so (`receipt` is false).
+(a) `end.calls` names all answered calls: these are kept, and nothing else;
+(b) `end.received` names the call. A call that the client watched (`observed`) and does not name was not received;
+(c) a later prompt continues the turn, so the agent had its answer. To continue means to contain sampled tokens of it: a turn that
+    shares only the prompt is another choice or sending of the request, or a conversation that begins alike;
+(d) its proxy reports that the answer was sent (`DeliveryReport`), or comes from a version without such reports (`receipt` is false).
 
-As long as nobody has said anything of a call, the verdict is open. A sent answer may still have been lost on its way; then
-the client library asks again, and the repeat gives the earlier sending away:
+While nothing is known of a call, the decision waits. An answer that was sent can still be lost on its way. The client library
+then repeats the request, which reveals the loss of the earlier sending:
 
-(e) the same request with a higher retry number replaces one earlier sending, rather one that is known as lost, and rather
-    one that nothing continues;
-(f) of equal requests with equal retry numbers, where a later prompt continues one and none continues the other, the other was
-    lost: only where the library does not count its retries. One that counts them and says 0 means another request.
+(e) the same request with a higher retry number replaces one earlier sending: preferably one that is known as lost, else one that no
+    turn continues;
+(f) of equal requests with equal retry numbers, where a later prompt continues one and none continues the other, the other was lost.
+    This holds only for libraries that do not count retries; one that counts them and says 0 means a new request.
 
-Rules (e) and (f) take out no call that the client names.
-
-A kept turn may share tokens with an orphan, or with another policy's turn; it is then re-based on the nearest
-ancestor that is sent along, so every turn that leaves here can be resolved.
+Rules (e) and (f) never remove a call that the client names. A kept turn may share tokens with an orphan, or with another
+policy's turn; it is then re-based on the nearest ancestor in the rollout, so that every turn can be resolved.
 """
 
 from __future__ import annotations
@@ -32,36 +30,37 @@ from typing import Literal
 
 import msgspec
 
-from swarmq.collector.decide.state import Call
+from swarmq.collector.decide.state import TurnMeta
 from swarmq.messages import MAX_MESSAGE_BYTES, EpisodeBegin, EpisodeEnd, Rollout, Turn
 
 ENVELOPE_BYTES = 64 * 1024
-"""Room for an episode's own fields besides its turns and what its end brought."""
+"""Size reserved for a rollout's fields besides its turns and the fields of its end."""
 
 NAMED = 3
-"""Unknown calls that a warning names."""
+"""Number of unknown calls that a warning names."""
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Which calls of an episode were answered, as far as that is known."""
+class ReceivedCalls(msgspec.Struct, frozen=True, kw_only=True):
+    """The calls of an episode whose answers were received, as far as known."""
 
     kept: set[str]
-    """Their agent received the answer."""
+    """Calls whose answers the agent received."""
     awaited: set[str]
-    """Nobody has said so yet; not kept if nobody ever does."""
+    """Calls of which nothing is known yet; they are dropped if nothing ever becomes known."""
 
 
-def judge(
-    calls: Mapping[str, Call],
+def decide_received(
+    calls: Mapping[str, TurnMeta],
     named: Collection[str] | None = None,
     received: Collection[str] | None = None,
     *,
     sent: AbstractSet[str] = frozenset(),
     withdrawn: AbstractSet[str] = frozenset(),
-) -> Verdict:
-    """`named` and `received` are `calls` and `received` of the end, `sent` and `withdrawn` what proxies said."""
+) -> ReceivedCalls:
+    """Decide which calls were received. `named`, `received`: `calls` and `received` of the end; `sent`, `withdrawn`: delivery
+    reports."""
     if named is not None:
-        return Verdict(kept=set(named) & calls.keys(), awaited=set())
+        return ReceivedCalls(kept=set(named) & calls.keys(), awaited=set())
     continued = {
         call.parent
         for call in calls.values()
@@ -75,11 +74,11 @@ def judge(
     for requests in _equal_requests(calls.values()):
         lost |= {call.call_id for call in _repeated(requests, continued, lost, proven)}
     known = {call.call_id for call in calls.values() if not call.receipt} | continued | sent | proven
-    return Verdict(kept=calls.keys() & known - lost, awaited=calls.keys() - known - lost)
+    return ReceivedCalls(kept=calls.keys() & known - lost, awaited=calls.keys() - known - lost)
 
 
-def flaw(calls: Mapping[str, Call], kept: Collection[str]) -> Literal["incomplete", "unresolvable"] | None:
-    """Why some kept prompt cannot be put together from `calls`: a turn is missing, or references contradict."""
+def find_flaw(calls: Mapping[str, TurnMeta], kept: Collection[str]) -> Literal["incomplete", "unresolvable"] | None:
+    """Return why a kept prompt cannot be assembled from `calls` (a turn is missing, or references contradict), or None."""
     sound: set[str] = set()
     for call_id in kept:
         path: set[str] = set()
@@ -98,16 +97,18 @@ def flaw(calls: Mapping[str, Call], kept: Collection[str]) -> Literal["incomplet
     return None
 
 
-def fits(calls: Mapping[str, Call], kept: Collection[str], end_bytes: int) -> bool:
-    """Whether the kept turns make a message of allowed size, re-basing at its worst included."""
+def fits_message(calls: Mapping[str, TurnMeta], kept: Collection[str], end_bytes: int) -> bool:
+    """Return whether the kept turns fit into one message, including the worst case of re-basing."""
     own = sum(calls[call_id].size_bytes for call_id in kept)
     rebased = sum(4 * calls[call_id].shared for call_id in kept if calls[call_id].parent not in kept)
     return own + rebased + end_bytes + ENVELOPE_BYTES <= MAX_MESSAGE_BYTES
 
 
-def misnamed(calls: Mapping[str, Call], end: EpisodeEnd, kept: AbstractSet[str]) -> dict[tuple[str, str], str]:
-    """Policy and agent tag of every reward that credits no call, with what to say about it; rewards by call are told of
-    together, under the first such id and no policy."""
+def find_uncredited_rewards(
+    calls: Mapping[str, TurnMeta], end: EpisodeEnd, kept: AbstractSet[str]
+) -> dict[tuple[str, str], str]:
+    """Return (policy, agent tag) -> warning for every reward that credits no call. Rewards by call are combined under the first
+    such id, with no policy."""
     found = {}
     if lost := sorted((end.call_rewards.keys() & calls.keys()) - kept):
         found["", lost[0]] = (
@@ -135,12 +136,12 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:NAMED])) + (f" and {len(names) - NAMED} more" if names[NAMED:] else "")
 
 
-def assemble(
+def assemble_rollout(
     policy: str, begin: EpisodeBegin, end: EpisodeEnd, turns: Sequence[Turn], *, group_members: int
 ) -> Rollout:
-    """The message for one policy's learner. A pure function of stored rows: making it twice gives equal bytes."""
+    """Return the message for one policy's learner. Pure: the same stored rows always give the same bytes."""
     by_id = {turn.call_id: turn for turn in turns}
-    kept = judge({turn.call_id: Call.of(turn, 0) for turn in turns}, end.calls, end.received).kept
+    kept = decide_received({turn.call_id: TurnMeta.of(turn, 0) for turn in turns}, end.calls, end.received).kept
     sent = {call_id for call_id in kept if by_id[call_id].policy == policy}
     return Rollout(
         run=begin.run,
@@ -167,7 +168,7 @@ def assemble(
 
 
 def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Turn:
-    """The same prompt, told relative to the nearest ancestor in `sent`."""
+    """Return the same prompt relative to the nearest ancestor in `sent`."""
     parent, shared, prompt_ids = turn.parent, turn.shared, turn.prompt_ids
     while parent is not None and parent not in sent:
         lost = by_id[parent]
@@ -181,9 +182,9 @@ def _rebase(turn: Turn, by_id: Mapping[str, Turn], sent: Collection[str]) -> Tur
     return msgspec.structs.replace(turn, parent=parent, shared=shared, prompt_ids=prompt_ids)
 
 
-def _equal_requests(calls: Collection[Call]) -> list[list[list[Call]]]:
-    """Sendings of equal requests, each a list of its choices, in order of arrival; single sendings left out."""
-    equal: dict[tuple[str, str, str | None], dict[str, list[Call]]] = defaultdict(dict)
+def _equal_requests(calls: Collection[TurnMeta]) -> list[list[list[TurnMeta]]]:
+    """Return the sendings of each request that was sent several times, in order of arrival; a sending is a list of its choices."""
+    equal: dict[tuple[str, str, str | None], dict[str, list[TurnMeta]]] = defaultdict(dict)
     for call in calls:
         if call.request_digest:
             requests = equal[call.policy, call.request_digest, call.agent]
@@ -192,18 +193,18 @@ def _equal_requests(calls: Collection[Call]) -> list[list[list[Call]]]:
 
 
 def _repeated(
-    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
-) -> list[Call]:
-    """Calls of the sendings whose answers were lost, as their repeats show. `known` are lost without that."""
+    requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[TurnMeta]:
+    """Return the calls of sendings whose answers were lost, as their repetitions reveal; `known`: calls known as lost anyway."""
     lost = _retried(requests, continued, known, proven)
     lost += _abandoned([choices for choices in requests if choices not in lost], continued, proven)
     return [call for choices in lost for call in choices]
 
 
 def _retried(
-    requests: list[list[Call]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
-) -> list[list[Call]]:
-    """Rule (e): the sendings that a later one replaced. The last sending of a request claims all before it."""
+    requests: list[list[TurnMeta]], continued: AbstractSet[str], known: AbstractSet[str], proven: AbstractSet[str]
+) -> list[list[TurnMeta]]:
+    """Apply rule (e): return the sendings that a later one replaced. The last sending of a request claims all before it."""
     lost: set[int] = set()
     for last in sorted(range(len(requests)), key=lambda n: -requests[n][0].retry):
         if last in lost:
@@ -220,8 +221,10 @@ def _retried(
     return [requests[n] for n in lost]
 
 
-def _abandoned(requests: list[list[Call]], continued: AbstractSet[str], proven: AbstractSet[str]) -> list[list[Call]]:
-    """Rule (f): sendings that nothing continues while an equal one of the same retry number is continued."""
+def _abandoned(
+    requests: list[list[TurnMeta]], continued: AbstractSet[str], proven: AbstractSet[str]
+) -> list[list[TurnMeta]]:
+    """Apply rule (f): return sendings that no turn continues, although an equal one with the same retry number is continued."""
     live = {choices[0].retry for choices in requests if _has(choices, continued)}
     return [
         choices
@@ -230,5 +233,5 @@ def _abandoned(requests: list[list[Call]], continued: AbstractSet[str], proven: 
     ]
 
 
-def _has(choices: Sequence[Call], ids: AbstractSet[str]) -> bool:
+def _has(choices: Sequence[TurnMeta], ids: AbstractSet[str]) -> bool:
     return any(call.call_id in ids for call in choices)

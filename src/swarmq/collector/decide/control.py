@@ -1,7 +1,7 @@
-"""What people ask of a run while it is up, and what the collector decides by itself: settings, pace, dry kinds. Pure.
+"""Control of a live run: requested changes of settings and pace, and dry kinds that the collector detects itself. Pure.
 
-command ──obey──> refused, with the reason: nothing is changed
-             └──> the next control state: rules of the core, and told to every learner
+command ──obey──> refused, with the reason: nothing changes
+             └──> the next control state: new rules of the core, sent to every learner
 tick ────look──> a kind ran dry, or came back: the next control state, and a warning
 """
 
@@ -22,45 +22,46 @@ PACES: dict[str, Pace] = {"pause": "paused", "drain": "draining", "resume": "run
 
 
 LOOK_BACK, TEACHES = 4, 2
-"""A flat kind is looked at again after `uninformative_groups` times so many of its groups. It has its share again once so many of each
-`uninformative_groups` taught something: more than the one that would have kept it from being flat, so that it is not so again at once."""
+"""Factors for a kind with uninformative groups: it is checked again after LOOK_BACK times `uninformative_groups` of its groups,
+and gets its share back once TEACHES of each `uninformative_groups` were informative. One would have kept it from being flat at
+all, so two are needed, or it would be flat again at once."""
 
 
-class Signal(msgspec.Struct):
-    """What one policy has had of one kind since it last trained it, or since the kind is flat."""
+class KindSignal(msgspec.Struct):
+    """Groups of one kind that one policy received since it last trained the kind, or since the kind is flat."""
 
     is_flat: bool = False
-    """Too many of its groups had equal rewards."""
+    """Whether too many of the groups had equal rewards."""
     taught: int = 0
-    """Groups."""
+    """Number of trained groups."""
     equal: int = 0
-    """Groups that were dropped for equal rewards."""
+    """Number of groups that were dropped for equal rewards."""
 
 
-class Steering:
-    """The control state of a run, and the rules that follow from it."""
+class RunControl:
+    """The control state of a run and the rules that follow from it."""
 
     def __init__(self, file: SwarmJob, state: Control) -> None:
         self.file = file
         self.alive: dict[str, float] = {}
-        """Kind -> when somebody last took one of its tickets or worked on it."""
+        """Kind -> time when a client last took one of its tickets or worked on it."""
         self.dry: set[str] = set()
-        """Kinds that are known to have run dry, lent or not."""
-        self._signals: dict[tuple[str, str], Signal] = {}
-        """By policy and kind."""
+        """Kinds that are dry, whether their share is lent or not."""
+        self._signals: dict[tuple[str, str], KindSignal] = {}
+        """(policy, kind) -> groups received."""
         self._told_flat: set[str] = set()
-        """Kinds of which it is known that they teach nothing now and then: said once."""
+        """Kinds already reported as only occasionally informative."""
         self.adopt(state)
 
     def adopt(self, state: Control) -> None:
         self.state = state
         self.job = live_settings.apply_changes(self.file, state.changes)
-        """The settings that are in effect."""
+        """Settings in effect."""
         stretches = live_settings.mix_stretches(self.file, state.changes, lambda change: change.from_grant)
         self.rules = msgspec.structs.replace(Rules.of(self.job), stretches=stretches)
 
     def obey(self, command: Command, *, versions: Mapping[str, int], from_grant: int) -> tuple[Control, dict[str, Any]]:
-        """The state after a command, and the reply. Raises ConfigError for one that cannot be obeyed."""
+        """Return the control state after a command, and the reply. Raises ConfigError for a command that cannot be obeyed."""
         number, state = self.state.number + 1, self.state
         if command.action in {"set", "stop"}:
             before = self.job
@@ -107,12 +108,12 @@ class Steering:
         return state, {"state": "accepted", "number": number, **reply}
 
     def heard(self, policy: str, *, taught: Mapping[str, int], equal: Mapping[str, int]) -> None:
-        """A learner's report: kind -> groups that it trained, and kind -> groups that it dropped for equal rewards."""
+        """Take a learner's report: kind -> trained groups, and kind -> groups dropped for equal rewards."""
         for kind in taught.keys() | equal.keys():
             if kind in taught and kind not in self.state.lent:
-                self._signals[policy, kind] = Signal()
+                self._signals[policy, kind] = KindSignal()
                 continue
-            signal = self._signals.setdefault((policy, kind), Signal())
+            signal = self._signals.setdefault((policy, kind), KindSignal())
             signal.taught += taught.get(kind, 0)
             signal.equal += equal.get(kind, 0)
 
@@ -124,8 +125,10 @@ class Steering:
         learning: Collection[str],
         now: float,
     ) -> tuple[Control | None, list[str]]:
-        """The next state if a kind ran dry or came back, and warnings. `shares` are those of the newest mix, `learning` the
-        policies that have steps to go."""
+        """Return the next control state if a kind ran dry or came back, else None, and warnings.
+
+        `shares`: the newest mix. `learning`: policies with steps to go.
+        """
         rules = self.rules
         for kind, tickets in out.items():
             if not tickets or usage.get(kind, Usage()).running:
@@ -157,21 +160,21 @@ class Steering:
         return state, texts
 
     def _teaching_nothing(self, shares: Mapping[str, float], learning: Collection[str]) -> set[str]:
-        """Kinds that a learner waits for in vain, or would."""
+        """Return the kinds whose groups teach nothing, so that a learner waits for them in vain, or would."""
         uninformative_groups = self.rules.uninformative_groups
         for (policy, kind), signal in self._signals.items():
             groups = signal.equal + signal.taught
             if not signal.is_flat and signal.equal >= self._too_many(kind, shares) and policy in learning:
-                self._signals[policy, kind] = Signal(is_flat=True)
+                self._signals[policy, kind] = KindSignal(is_flat=True)
             elif signal.is_flat and groups >= LOOK_BACK * uninformative_groups:
                 teaches = signal.taught * uninformative_groups >= TEACHES * groups
                 self._signals[policy, kind] = (
-                    Signal() if teaches else Signal(True, taught=signal.taught // 2, equal=signal.equal // 2)
+                    KindSignal() if teaches else KindSignal(True, taught=signal.taught // 2, equal=signal.equal // 2)
                 )
         return {kind for (policy, kind), signal in self._signals.items() if signal.is_flat and policy in learning}
 
     def _too_many(self, kind: str, shares: Mapping[str, float]) -> int:
-        """Groups of equal rewards in a row, of a kind that is flat."""
+        """Return the number of groups with equal rewards in a row after which a kind is flat."""
         return round(self.rules.uninformative_groups * max(1.0, shares.get(kind, 0.0) * self.rules.groups_per_batch))
 
     def _then(self, lent: bool) -> str:
@@ -188,7 +191,7 @@ def refusal(error: ConfigError) -> dict[str, Any]:
 
 
 def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[str, Any]:
-    """What to set for policies to end after the steps `asked` for. Raises ConfigError for a step that is over."""
+    """Return the settings with which policies end after the requested steps. Raises ConfigError for a step in the past."""
     settings: dict[str, Any] = {}
     for policy, after in asked.items():
         present = versions.get(policy, 0)
@@ -205,6 +208,6 @@ def _last_steps(asked: Mapping[str, Any], versions: Mapping[str, int]) -> dict[s
 
 
 def _learners(settings: Mapping[str, Any], versions: Mapping[str, int]) -> set[str]:
-    """The policies whose learners will say from which step a change holds."""
+    """Return the policies whose learners will report from which step on a change holds."""
     concerned = {live_settings.policy_of_path(path) for path in settings}
     return {policy for policy in versions if None in concerned or policy in concerned}

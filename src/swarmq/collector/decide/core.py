@@ -1,32 +1,33 @@
-"""The collector's decisions: a piece or a tick in, effects out. No clock, no I/O.
+"""The collector's decisions: a message or a tick in, effects out. No clock, no I/O.
 
-    begin, turn, end ──take──> open episode ──decided──> dropped (a reason, counted; credit back) ──last attempt──┐
-                                    │                └─> eval    (recorded, never forwarded)                      │
-                                    └──accepted: winner of its slot──> open group <──the slot is given up─────────┘
-                                                                        │ nothing more to come, or deadline; and enough
-                      consumed ──take──> ledger, credit  <──learners──  published: one Episode per policy
+  begin, turn, end ──take──> open episode ──decided──> dropped (a reason, counted; credit back) ──last attempt──┐
+                                  │                └─> eval    (recorded, never forwarded)                      │
+                                  └──accepted: winner of its slot──> open group <──the slot is given up─────────┘
+                                                                         │ nothing more to come, or deadline; and enough
+  step report ──take──> ledger, credit  <──learners──  published: one rollout per policy
 
-Every effect of a call belongs to one transaction with the others of its batch, `settle()`'s last. The core's memory
-and the store's rows tell the same story: a core made from the store's snapshot goes on where this one stands.
-What each oddity of a faulty world does, and the name it is counted under:
+All effects of a call belong to one transaction with the others of its batch, `settle()`'s last. Memory and stored rows agree: a
+core built from the store's snapshot continues where this one stands.
 
-    duplicates         the same begin, turn, end or report again: nothing
-    conflicting_begin  another begin with this id: ignored; unless the end names its calls the episode is dropped
-                       (`two_clients`), because nobody can tell whose turns are whose
-    conflicting_turn   another turn with this call id: ignored
-    conflicting_end    another end: ignored, the first one counts
-    refused turn       set aside by whoever reads it: unless the end names its calls the episode is dropped (`refused_turn`),
-                       because it would be trained without what its agent was answered
-    slot_given_up      no further attempt at a slot will come: its group does not wait for it; one that wins after all counts
-    eval_given_up      the same of a slot of an evaluation round
-    late_turn          a turn after the end: ignored          late_end   an end after the episode expired: ignored
-    unseen_turns       turns of which no proxy said in time that their answers were sent: not trained, and among the orphan_turns
-    ticket_unknown     a ticket that is not out (used twice): the episode is welcome, the credit adjusts
-    orphan_turns       answers that no agent received: never trained (`calls.py`)
-    rewards_uncredited  rewards by call for a call that is not there, or not trained: kept with the episode, and warned of
-    consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
-    sent_again         a queue was deleted or emptied: what it may have held is sent once more, and recognised by its ids
-                       wherever it had arrived
+Faults and oddities, with the names under which they are counted:
+
+duplicates         the same begin, turn, end or report again: ignored
+conflicting_begin  another begin with this id: ignored; unless the end names its calls, the episode is dropped (`two_clients`),
+                   because it is unknown which turns belong to which client
+conflicting_turn   another turn with this call id: ignored
+conflicting_end    another end: ignored, the first one counts
+refused turn       a turn that its reader dead-lettered: unless the end names its calls, the episode is dropped (`refused_turn`),
+                   because it would be trained without an answer that its agent received
+slot_given_up      no further attempt at a slot will come: its group does not wait for it; a later winner still counts
+eval_given_up      the same for a slot of an evaluation round
+late_turn          a turn after the end: ignored
+late_end           an end after the episode expired: ignored
+unseen_turns       turns whose delivery no proxy reported in time: not trained, and counted among the orphan_turns
+ticket_unknown     a ticket that is not out (used twice): the episode is accepted, and the credit adjusts
+orphan_turns       answers that no agent received: never trained (`assemble.py`)
+rewards_uncredited rewards by call for a missing or untrained call: stored with the episode, with a warning
+consumed_unknown   a report on an episode that this learner was not given, or has reported before: ignored
+sent_again         a queue was deleted or emptied: its possible content is sent again, and receivers recognise duplicates by id
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ import msgspec
 from swarmq.broker import topology
 from swarmq.broker.client_rules import is_foreign
 from swarmq.collector.decide import effects as do
-from swarmq.collector.decide.assemble import fits, flaw, judge, misnamed
-from swarmq.collector.decide.control import Steering, refusal
+from swarmq.collector.decide.assemble import decide_received, find_flaw, find_uncredited_rewards, fits_message
+from swarmq.collector.decide.control import RunControl, refusal
 from swarmq.collector.decide.evals import Evals, EvalTask
 from swarmq.collector.decide.groups import Groups, OpenGroup
 from swarmq.collector.decide.state import (
     HOLD_S,
     MAX_SILENCE_S,
     TAINTS,
-    Call,
     OpenEpisode,
-    Past,
+    PastEpisodes,
     Rules,
     Snapshot,
-    Waiting,
+    TurnMeta,
+    WaitingMember,
 )
-from swarmq.collector.decide.tickets import Credit
+from swarmq.collector.decide.tickets import TicketWindow
 from swarmq.config import SwarmJob
 from swarmq.errors import ConfigError
 from swarmq.messages import (
@@ -75,63 +76,64 @@ from swarmq.messages import (
 
 TICKETS_ISSUED = "tickets_issued"
 EVAL_ROUND = "eval_round"
-"""One more than the weight version of the newest round; 0 before the first."""
+"""Name of the counter that holds the weight version of the newest evaluation round plus one; 0 before the first round."""
 
 MAX_MISNAMED_TOLD = 100
-"""Rewards that credit no call and are warned of, in case every episode has others."""
+"""Most uncredited rewards that are warned of, in case every episode has others."""
 
 AWAKE_S = 10.0
-"""Between two ticks. If it was longer, the collector was stopped meanwhile, and what an end waits for may lie in the inbox."""
+"""Longest time between two ticks. After a longer gap the collector was stopped, and the messages that an end waits for may
+still be in the inbox."""
 
 LOST_S = 15.0
-"""Tickets that are out, in no queue and used by nobody for so long are nowhere: a client uses one within a moment."""
+"""Seconds after which tickets that are out, in no queue and unused, count as lost: a client uses a ticket within a moment."""
 
 
 class Core:
     """The state of one run's collector."""
 
     def __init__(
-        self, rules: Rules, past: Past, snapshot: Snapshot, *, now: float, job: SwarmJob | None = None
+        self, rules: Rules, past: PastEpisodes, snapshot: Snapshot, *, now: float, job: SwarmJob | None = None
     ) -> None:
-        """With a `job`, commands can change it while it runs, and `rules` are those that it begins with."""
+        """With a `job`, commands can change it during the run, and `rules` are the initial rules."""
         state = snapshot.control or Control(run=rules.run, number=0)
-        self.steering = Steering(job, state) if job else None
+        self.steering = RunControl(job, state) if job else None
         self.rules = rules = self.steering.rules if self.steering else rules
         self.past = past
         self.counts: Counter[str] = Counter(snapshot.counts)
         self.versions: dict[str, int] = {**dict.fromkeys(rules.trained, 0), **snapshot.versions}
         self.open: dict[str, OpenEpisode] = {}
         self.groups = Groups(rules)
-        self.credit = Credit(rules, snapshot.credit, snapshot.tickets, self.counts[TICKETS_ISSUED])
+        self.credit = TicketWindow(rules, snapshot.credit, snapshot.tickets, self.counts[TICKETS_ISSUED])
         self.credit.lent, self.credit.is_open = frozenset(state.lent), state.pace == "running"
         self._stored_counts = dict(self.counts)
         self.evals = snapshot.evals or Evals()
         self._ticked_at = now
         self.is_drained = False
-        """Whether all that was under way in a run that drains is trained."""
+        """Whether a draining run has trained everything that had begun."""
         self._heard: dict[str, tuple[list[str], list[str]]] = {}
-        """Episode -> calls that were sent, and withdrawn, as far as that is not in the store."""
+        """Episode id -> (sent calls, withdrawn calls) that are not stored yet."""
         self._misnamed_told: set[tuple[str, str]] = set()
         self._wanted_for: tuple[Rules, frozenset[str], dict[str, int]] | None = None
         self._wanted: dict[str, dict[str, float]] = {}
-        """Policy -> kind -> groups of the next batch, under what they were computed for."""
+        """Policy -> kind -> groups of the next batch, under the rules for which they were computed."""
         self._astray: dict[str, tuple[frozenset[str], float]] = {}
-        """Kind -> the tickets that are out while its queue is empty, and since when it is those."""
+        """Kind -> (tickets that are out while its queue is empty, time since when they are the same)."""
         self._restore(snapshot, now)
 
     # ------------------------------------------------------------------------------------------- events
 
     def take(self, message: Message, body: bytes, now: float) -> list[do.Effect]:
-        """One message from `in`."""
+        """Decide one message from the inbox."""
         if message.run != self.rules.run:
-            return [do.DeadLetter(f"a message of run {message.run!r} in the inbox of {self.rules.run!r}")]
+            return [do.SendDeadLetter(f"a message of run {message.run!r} in the inbox of {self.rules.run!r}")]
         match message:
             case EpisodeBegin():
                 return self._begin(message, body, now)
             case Turn():
                 return self._turn(message, body, now)
             case RefusedTurn():
-                return [*self._refused_turn(message, now), do.DeadLetter(message.reason)]
+                return [*self._refused_turn(message, now), do.SendDeadLetter(message.reason)]
             case DeliveryReport():
                 return self._served(message, now)
             case EpisodeEnd():
@@ -143,10 +145,10 @@ class Core:
             case Task():
                 return self._eval_task(message)
             case _:
-                return [do.DeadLetter(f"the collector has no use for {type(message).__name__}")]
+                return [do.SendDeadLetter(f"the collector has no use for {type(message).__name__}")]
 
     def tick(self, now: float) -> list[do.Effect]:
-        """Time has passed: expire silent episodes, give up on incomplete ones, send overdue groups on."""
+        """Advance time: expire silent episodes, give up incomplete ones, and send overdue groups on."""
         effects: list[do.Effect] = []
         asleep_s = max(now - self._ticked_at - AWAKE_S, 0.0)
         self._ticked_at = now
@@ -165,24 +167,24 @@ class Core:
         return [*effects, *self._look(now), *self._round(now)]
 
     def eval_sent(self, slot_id: str) -> list[do.Effect]:
-        """The broker has confirmed an attempt of an evaluation round."""
+        """Record that the broker confirmed an attempt of an evaluation round."""
         return [do.EvalSent(slot_id)]
 
     def told(self, policy: str, number: int) -> list[do.Effect]:
-        """The broker has confirmed the control state of `number` for a learner."""
-        return [do.Told(policy, number)]
+        """Record that the broker confirmed control state `number` for a learner."""
+        return [do.ControlSent(policy, number)]
 
     def forwarded(self, episode_id: str, policy: str) -> list[do.Effect]:
-        """The broker has confirmed an episode."""
-        return [do.Forwarded(episode_id, policy)]
+        """Record that the broker confirmed a rollout."""
+        return [do.ForwardSent(episode_id, policy)]
 
     def ticket_sent(self, ticket_id: str) -> list[do.Effect]:
-        """The broker has confirmed a ticket."""
+        """Record that the broker confirmed a ticket."""
         return [do.TicketSent(ticket_id)]
 
     def lost(self, queues: Collection[str]) -> list[do.Effect]:
-        """Somebody deleted or emptied these queues: what they may have held, once more. With the inbox go the begins
-        of tickets; reports that were in it are told again by the learner."""
+        """Schedule again what deleted or emptied queues may have held. With the inbox, begins of tickets are lost; learners
+        repeat the reports that were in it."""
         run, inbox = self.rules.run, topology.inbox(self.rules.run) in queues
         effects: list[do.Effect] = []
         for kind, out in self.credit.out.items():
@@ -190,7 +192,7 @@ class Core:
                 effects += [do.IssueTicket(ticket_id, kind) for ticket_id in sorted(out)]
         for policy in self.rules.trained:
             if self.steering and topology.control(run, policy) in queues and self.steering.state.number:
-                effects.append(do.Tell(policy, self.steering.state.number))
+                effects.append(do.SendControl(policy, self.steering.state.number))
             if topology.ready(run, policy) in queues:
                 effects += [
                     do.Forward(episode_id, policy, group.members[policy])
@@ -206,8 +208,8 @@ class Core:
         return effects
 
     def tickets_seen(self, waiting: Mapping[str, int], now: float) -> list[do.Effect]:
-        """Kind -> tickets in its queue, as long as nothing is on its way to us or from us. Those that are nowhere are
-        issued once more."""
+        """Compare issued tickets with the queues' depths (kind -> tickets), while nothing is in flight, and issue lost ones
+        again."""
         before, self._astray = self._astray, {}
         effects: list[do.Effect] = []
         for kind, num in waiting.items():
@@ -224,7 +226,7 @@ class Core:
         return effects
 
     def settle(self) -> list[do.Effect]:
-        """Close a batch: tickets for the credit it freed, what it said of answers, and the counters that changed."""
+        """Close a batch: issue tickets for the freed credit, and write delivery reports and changed counters."""
         usage = self.groups.usage()
         starved, short = (
             (bool(self.short_of()), self.short_of(owed=1)) if self.credit.is_quiet(usage) else (False, set())
@@ -254,12 +256,13 @@ class Core:
         return effects
 
     def learning(self) -> tuple[str, ...]:
-        """The trained policies that have steps to go. What the others hold is kept for them, and in nobody's way."""
+        """Return the trained policies with steps to go. Groups held for other policies are kept and block nothing."""
         last = self.rules.last_steps
         return tuple(policy for policy in self.rules.trained if not 0 < last.get(policy, 0) <= self.versions[policy])
 
     def short_of(self, *, owed: int = 0) -> set[str]:
-        """Kinds without which no learner can fill its next batch, if rounding owes it so many groups of each: at most one."""
+        """Return the kinds without which no learner can fill its next batch. `owed`: extra groups of each kind that rounding
+        may owe, at most one."""
         rules, lent = self.rules, self.credit.lent
         steps = {policy: self.versions[policy] + 1 for policy in self.learning()}
         if self._wanted_for != (rules, lent, steps):
@@ -304,7 +307,7 @@ class Core:
                 self.counts["duplicates" if turn.call_id in ended.calls else "late_turn"] += 1
                 return []
             episode, effects = self._open(turn.episode_id, now)
-        call = Call.of(turn, len(body))
+        call = TurnMeta.of(turn, len(body))
         if known := episode.calls.get(turn.call_id):
             self.counts["duplicates" if known == call else "conflicting_turn"] += 1
             return []
@@ -368,7 +371,7 @@ class Core:
         return [*effects, *(decided or [do.SaveEnd(body, end.episode_id)])]
 
     def _foreign(self, piece: EpisodeBegin | Turn | EpisodeEnd, episode: OpenEpisode) -> bool:
-        """Whether a client speaks for an episode that another one began."""
+        """Return whether a client speaks for an episode that another client began."""
         if episode.begin is None or not is_foreign(piece.client_id, episode.begin.client_id):
             return False
         self.counts["foreign"] += 1
@@ -393,8 +396,8 @@ class Core:
                 taught[group_id] = self.groups.published[group_id].kind
             elif reason == EQUAL_REWARDS:
                 equal[group_id] = self.groups.published[group_id].kind
-            effects.append(do.Outcome(episode_id, report.policy, group_id, state, report.version, reason))
-            effects.append(do.Forwarded(episode_id, report.policy))
+            effects.append(do.SaveOutcome(episode_id, report.policy, group_id, state, report.version, reason))
+            effects.append(do.ForwardSent(episode_id, report.policy))
             effects += self._reported(episode_id, group_id, state, reason)
         if self.steering:
             self.steering.heard(report.policy, taught=Counter(taught.values()), equal=Counter(equal.values()))
@@ -403,7 +406,7 @@ class Core:
     # ------------------------------------------------------------------------------------------- control
 
     def _command(self, command: Command) -> list[do.Effect]:
-        """Obey once; a command that comes again gets the same answer."""
+        """Obey a command once; a repeated command gets the same answer."""
         reply = self.past.reply(command.command_id)
         effects: list[do.Effect] = []
         if reply is None:
@@ -419,7 +422,7 @@ class Core:
         return [*effects, do.Emit("control", reply)]
 
     def _look(self, now: float) -> list[do.Effect]:
-        """Kinds that ran dry or came back, and whether a run that is to be drained is so."""
+        """Detect kinds that ran dry or came back, and whether a draining run is drained."""
         if self.steering is None:
             return []
         newest = self.rules.shares(self.credit.next_batch)
@@ -434,28 +437,30 @@ class Core:
         return effects
 
     def _steer(self, state: Control) -> list[do.Effect]:
-        """Go on under another control state, and tell the learners."""
+        """Adopt another control state, and send it to the learners."""
         assert self.steering is not None
         self.steering.adopt(state)
         self.rules = self.groups.rules = self.steering.rules
         self.credit.adopt(self.rules)
         self.credit.is_open = state.pace == "running"
         self.credit.lend(state.lent)
-        tell = [do.Tell(policy, state.number) for policy in self.rules.trained]
+        tell = [do.SendControl(policy, state.number) for policy in self.rules.trained]
         return [do.SaveControl(msgspec.msgpack.encode(state)), *tell]
 
     def _eval_task(self, task: Task) -> list[do.Effect]:
-        """A task to evaluate with, from the next round on."""
+        """Store a task for evaluation, used from the next round on."""
         if task.mode != "eval" or task.group_size < 1:
             return [
-                do.DeadLetter(f"task {task.slot.id}: only tasks of mode eval with at least one repeat are kept here")
+                do.SendDeadLetter(
+                    f"task {task.slot.id}: only tasks of mode eval with at least one repeat are kept here"
+                )
             ]
         kept = EvalTask(task_id=task.slot.task_id, kind=task.kind, repeats=task.group_size)
         self.evals.tasks[kept.task_id] = kept
         return [do.SaveEvalTask(kept.task_id, kept.kind, kept.repeats, bytes(task.payload))]
 
     def _round(self, now: float) -> list[do.Effect]:
-        """Close the evaluation round that is over; begin the one that is due."""
+        """Close an evaluation round that is over, and begin one that is due."""
         effects: list[do.Effect] = []
         begins = (episode.begin for episode in self.open.values())
         running = {begin.slot.id for begin in begins if begin and begin.mode == "eval"}
@@ -477,8 +482,10 @@ class Core:
     # ------------------------------------------------------------------------------------------ deciding
 
     def _resume(self, episode: OpenEpisode, now: float, *, waited: bool = False) -> list[do.Effect]:
-        """Decide an episode if all that its decision needs is here; else nothing, and it stays open or held.
-        `waited`: calls that no proxy has spoken of count as not answered."""
+        """Decide an episode if everything needed is there; otherwise it stays open or held.
+
+        `waited`: calls without any delivery report count as not received.
+        """
         begin, end = episode.begin, episode.end
         if begin is None or end is None:
             return []
@@ -486,11 +493,13 @@ class Core:
             return self._evaluated(episode, begin, end, now)
         if end.status != "finished":
             return self._drop(episode, end.status, now)
-        verdict = judge(episode.calls, end.calls, end.received, sent=episode.sent, withdrawn=episode.withdrawn)
+        verdict = decide_received(
+            episode.calls, end.calls, end.received, sent=episode.sent, withdrawn=episode.withdrawn
+        )
         kept, defect = verdict.kept, None
         if episode.taint != "refused_turn" or end.calls is not None:
             needed = {*(end.received or ()), *episode.sent} if end.calls is None else set(end.calls)
-            defect = flaw(episode.calls, kept)
+            defect = find_flaw(episode.calls, kept)
             if defect == "incomplete" or needed - episode.calls.keys() or (verdict.awaited and not waited):
                 return []
         reason = defect or self._objection(episode, begin, end, kept)
@@ -500,7 +509,7 @@ class Core:
         return self._accept(episode, begin, kept, now)
 
     def _objection(self, episode: OpenEpisode, begin: EpisodeBegin, end: EpisodeEnd, kept: set[str]) -> str:
-        """Why a finished, complete episode is not trained; empty if it is."""
+        """Return why a finished, complete episode is not trained, or "" if it is."""
         policies = self._policies(episode, begin, kept)
         if self.past.winner(begin.slot.id):
             return "superseded"
@@ -515,12 +524,12 @@ class Core:
             return "unseen" if self._policies(episode, begin, episode.calls) else "no_turns"
         if not set(policies) <= end.rewards.keys() or not end.rewards.keys() <= set(begin.policies):
             return "reward_missing"
-        if not fits(episode.calls, kept, len(episode.end_body)):
+        if not fits_message(episode.calls, kept, len(episode.end_body)):
             return "too_large"
         return ""
 
     def _policies(self, episode: OpenEpisode, begin: EpisodeBegin, kept: Iterable[str]) -> tuple[str, ...]:
-        """The trained policies that sampled anything in this episode."""
+        """Return the trained policies with sampled tokens in this episode."""
         present = {episode.calls[call_id].policy for call_id in kept if episode.calls[call_id].sampled}
         return tuple(policy for policy in self.rules.trained if policy in present and policy in begin.policies)
 
@@ -532,7 +541,7 @@ class Core:
         slot, policies = begin.slot, self._policies(episode, begin, kept)
         named = tuple(call_id for call_id in episode.calls if call_id in kept)  # what is sent depends on nothing else
         end_body = encode(msgspec.structs.replace(episode.end, calls=named, received=None))
-        member = Waiting(episode.episode_id, slot.id, policies)
+        member = WaitingMember(episode.episode_id, slot.id, policies)
         group = self.groups.win(slot.group_id, begin.kind, begin.group_size, member, now)
         effects += [
             do.SaveEnd(end_body, episode.episode_id),
@@ -545,10 +554,10 @@ class Core:
         return effects + self._go_on(slot.group_id)
 
     def _misnamed(self, episode: OpenEpisode, kept: set[str]) -> list[do.Effect]:
-        """Warnings of rewards for agent tags or calls that are not there, or not trained, once for each."""
+        """Return warnings for rewards of agent tags or calls that are missing or not trained, once for each."""
         assert episode.end is not None
         self.counts["rewards_uncredited"] += len(episode.end.call_rewards.keys() - kept)
-        found = misnamed(episode.calls, episode.end, kept)
+        found = find_uncredited_rewards(episode.calls, episode.end, kept)
         fresh = list(found.keys() - self._misnamed_told)[: MAX_MISNAMED_TOLD - len(self._misnamed_told)]
         self._misnamed_told |= set(fresh)
         return [do.Emit("warning", {"text": found[tag]}) for tag in fresh]
@@ -581,7 +590,7 @@ class Core:
     # -------------------------------------------------------------------------------------------- groups
 
     def _leave(self, episode: OpenEpisode, begin: EpisodeBegin, now: float) -> list[do.Effect]:
-        """A dropped episode leaves its group. Whoever ended it as finished, or as the last attempt, attempts its slot no more."""
+        """Remove a dropped episode from its group. If it was finished, or the last attempt, its slot is given up."""
         slot, end = begin.slot, episode.end
         is_last = end is not None and (end.final or end.status == "finished")
         effects = self._give_up(slot.group_id, slot.id, now) if is_last else []
@@ -596,7 +605,7 @@ class Core:
         return [do.GiveUpSlot(group_id, slot_id, group.kind, group.size, now)]
 
     def _go_on(self, group_id: str) -> list[do.Effect]:
-        """Send a group on, or forget it, when nothing more of it will come."""
+        """Send a group on, or forget it, if no more members will come."""
         group = self.groups.open.get(group_id)
         if group is None or group.lacks:
             return []
@@ -609,7 +618,7 @@ class Core:
         return [do.ForgetGivenUp(group_id)]
 
     def _publish(self, group_id: str) -> list[do.Effect]:
-        """Send a group on; or drop it if too few members can be compared."""
+        """Send a group on, or drop it if too few members can be compared."""
         group = self.groups.open[group_id]
         shares = self.groups.shares(group)
         chosen = {episode_id for members in shares.values() for episode_id in members}
@@ -631,12 +640,12 @@ class Core:
         if group.given_up:
             effects.append(do.ForgetGivenUp(group_id))
         for policy, members in shares.items():
-            effects += [do.Outcome(member, policy, group_id, "pending", 0, "") for member in members]
+            effects += [do.SaveOutcome(member, policy, group_id, "pending", 0, "") for member in members]
             effects += [do.Forward(member, policy, len(members)) for member in members]
         self.groups.publish(group_id, {policy: set(members) for policy, members in shares.items()})
         return effects
 
-    def _too_small(self, member: Waiting) -> list[do.Effect]:
+    def _too_small(self, member: WaitingMember) -> list[do.Effect]:
         self.counts["dropped.group_too_small"] += 1
         return [
             do.FreeSlot(member.slot_id),
@@ -645,7 +654,7 @@ class Core:
         ]
 
     def _reported(self, episode_id: str, group_id: str, state: str, reason: str) -> list[do.Effect]:
-        """A learner is done with an episode: forget its bodies, and free its group's credit with the last member."""
+        """Settle an episode after a learner's report: forget its bodies, and free its group's credit with the last member."""
         group = self.groups.published[group_id]
         effects: list[do.Effect] = []
         if not any(episode_id in pending for pending in group.pending.values()):
@@ -668,7 +677,7 @@ class Core:
         return episode, [do.Open(episode_id, now)]
 
     def _seal(self, episode: OpenEpisode) -> list[do.Effect]:
-        """Take an episode out of the open ones, leaving what its late duplicates are compared with."""
+        """Remove an episode from the open ones, keeping what late duplicates are compared with."""
         del self.open[episode.episode_id]
         begin = episode.begin
         slot_id, kind, client_id = (begin.slot.id, begin.kind, begin.client_id) if begin else ("", "", "")
@@ -676,7 +685,7 @@ class Core:
         return [do.Seal(slot_id, kind, client_id, digest, "\n".join(episode.calls), episode.episode_id)]
 
     def _join(self, begin: EpisodeBegin) -> None:
-        """Count a running episode in its group. One of a group that has gone on is already paid for by it."""
+        """Count a running episode in its group. An episode of a published group is already paid for by that group."""
         group_id = begin.slot.group_id
         if group_id in self.groups.open or not self.past.group_closed(group_id):
             self.groups.run(group_id, begin.kind, begin.group_size, begin.slot.id, begin.episode_id)
@@ -693,15 +702,15 @@ class Core:
         asked = episode.begin.idle_timeout_s if episode.begin else None
         return self.rules.idle_timeout_s if asked is None else min(asked, MAX_SILENCE_S)
 
-    def _named(self, episode: OpenEpisode, call: Call) -> bool:
-        """Whether a held end waits for this turn: it names it, or a turn that is here builds on it."""
+    def _named(self, episode: OpenEpisode, call: TurnMeta) -> bool:
+        """Return whether a held end waits for this turn: the end names it, or a turn that arrived builds on it."""
         end = episode.end
         if end is None or episode.begin is None or end.calls is None:
             return True
         return call.call_id in end.calls or any(other.parent == call.call_id for other in episode.calls.values())
 
     def _tell(self, episode: OpenEpisode, begin: EpisodeBegin, reason: str, now: float) -> do.Emit:
-        """The event of an ended episode."""
+        """Return the event of an ended episode."""
         end = episode.end
         rewards = end.rewards if end else {}
         fields = {
@@ -735,7 +744,7 @@ class Core:
 
 
 def _tainted(episode: OpenEpisode, taint: str) -> list[do.Effect]:
-    """The first reason stays."""
+    """Mark an episode as tainted; the first reason stays."""
     if episode.taint:
         return []
     episode.taint = taint
@@ -743,7 +752,7 @@ def _tainted(episode: OpenEpisode, taint: str) -> list[do.Effect]:
 
 
 def _same(one: EpisodeBegin | None, other: EpisodeBegin) -> bool:
-    """A begin that is sent again through another proxy has another ticket."""
+    """Return whether two begins are equal except for the ticket, which differs when a begin is repeated through another proxy."""
     return one is not None and msgspec.structs.replace(one, ticket_id=other.ticket_id) == other
 
 

@@ -1,8 +1,8 @@
-"""What the core asks its shell to do.
+"""The effects that the core asks its shell to carry out.
 
-Most are rows: their fields stand in the order of the SQL statement that runs them (`store.py`). `Forward`,
-`IssueTicket`, `IssueEval` and `Tell` are rows of an outbox and are published after the commit; asked for once more, they are
-published once more. `Emit` and `DeadLetter` are no rows.
+Most effects are rows, whose fields stand in the order of the placeholders of their SQL statement (`store.py`). `Forward`,
+`IssueTicket`, `IssueEval` and `SendControl` are rows of an outbox and are published after the commit; repeating one publishes
+it again. `Emit` and `SendDeadLetter` are not rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from swarmq.messages import EventName
 
 
 class Effect(msgspec.Struct, frozen=True):
-    """Base of everything a core asks for."""
+    """Base of all effects."""
 
 
 class Open(Effect, frozen=True):
@@ -31,12 +31,12 @@ class SaveBegin(Effect, frozen=True):
 
 class Taint(Effect, frozen=True):
     number: int
-    """Of `records.TAINTS`."""
+    """Index into `state.TAINTS`."""
     episode_id: str
 
 
 class SaveTurn(Effect, frozen=True):
-    """A turn, or what a proxy said of answers of the episode."""
+    """Store a turn, or a delivery report on an episode."""
 
     episode_id: str
     body: bytes
@@ -48,32 +48,32 @@ class SaveEnd(Effect, frozen=True):
 
 
 class Seal(Effect, frozen=True):
-    """The end is decided: what later duplicates are compared with."""
+    """Mark an end as decided, and keep what later duplicates are compared with."""
 
     slot_id: str
     kind: str
     client_id: str
     digest: bytes
     calls: str
-    """Call ids, one a line."""
+    """Call ids, one per line."""
     episode_id: str
 
 
 class Accept(Effect, frozen=True):
-    """Finished, winner of its slot, waits for its group."""
+    """Mark an episode as finished, winner of its slot, waiting for its group."""
 
     policies: str
     episode_id: str
 
 
 class Release(Effect, frozen=True):
-    """Its group is published."""
+    """Mark an episode's group as published."""
 
     episode_id: str
 
 
 class Close(Effect, frozen=True):
-    """The last word on an episode; bodies are no longer needed."""
+    """Settle an episode for good; its bodies are no longer needed."""
 
     state: str
     """`trained`, `dropped` or `eval`."""
@@ -95,7 +95,7 @@ class FreeSlot(Effect, frozen=True):
 
 
 class GiveUpSlot(Effect, frozen=True):
-    """No further attempt at this slot of an open group will come."""
+    """Record that no further attempt at this slot of an open group will come."""
 
     group_id: str
     slot_id: str
@@ -105,7 +105,7 @@ class GiveUpSlot(Effect, frozen=True):
 
 
 class ForgetGivenUp(Effect, frozen=True):
-    """The group has gone on, or nothing of it will come."""
+    """Forget given-up slots of a group that was published or abandoned."""
 
     group_id: str
 
@@ -123,8 +123,8 @@ class FreeGroup(Effect, frozen=True):
     group_id: str
 
 
-class Outcome(Effect, frozen=True):
-    """The ledger: what became of one policy's part of a forwarded episode."""
+class SaveOutcome(Effect, frozen=True):
+    """Record the fate of one policy's part of a forwarded episode in the ledger."""
 
     episode_id: str
     policy: str
@@ -136,14 +136,14 @@ class Outcome(Effect, frozen=True):
 
 
 class Forward(Effect, frozen=True):
-    """Publish this episode to the policy's `ready` queue; an outbox row until confirmed."""
+    """Publish a rollout to the policy's `ready` queue; an outbox row until confirmed."""
 
     episode_id: str
     policy: str
     group_members: int
 
 
-class Forwarded(Effect, frozen=True):
+class ForwardSent(Effect, frozen=True):
     episode_id: str
     policy: str
 
@@ -172,26 +172,26 @@ class SaveCredit(Effect, frozen=True):
 
 
 class SaveControl(Effect, frozen=True):
-    """The control state, whole."""
+    """Store the whole control state."""
 
     body: bytes
 
 
 class SaveReply(Effect, frozen=True):
-    """A command is answered: sent again, it gets the same answer."""
+    """Store the reply to a command, which is given again when the command is repeated."""
 
     command_id: str
     body: bytes
 
 
-class Tell(Effect, frozen=True):
+class SendControl(Effect, frozen=True):
     """Publish the control state to a learner; an outbox row until it, or a later one, is confirmed."""
 
     policy: str
     number: int
 
 
-class Told(Effect, frozen=True):
+class ControlSent(Effect, frozen=True):
     policy: str
     number: int
 
@@ -204,7 +204,7 @@ class SaveEvalTask(Effect, frozen=True):
 
 
 class IssueEval(Effect, frozen=True):
-    """Publish an attempt of a round to the eval queue of its kind; unsent until confirmed."""
+    """Publish an attempt of a round to its kind's evaluation queue; unsent until confirmed."""
 
     slot_id: str
     slot: bytes
@@ -224,13 +224,13 @@ class EvalDone(Effect, frozen=True):
 
 
 class GiveUpEval(Effect, frozen=True):
-    """No further try at this attempt of a round will come."""
+    """Record that no further try at this attempt of a round will come."""
 
     slot_id: str
 
 
 class CloseRound(Effect, frozen=True):
-    """The round is told and forgotten."""
+    """Forget a round that was reported."""
 
 
 class SaveVersion(Effect, frozen=True):
@@ -244,13 +244,13 @@ class SaveCount(Effect, frozen=True):
 
 
 class Emit(Effect, frozen=True):
-    """Tell the watchers; best effort."""
+    """Publish an event; best effort."""
 
     name: EventName
     fields: Mapping[str, Any]
 
 
-class DeadLetter(Effect, frozen=True):
-    """This piece is none of ours: park it with the reason."""
+class SendDeadLetter(Effect, frozen=True):
+    """Dead-letter a message that is not valid for this run, with the reason."""
 
     reason: str

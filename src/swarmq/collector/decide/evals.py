@@ -1,12 +1,12 @@
-"""Evaluation while training: rounds of tasks that are never trained, on queues of their own. Pure.
+"""Evaluation during training: rounds of tasks that are never trained, on queues of their own. Pure.
 
-    feed --eval ──> tasks kept here
-    every N steps ──> round: each task, each repeat ──> eval.<kind> ──> workers, in lanes of their own
-    ends ──> results, or given up ──> nothing more will come, or the deadline ──> pass@k by kind, with intervals
+  feed --eval ──> tasks stored here
+  every N steps ──> round: each task, each repeat ──> eval.<kind> ──> workers, in lanes of their own
+  ends ──> results, or given up ──> nothing more will come, or the deadline ──> pass@k by kind, with intervals
 
-One round at a time: a next one that comes due meanwhile begins when this one is closed, so evaluation never piles up. It is
-closed when each attempt has a result or is given up, with nobody at it any more. A result that comes before that counts, also
-of what was given up.
+There is one round at a time: the next one begins when the present one is closed, so evaluations never pile up. A round is
+closed when each attempt has a result or is given up and nobody works on it. Results that come before count, also for given-up
+attempts.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import msgspec
 from swarmq.messages import EpisodeEnd, Slot
 
 Z95 = 1.959964
-"""Two-sided 95 % of the normal distribution."""
+"""Two-sided 95 % quantile of the normal distribution."""
 RIGHT = 1.0
-"""A reward from here on counts as a success where the agent does not say."""
+"""Reward from which an attempt counts as a success if the agent does not say."""
 
 
 class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
-    """A task to evaluate with; its payload lies in the store."""
+    """An evaluation task; its payload is in the store."""
 
     task_id: str
     kind: str
@@ -35,7 +35,7 @@ class EvalTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EvalSlot(msgspec.Struct, kw_only=True):
-    """One attempt that a round wants."""
+    """One attempt that a round needs."""
 
     slot: Slot
     kind: str
@@ -45,23 +45,23 @@ class EvalSlot(msgspec.Struct, kw_only=True):
     success: bool = False
     done: bool = False
     given_up: bool = False
-    """No further try at it will come. It may be done after all."""
+    """Whether no further try at the attempt will come. It may still get a result."""
 
     @property
     def lacks(self) -> bool:
-        """Whether it has no result, and one may come of a further try."""
+        """Whether the attempt has no result yet and may still get one."""
         return not (self.done or self.given_up)
 
 
 class Evals:
-    """The tasks, and the round that is under way."""
+    """The evaluation tasks and the current round."""
 
     def __init__(self, tasks: Iterable[EvalTask] = (), slots: Iterable[EvalSlot] = ()) -> None:
         self.tasks = {task.task_id: task for task in tasks}
         self.slots = {one.slot.id: one for one in slots}
 
     def begin(self, version: int, now: float) -> list[EvalSlot]:
-        """The attempts of a new round, siblings apart so that an early look is fair to all tasks."""
+        """Begin a round and return its attempts, with siblings apart, so that an early look is fair to all tasks."""
         rounds = max((task.repeats for task in self.tasks.values()), default=0)
         wanted = [
             EvalSlot(
@@ -78,7 +78,7 @@ class Evals:
         return wanted
 
     def finish(self, slot_id: str, end: EpisodeEnd) -> EvalSlot | None:
-        """An attempt has a reward; None if this round does not want it, or has it already."""
+        """Record the result of an attempt; None if this round does not need it or already has it."""
         one = self.slots.get(slot_id)
         if one is None or one.done or end.status != "finished":
             return None
@@ -87,7 +87,7 @@ class Evals:
         return one
 
     def give_up(self, slot_id: str) -> bool:
-        """No further try at an attempt will come. False where that changes nothing."""
+        """Record that no further try at an attempt will come. Returns whether that changes anything."""
         one = self.slots.get(slot_id)
         if one is None or not one.lacks:
             return False
@@ -95,7 +95,7 @@ class Evals:
         return True
 
     def is_over(self, now: float, deadline_s: float, *, running: Collection[str]) -> bool:
-        """Whether there is a round of which nothing more will come. `running`: slots that somebody is at."""
+        """Return whether there is a round and nothing more of it will come. `running`: slots being worked on."""
         slots = self.slots.values()
         return bool(slots) and (
             not any(one.lacks or (not one.done and one.slot.id in running) for one in slots)
@@ -103,8 +103,8 @@ class Evals:
         )
 
     def close(self, now: float, ks: Sequence[int]) -> dict[str, Any]:
-        """The figures of the round, which is over. `given_up` and `missing` are attempts without a result: those that are given
-        up, and those that had not come by the deadline."""
+        """Close the round and return its results. `given_up` and `missing` count attempts without a result: those given up, and
+        those that had not come by the deadline."""
         slots = list(self.slots.values())
         self.slots = {}
         return {
@@ -119,7 +119,8 @@ class Evals:
 
 
 def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
-    """Of one kind: mean reward, and pass@k with 95 % intervals. What has no result is left out, never counted as 0."""
+    """Return mean reward and pass@k with 95 % intervals of one kind. Attempts without a result are left out, never counted as
+    0."""
     tasks: dict[str, list[bool]] = defaultdict(list)
     rewards = [one.reward for one in slots if one.reward is not None]
     for one in slots:
@@ -140,13 +141,13 @@ def figures(slots: Sequence[EvalSlot], ks: Sequence[int]) -> dict[str, Any]:
 
 
 def pass_at(k: int, n: int, right: int) -> float:
-    """Chance that at least one of k attempts is right, unbiased from n of which so many were (2107.03374)."""
+    """Return the unbiased estimate of the chance that at least one of k attempts is right, from n with `right` successes
+    (2107.03374)."""
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
 def wilson(share: float, n: int) -> tuple[float, float]:
-    """95 % interval of a mean of n values between 0 and 1: Wilson's, which is too wide rather than too narrow for
-    values that are not all 0 or 1."""
+    """Return Wilson's 95 % interval for the mean of n values between 0 and 1, which is rather too wide for values between."""
     centre = share + Z95**2 / (2 * n)
     spread = Z95 * math.sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n))
     scale = 1 + Z95**2 / n

@@ -1,13 +1,13 @@
-"""Groups: the finished slots of one task that wait for each other, and the groups that learners have in hand.
+"""Groups: finished slots of one task that wait for each other, and the groups that learners work on.
 
-A group goes on when nothing more of it will come: each slot has a winner or is given up, with nobody at it any more; or
-when its deadline has passed since the first of them finished. At least `min_group` must have. Below that its members
-are dropped and their credit returns; siblings that finish later may still make a group among themselves. Once published a
-group takes nobody in any more.
+A group is published when nothing more of it will come, because each slot has a winner or is given up and nobody works on it; or
+when its deadline has passed since the first member finished. At least `min_group` members must have finished. Otherwise its
+members are dropped and their credit returns; siblings that finish later may still form a group among themselves. A published
+group takes no further members.
 
-A slot is given up when its client says that no further attempt will come; and when one finished that cannot be trained, as
-whoever ended it holds the slot for done. If it wins after all, it has won. Where nobody of their group is running or has
-finished, slots given up are remembered for as long as a deadline.
+A slot is given up when its client says that no further attempt will come, and when a finished attempt cannot be trained,
+because its client considers the slot done. If it wins after all, the win counts. Given-up slots of a group with no running or
+finished member are remembered for one deadline.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
-from swarmq.collector.decide.state import PublishedGroup, Rules, Usage, Waiting
+from swarmq.collector.decide.state import PublishedGroup, Rules, Usage, WaitingMember
 
 
 class OpenGroup(msgspec.Struct, kw_only=True):
     kind: str
     size: int
     since: float = 0.0
-    """When the first member finished; 0 before that."""
+    """Time when the first member finished; 0 before."""
     running: dict[str, str] = {}
-    """Episode -> its slot."""
-    winners: dict[str, Waiting] = {}
+    """Running episode -> its slot."""
+    winners: dict[str, WaitingMember] = {}
     """Slot -> the attempt that finished first."""
     given_up: dict[str, float] = {}
-    """Slot -> when that was. It may have won after all."""
+    """Given-up slot -> time. It may win after all."""
 
     @property
     def lacks(self) -> int:
-        """Slots whose winner may still come."""
+        """Number of slots whose winner may still come."""
         gone = self.given_up.keys() - self.winners.keys() - set(self.running.values()) if self.given_up else ()
         return max(self.size - len(self.winners) - len(gone), 0)
 
 
 class Groups:
-    """All groups that are not done."""
+    """All groups that are not settled."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = rules
@@ -50,32 +50,32 @@ class Groups:
         self.place: dict[str, str] = {}
         """Published episode -> its group."""
         self.ready: Counter[str] = Counter()
-        """Policy -> groups it has been given and has not wholly reported on."""
+        """Policy -> number of groups that it was given and has not completely reported on."""
         self.ready_of: dict[str, Counter[str]] = defaultdict(Counter)
-        """The same by policy and kind."""
+        """Policy -> kind -> the same number."""
 
     def run(self, group_id: str, kind: str, size: int, slot_id: str, episode_id: str) -> None:
-        """An episode of an open group has begun."""
+        """Add a running episode to an open group."""
         group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
         group.running[episode_id] = slot_id
 
     def leave(self, group_id: str, episode_id: str) -> None:
-        """An episode is no longer running; a group of which nothing is known any more is forgotten."""
+        """Remove a running episode; a group of which nothing else is known is forgotten."""
         if group := self.open.get(group_id):
             group.running.pop(episode_id, None)
             if not group.running and not group.winners and not group.given_up:
                 del self.open[group_id]
 
     def give_up(self, group_id: str, slot_id: str, now: float) -> OpenGroup | None:
-        """No further attempt at a slot will come. None where that changes nothing: it was known, or another one has won."""
+        """Give up a slot. Returns the group, or None if nothing changes because the slot was given up or won already."""
         group = self.open.get(group_id)
         if group is None or slot_id in group.given_up or slot_id in group.winners:
             return None
         group.given_up[slot_id] = now
         return group
 
-    def win(self, group_id: str, kind: str, size: int, member: Waiting, now: float) -> OpenGroup:
-        """A slot has its winner."""
+    def win(self, group_id: str, kind: str, size: int, member: WaitingMember, now: float) -> OpenGroup:
+        """Record the winner of a slot and return its group."""
         group = self.open.setdefault(group_id, OpenGroup(kind=kind, size=size))
         group.running.pop(member.episode_id, None)
         group.since = group.since or now
@@ -87,7 +87,7 @@ class Groups:
         return [gid for gid, group in self.open.items() if group.winners and now - group.since >= deadline_s]
 
     def abandoned(self, now: float) -> list[str]:
-        """Groups of which nothing but given-up slots is known, and nothing more was heard for as long as a deadline."""
+        """Return groups of given-up slots alone of which nothing was heard for one deadline."""
         return [
             gid
             for gid, group in self.open.items()
@@ -97,11 +97,11 @@ class Groups:
         ]
 
     def need(self, group: OpenGroup) -> int:
-        """Members it takes to go on without the others."""
+        """Return the number of members with which the group is published without the others."""
         return min(self.rules.min_group, group.size)
 
     def shares(self, group: OpenGroup) -> dict[str, list[str]]:
-        """Policy -> members with turns of it, for policies that have enough of them to be compared."""
+        """Return policy -> members with turns of it, for policies with enough of them to be compared."""
         members: dict[str, list[str]] = {}
         for member in group.winners.values():
             for policy in member.policies:
@@ -122,7 +122,7 @@ class Groups:
             self.place[episode_id] = group_id
 
     def report(self, episode_id: str, policy: str, *, trained: bool) -> bool:
-        """A learner tells of an episode. False if it had told before or never was given it."""
+        """Take a learner's report on an episode. Returns False if it had reported before or was never given the episode."""
         group = self.published.get(self.place.get(episode_id, ""))
         if group is None or episode_id not in group.pending.get(policy, ()):
             return False
@@ -136,7 +136,7 @@ class Groups:
         return True
 
     def usage(self) -> dict[str, Usage]:
-        """Kind -> slots under way."""
+        """Return kind -> slots in use."""
         kinds: dict[str, Usage] = {}
         for group in self.open.values():
             usage = kinds.setdefault(group.kind, Usage())
@@ -149,7 +149,7 @@ class Groups:
         return kinds
 
     def lacking(self) -> dict[str, int]:
-        """Kind -> slots that its nearest group with a finished member lacks and may still get."""
+        """Return kind -> slots that its most complete group with a finished member lacks and may still get."""
         least: dict[str, int] = {}
         for group in self.open.values():
             if group.winners:
@@ -157,17 +157,19 @@ class Groups:
         return least
 
     def held_by_others(self, policies: Collection[str]) -> int:
-        """Published groups that nobody but learners of other policies is to report on."""
+        """Return the number of published groups that only learners of policies outside `policies` have yet to report on."""
         return sum(group.pending.keys().isdisjoint(policies) for group in self.published.values())
 
     def starved(self, policies: Iterable[str]) -> bool:
-        """Whether no learner has as many groups as a batch waiting."""
+        """Return whether no learner has the groups of a batch waiting."""
         return all(self.ready[policy] < self.rules.groups_per_batch for policy in policies)
 
     def short_of(self, wanted: Mapping[str, Mapping[str, float]], *, owed: int = 0) -> set[str]:
-        """Kinds that keep learners waiting; empty when one has the groups of its batch. `wanted`: policy -> kind ->
-        groups of the next batch, before rounding, which may owe it one more where there are several kinds. A learner that
-        has many groups of one kind may lack another."""
+        """Return the kinds that keep learners waiting, or an empty set if one has the groups of its batch.
+
+        `wanted`: policy -> kind -> groups of the next batch before rounding, which may owe one more if there are several kinds.
+        A learner with many groups of one kind may lack another.
+        """
         short = [
             {
                 kind

@@ -1,4 +1,4 @@
-"""What the collector remembers, and the rules it obeys."""
+"""The collector's records in memory, and the rules of a run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from swarmq.messages import Control, DeliveryReport, EpisodeBegin, EpisodeEnd, T
 from swarmq.task_mix import Stretch, kinds_of, shares
 
 HOLD_S = 30.0
-"""How long an end waits for its begin or for turns it names, before the episode counts as incomplete; and for proxies to say
-whether answers were sent, before they count as not received."""
+"""Seconds that an end waits for its begin or for turns that it names, before the episode counts as incomplete; and for delivery
+reports, before answers count as not received."""
 
 MAX_SILENCE_S = 24 * 3600.0
-"""The longest silence a begin can ask for: nothing waits for ever."""
+"""Longest idle timeout that a begin can ask for, so that nothing waits forever."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a job that the collector obeys."""
+    """The settings of a job that the collector applies."""
 
     run: str
     trained: tuple[str, ...]
-    """Policies whose episodes are forwarded."""
+    """Policies whose episodes are forwarded to learners."""
     known: tuple[str, ...]
-    """All policies of the job, frozen ones included."""
+    """All policies of the job, including frozen ones."""
     mix: dict[str, float]
-    """What it is when the run begins, and stays unless there are `stretches`."""
+    """The mix at the beginning of the run; it stays unless there are `stretches`."""
     stretches: tuple[Stretch, ...] = ()
     group_size: int = 8
     group_sizes: dict[str, int] = {}
-    """Kind -> its own, where it has one."""
+    """Kind -> group size, for kinds with their own."""
     groups_per_batch: int = 8
     min_group: int = 2
     deadline_s: float = 600.0
@@ -44,7 +44,7 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
     uninformative_groups: int = 16
     eval: Eval = Eval()
     last_steps: dict[str, int] = {}
-    """Policy -> the step at which its learner stops, where there is one."""
+    """Policy -> step at which its learner stops, for policies with a last step."""
 
     @classmethod
     def of(cls, job: SwarmJob) -> Rules:
@@ -73,11 +73,11 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Every kind that is or will be in the mix."""
+        """All kinds that are in the mix at any step."""
         return kinds_of(self._stretches)
 
     def shares(self, step: int, lent: Collection[str] = ()) -> dict[str, float]:
-        """The mix of the batch that makes the weights of `step`."""
+        """Return the mix of the batch that makes the weights of `step`."""
         return shares(self._stretches, step, lent)
 
     def size_of(self, kind: str) -> int:
@@ -88,8 +88,8 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True):
         return self.stretches or (Stretch(from_step=0, mix=self.mix),)
 
 
-class Call(msgspec.Struct, frozen=True, kw_only=True):
-    """What must be known of a turn to judge it, without its tokens."""
+class TurnMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """Metadata of a turn, without its tokens, from which its fate is decided."""
 
     call_id: str
     policy: str
@@ -103,12 +103,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     parent: str | None
     shared: int
     prompt: int
-    """Tokens of the whole prompt, the shared ones included."""
+    """Number of tokens of the whole prompt, including shared ones."""
     sampled: int
     size_bytes: int
 
     @classmethod
-    def of(cls, turn: Turn, size_bytes: int) -> Call:
+    def of(cls, turn: Turn, size_bytes: int) -> TurnMeta:
         return cls(
             call_id=turn.call_id,
             policy=turn.policy,
@@ -128,12 +128,12 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
 
 TAINTS = ("", "two_clients", "refused_turn")
-"""Why the turns of an episode are not what its agent was answered, by the number that the store keeps: nobody can tell whose
-are whose, or one is missing. Where the end names its calls, those that are here decide."""
+"""Reasons for which the turns of an episode may not be what its agent was answered: it is unknown which client's they are, or
+one is missing. The store keeps their index. If the end names its calls, those calls decide."""
 
 
 class OpenEpisode(msgspec.Struct, kw_only=True):
-    """An episode whose fate is not decided yet. Its turns' tokens lie in the store."""
+    """An episode whose fate is not decided yet. The tokens of its turns are in the store."""
 
     episode_id: str
     began_at: float
@@ -142,16 +142,16 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
     end: EpisodeEnd | None = None
     end_body: bytes = b""
     held_since: float = 0.0
-    calls: dict[str, Call] = {}
+    calls: dict[str, TurnMeta] = {}
     sent: set[str] = set()
-    """Calls whose answers were sent to the last byte, as their proxies say; their turns need not be here yet."""
+    """Call ids whose answers were sent to the last byte, by delivery reports; their turns may not have arrived yet."""
     withdrawn: set[str] = set()
-    """Calls that were never answered, as their proxies say; their turns need not be here, or ever come."""
+    """Call ids that were never answered, by delivery reports; their turns may never arrive."""
     taint: str = ""
-    """Of `TAINTS`."""
+    """One of `TAINTS`."""
 
     def hear(self, served: DeliveryReport) -> tuple[list[str], list[str]]:
-        """Remember what a proxy said of the answers of this episode; the calls sent, and withdrawn, that are new."""
+        """Remember a delivery report on this episode, and return the newly sent and the newly withdrawn calls."""
         sent = [call for call in served.sent.get(self.episode_id, ()) if call not in self.sent]
         withdrawn = [call for call in served.withdrawn.get(self.episode_id, ()) if call not in self.withdrawn]
         self.sent.update(sent)
@@ -160,7 +160,7 @@ class OpenEpisode(msgspec.Struct, kw_only=True):
 
 
 class EndedEpisode(msgspec.Struct, frozen=True):
-    """What stays of an episode after its end was decided."""
+    """What is kept of an episode after its end was decided."""
 
     state: str
     reason: str
@@ -168,17 +168,17 @@ class EndedEpisode(msgspec.Struct, frozen=True):
     calls: frozenset[str]
 
 
-class Waiting(msgspec.Struct, frozen=True):
+class WaitingMember(msgspec.Struct, frozen=True):
     """A finished episode, winner of its slot, whose group is not complete."""
 
     episode_id: str
     slot_id: str
     policies: tuple[str, ...]
-    """The trained policies that have turns in it."""
+    """The trained policies with turns in the episode."""
 
 
-class Past(Protocol):
-    """What the core asks about things that have left its memory."""
+class PastEpisodes(Protocol):
+    """Questions of the core about episodes that have left its memory."""
 
     def ended(self, episode_id: str) -> EndedEpisode | None: ...
     def winner(self, slot_id: str) -> str | None: ...
@@ -186,55 +186,55 @@ class Past(Protocol):
     def reply(self, command_id: str) -> dict[str, Any] | None: ...
 
 
-class KindCredit(msgspec.Struct, kw_only=True):
-    """What was granted to one kind; what of it is in use follows from the groups and tickets."""
+class KindWindow(msgspec.Struct, kw_only=True):
+    """Credit granted to one kind; its use follows from groups and tickets."""
 
     allocated: int = 0
-    """Groups granted to this kind since the run began."""
+    """Number of groups granted to this kind since the run began."""
     trained: int = 0
-    """Groups of this kind that were trained."""
+    """Number of groups of this kind that were trained."""
     debt: float = 0.0
-    """Share of a group that rounding still owes this kind after the batch that is being granted."""
+    """Fraction of a group that rounding still owes this kind after the batch that is being granted."""
     due: int = 0
-    """Groups of the batch that is being granted which this kind has not been granted yet."""
+    """Number of groups of the batch being granted that this kind has yet to get."""
 
 
 class PublishedGroup(msgspec.Struct, kw_only=True):
-    """A group in the hands of the learners."""
+    """A group that learners work on."""
 
     kind: str
     size: int
     pending: dict[str, set[str]]
-    """Policy -> episodes it has not reported on."""
+    """Policy -> episodes on which it has yet to report."""
     members: dict[str, int] = {}
-    """Policy -> episodes it was sent."""
+    """Policy -> number of episodes that it was sent."""
     trained: set[str] = set()
     """Episodes that some policy trained."""
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Slots of one kind that are under way, tickets aside."""
+    """Slots of one kind in use, without tickets."""
 
     running: int = 0
     waiting: int = 0
-    """Finished, in groups that are not complete."""
+    """Slots finished in incomplete groups."""
     published: int = 0
-    """Of the groups that learners have in hand, members that are missing included."""
+    """Slots of the groups that learners work on, including missing members."""
 
 
 class Snapshot(msgspec.Struct, kw_only=True):
-    """All that a core needs to go on where another stopped."""
+    """Everything that a core needs to continue where another stopped."""
 
     episodes: list[OpenEpisode] = []
     groups: dict[str, tuple[str, int, float]] = {}
-    """Open groups with a finished member: id -> kind, size, when the first finished."""
-    waiting: dict[str, list[Waiting]] = {}
+    """Open groups with a finished member: id -> (kind, size, time when the first finished)."""
+    waiting: dict[str, list[WaitingMember]] = {}
     given_up: list[tuple[str, str, str, int, float]] = []
-    """Slots of open groups to which no further attempt will come: group, slot, kind, size, since when."""
+    """Slots of open groups without further attempts: (group, slot, kind, size, time)."""
     published: dict[str, PublishedGroup] = {}
     tickets: dict[str, str] = {}
     """Tickets that are out: id -> kind."""
-    credit: dict[str, KindCredit] = {}
+    credit: dict[str, KindWindow] = {}
     versions: dict[str, int] = {}
     counts: dict[str, int] = {}
     control: Control | None = None

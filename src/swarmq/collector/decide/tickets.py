@@ -1,27 +1,26 @@
-"""Credit: how many episodes of each kind may be under way, so that rollouts stay near the weights and keep the mix.
+"""Tickets: how many episodes of each kind may be in progress, so that rollouts stay close to the weights and keep the mix.
 
-The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by
-batch in the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so
-a batch of 8 groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A kind that has run dry and lends its share is granted nothing, keeps
-what it holds, and that does not count. Within a kind, a slot of credit is always in exactly one place:
+The window holds `(max_staleness + 1) * groups_per_batch` groups beyond those that were trained. It is granted batch by batch in
+the shares that hold at the batch's step (largest remainder, carried over), as the learner will take them, so a batch of 8
+groups at 0.5 / 0.25 / 0.25 is 4 / 2 / 2. A dry kind whose share is lent is granted nothing; it keeps what it holds, which does
+not count. Within a kind, a slot of credit is always in exactly one place:
 
-    ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
-         ^___________|_______________|____________________________|   dropped: back to the same kind
+  ticket out -> running -> waiting in its group -> published (the whole group at once) -> trained
+       ^___________|_______________|____________________________|   dropped: back to the same kind
 
-A group that is published is charged as a whole one even if some members are missing, so the window counts groups as
-the learner does. What is dropped, by us or by a learner, is granted to the same kind again.
+A published group is charged as a whole even if members are missing, so the window counts groups as the learner does. Dropped
+slots are granted to the same kind again.
 
-The window can be full of what no learner can use: half-open groups whose siblings have no ticket, or groups that one
-policy's learner still holds while another's has dropped them. So when every learner lacks groups of some kind for its
-batch, and that kind has no ticket out and nothing running,
+The window can be full of groups that no learner can use: half-open groups whose siblings have no ticket, or groups that one
+policy's learner still holds while another's has dropped them. So if every learner lacks groups of some kind for its batch, and
+that kind has no ticket out and nothing running,
 
-* the slots that its nearest half-open group lacks are ticketed beyond the window, also where a learner only may lack one group
-  of the kind more than its share: what rounding owes a batch is the learner's to know;
-* if no kind has anything out or running, one group more is granted, to be paid back by the next that is trained.
+* the slots that its most complete half-open group lacks get tickets beyond the window, also if a learner only may lack one group of
+  the kind more than its share, because only the learner knows what rounding owes its batch;
+* if no kind has anything out or running, one more group is granted, to be paid back by the next that is trained.
 
-A learner that surely has a batch waiting stops both, so staleness grows only while learners starve.
-
-A policy that has reached its last step trains no more: the window is wider by the groups that wait for such learners alone.
+A learner that certainly has a batch waiting stops both, so staleness grows only while learners starve. A policy at its last
+step trains no more: the window is wider by the groups that wait for such learners alone.
 """
 
 from __future__ import annotations
@@ -29,74 +28,77 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from swarmq.collector.decide.effects import Effect, IssueTicket, SaveCredit, TicketUsed
-from swarmq.collector.decide.state import KindCredit, Rules, Usage
+from swarmq.collector.decide.state import KindWindow, Rules, Usage
 from swarmq.task_mix import deal
 
 
-class Credit:
-    """The credit of all kinds of a run."""
+class TicketWindow:
+    """The ticket window of a run: credit of all kinds."""
 
-    def __init__(self, rules: Rules, kinds: Mapping[str, KindCredit], tickets: Mapping[str, str], serial: int) -> None:
+    def __init__(self, rules: Rules, kinds: Mapping[str, KindWindow], tickets: Mapping[str, str], serial: int) -> None:
         self.kinds = dict(kinds)
         self.out: dict[str, set[str]] = {name: set() for name in kinds}
         self.adopt(rules)
         self.serial = serial
         """Number of tickets ever issued; names the next one."""
         self.lent: frozenset[str] = frozenset()
-        """Kinds that have run dry and whose share the others have."""
+        """Dry kinds whose share is lent to the others."""
         self.is_open = True
-        """False while the run is paused or drained: no tickets."""
+        """Whether tickets are issued; False while the run is paused or drained."""
         self._stored = {name: self._row(name) for name in kinds}
         for ticket_id, kind in tickets.items():
             self.out.setdefault(kind, set()).add(ticket_id)
         self._reclaim()
 
     def adopt(self, rules: Rules) -> None:
-        """Go on under other rules; what is out stays out."""
+        """Adopt other rules; tickets that are out stay out."""
         self.rules = rules
         self._kinds = rules.kinds
         for kind in self._kinds:
             self.of(kind)
             self.out.setdefault(kind, set())
 
-    def of(self, kind: str) -> KindCredit:
-        """The credit of a kind; one outside the mix is counted, but no tickets are issued for it."""
-        return self.kinds.setdefault(kind, KindCredit())
+    def of(self, kind: str) -> KindWindow:
+        """Return the credit of a kind. A kind outside the mix is counted, but gets no tickets."""
+        return self.kinds.setdefault(kind, KindWindow())
 
     def use(self, kind: str, ticket_id: str) -> list[Effect]:
-        """A begin carries this ticket. Empty if it is not out: used before, or issued by a store that is gone."""
+        """Use the ticket that a begin carries. Returns no effects if it is not out: used before, or issued by a store that is
+        gone."""
         if ticket_id not in self.out.get(kind, ()):
             return []
         self.out[kind].remove(ticket_id)
         return [TicketUsed(ticket_id)]
 
     def train(self, kind: str) -> None:
-        """A group was trained. A kind whose share is lent may have another one: it is not granted any in its turn."""
+        """Record that a group was trained. A lent kind is not granted another group for it."""
         self.of(kind).trained += 1
         self.of(kind).allocated += kind in self.lent
 
     def window(self, kind: str) -> int:
-        """Slots that may be under way."""
+        """Return the number of slots that may be in progress."""
         credit = self.of(kind)
         return (credit.allocated - credit.trained) * self.rules.size_of(kind)
 
     def is_quiet(self, usage: Mapping[str, Usage]) -> bool:
-        """Whether some kind has nobody at work for it, so that learners may starve; else it need not be asked."""
+        """Return whether some kind has nobody at work, so that learners may starve; only then are they checked."""
         return any(
             kind in self.lent or not (self.out[kind] or (kind in usage and usage[kind].running)) for kind in self._kinds
         )
 
     @property
     def next_batch(self) -> int:
-        """The step of the first batch of which nothing is granted yet."""
+        """Step of the first batch of which nothing is granted yet."""
         return -(-self._ever() // self.rules.groups_per_batch) + 1
 
     def settle(
         self, usage: Mapping[str, Usage], *, starved: bool, lacking: Mapping[str, int], idle: int = 0
     ) -> list[Effect]:
-        """Grant what was freed and issue tickets. `lacking`: per kind that a learner may wait for, slots its nearest
-        half-open group lacks; `starved`: no learner has the groups of a batch waiting; `idle`: groups that wait for
-        learners at their last step."""
+        """Grant the freed credit and issue tickets.
+
+        `lacking`: kind that a learner may wait for -> slots that its most complete half-open group lacks. `starved`: whether no
+        learner has the groups of a batch waiting. `idle`: number of groups that wait for learners at their last step.
+        """
         if not self.is_open:
             return [*self._changed()]
         self._grant((self.rules.max_staleness + 1) * self.rules.groups_per_batch + idle - self._granted())
@@ -108,7 +110,7 @@ class Credit:
         return [*effects, *self._changed()]
 
     def _issue(self, usage: Mapping[str, Usage], lacking: Mapping[str, int]) -> list[Effect]:
-        """Tickets for what is left of each kind's window, or for what its nearest group lacks."""
+        """Issue tickets for the rest of each kind's window, or for the slots that its most complete group lacks."""
         effects: list[Effect] = []
         for kind in self._kinds:
             used = usage.get(kind, Usage())
@@ -123,7 +125,7 @@ class Credit:
         return effects
 
     def _granted(self) -> int:
-        """Groups that kinds were granted and have not trained; what a dry kind holds is nobody's."""
+        """Return the number of groups granted and not yet trained; groups held by a lent kind do not count."""
         held = [self.of(kind) for kind in self._kinds if kind not in self.lent]
         return sum(credit.allocated - credit.trained for credit in held)
 
@@ -146,13 +148,13 @@ class Credit:
             credit.due, credit.debt = dealt.counts.get(kind, 0), dealt.carry.get(kind, 0.0)
 
     def lend(self, kinds: Iterable[str]) -> None:
-        """These kinds have run dry; what they were due goes to the others of the next batches."""
+        """Lend the shares of dry kinds; what they were due goes to the others in the next batches."""
         self.lent = frozenset(kinds)
         for kind in self.lent:
             self.of(kind).due = 0
 
     def _reclaim(self) -> None:
-        """A kind that is in no mix gives back what it was granted and did not train."""
+        """Take back untrained credit from kinds that are in no mix any more."""
         for kind in self.kinds.keys() - set(self._kinds):
             self.kinds[kind].allocated = self.kinds[kind].trained
             self.kinds[kind].debt, self.kinds[kind].due = 0.0, 0
