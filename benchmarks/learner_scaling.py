@@ -32,7 +32,7 @@ from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.distributed.sharding import is_sharded
-from swarmq.learner.memory import plan
+from swarmq.learner.memory import plan, ranks
 from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.learner.train.trainer import Trainer
 
@@ -147,7 +147,7 @@ def rank(arguments: argparse.Namespace) -> None:
     train = Train(
         sharding="none" if arguments.layers == ["whole"] else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),
-        context_parallel=arguments.context if plan.num_ranks() > 1 else 1,
+        context_parallel=arguments.context if ranks.num_ranks() > 1 else 1,
         token_log=False,
         trackers=(),
     )

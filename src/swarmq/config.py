@@ -540,7 +540,7 @@ class SwarmJob(Settings, frozen=True, kw_only=True):
     def build(cls, tree: dict[str, Any], *, sets: Sequence[str] = (), origin: str = "settings") -> SwarmJob:
         """Build a job from plain data and `a.b=v` overrides. Raises ConfigError that names the setting."""
         whole = copy.deepcopy(tree)
-        _rename_former(whole)
+        rename_former(whole)
         for assignment in sets:
             _assign(whole, assignment)
         _check_policies(whole, tree, sets)
@@ -715,10 +715,16 @@ def present_path(path: str) -> str:
     return path
 
 
-def _rename_former(tree: dict[str, Any]) -> None:
-    """Give settings in `tree` that have a former name their present one. Raises ConfigError where both names are given."""
+def rename_former(tree: dict[str, Any], section: str = "") -> None:
+    """Rename settings in `tree` that have a former name. Raises ConfigError if a setting is given under both names.
+
+    `section`: path of `tree` in a job, e.g. `policies.*.train`; empty: the whole job.
+    """
+    prefix = f"{section}." if section else ""
     for former, present in RENAMED.items():
-        *sections, old = former.split(".")
+        if not former.startswith(prefix):
+            continue
+        *sections, old = former.removeprefix(prefix).split(".")
         new = present.rpartition(".")[2]
         for where, node in _sections(tree, sections):
             if old not in node:

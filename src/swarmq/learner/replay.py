@@ -15,6 +15,7 @@ from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.memory import plan
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import Identity
+from swarmq.learner.train.trainer import load_trainer
 
 log = structlog.get_logger()
 
@@ -41,7 +42,7 @@ def replay(
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = save_load.load(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(

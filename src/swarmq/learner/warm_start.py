@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.distributed.processes import is_main
-from swarmq.learner.model.loading import load_config
+from swarmq.learner.memory.outline import load_config
 from swarmq.learner.store.durable_files import mapped
 from swarmq.learner.store.records import BatchRecord, Index
 from swarmq.learner.store.writer_lock import exclusive

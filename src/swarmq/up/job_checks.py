@@ -17,6 +17,7 @@ from swarmq.errors import SetUpError
 from swarmq.learner import preflight
 from swarmq.learner.memory.estimate import judges
 from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.train import tracker_packages
 from swarmq.up.placement import Context, Placement, contexts, place_all
 
 
@@ -62,7 +63,7 @@ def check_settings(job: SwarmJob) -> list[Gpu]:
     gpus = visible_gpus() if served and is_cuda_build() else []
     for name in job.trained:
         with _named_by(name):
-            preflight.check_trackers(job.policies[name].train.trackers)
+            tracker_packages.check_trackers(job.policies[name].train.trackers)
             if not gpus:
                 preflight.check_settings(job.policies[name].train, ranks=1)
     return gpus

@@ -41,7 +41,7 @@ from swarmq.learner.store.records import BatchRecord, Identity, Index, Kept, War
 from swarmq.learner.train import loop
 from swarmq.learner.train import trainer as trainer_module
 from swarmq.learner.train.loop import Learner
-from swarmq.learner.train.trainer import Trainer
+from swarmq.learner.train.trainer import Trainer, load_trainer
 
 pytestmark = pytest.mark.slow
 
@@ -89,7 +89,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = save_load.load(discovery.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
+    again = load_trainer(discovery.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))

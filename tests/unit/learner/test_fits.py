@@ -20,7 +20,8 @@ from swarmq.learner.distributed.accelerator import make_accelerator
 from swarmq.learner.distributed.sharding import PRECISION, check_collectives, plugin
 from swarmq.learner.memory import plan
 from swarmq.learner.memory.estimate import GIB, Shape, learner_bytes
-from swarmq.learner.memory.plan import Gpu, check, check_groups, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.memory.plan import Gpu, check, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 from swarmq.learner.model.lora import add_lora
 
 TRAIN = Train(mixed_precision="bf16")
@@ -200,9 +201,9 @@ def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(LearnerError, match=rf"train\.context_parallel: 3 ranks .* there are {count}: .*--num-gpus"):
             make_accelerator(three, "m")
     monkeypatch.setenv("WORLD_SIZE", "6")
-    check_groups(three)
+    check_rank_count(three, num_ranks())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_groups(looked_at(three))
+    check_rank_count(looked_at(three), num_ranks())
 
 
 def test_ranks_that_share_a_pass_have_room_for_longer_ones() -> None:

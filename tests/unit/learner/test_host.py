@@ -16,7 +16,8 @@ from swarmq.errors import LearnerError
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, Shape, host_bytes
 from swarmq.learner.memory.host import Room, rooms
-from swarmq.learner.memory.plan import check_host, ranks_here, shape_of
+from swarmq.learner.memory.plan import check_host, shape_of
+from swarmq.learner.memory.ranks import ranks_of_this_host
 from swarmq.learner.train import trainer
 
 SHARED = Train(sharding="full", mixed_precision="bf16")
@@ -198,8 +199,8 @@ def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.Mo
 def test_ranks_of_a_host_are_counted_as_their_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert ranks_here() == range(1)
+    assert ranks_of_this_host() == range(1)
     monkeypatch.setattr(os, "environ", {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"})
-    assert ranks_here() == range(4)
+    assert ranks_of_this_host() == range(4)
     monkeypatch.setattr(os, "environ", {"RANK": "11", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"})
-    assert ranks_here() == range(8, 16)
+    assert ranks_of_this_host() == range(8, 16)

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from support.episodes import make_episode
-from swarmq.learner.batching.unsupported_sampling import APART, HARMLESS, altered
+from swarmq.learner.batching.sampling_checks import APART, HARMLESS, find_altered_sampling
 from swarmq.learner.doctor.checks import _sampling
 from swarmq.messages import Sampling, Turn
 
@@ -35,7 +35,7 @@ def test_every_setting_is_harmless_or_has_a_case() -> None:
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_setting_that_changes_the_distribution_is_named_and_an_error_of_the_doctor(name: str) -> None:
     sampling = Sampling(**{name: CHANGES[name]})
-    assert altered(sampling) == [f"{name}={CHANGES[name]}"]
+    assert find_altered_sampling(sampling) == [f"{name}={CHANGES[name]}"]
     turn = sampled_with(sampling)
     finding = _sampling([turn])
     assert finding.level == "error"
@@ -43,12 +43,12 @@ def test_a_setting_that_changes_the_distribution_is_named_and_an_error_of_the_do
 
 
 def test_what_the_engine_learned_meanwhile_is_named_and_a_grammar_is_a_warning() -> None:
-    assert altered(Sampling(others=("bad_words",))) == ["bad_words"]
+    assert find_altered_sampling(Sampling(others=("bad_words",))) == ["bad_words"]
     held = sampled_with(Sampling(grammar="json:1"))
-    assert altered(held.sampling) == []
+    assert find_altered_sampling(held.sampling) == []
     assert _sampling([held]).level == "warning"
 
 
 def test_temperature_length_and_seed_are_no_alteration_but_greed_is() -> None:
-    assert altered(Sampling(temperature=0.7, max_tokens=9, seed=1, top_k=-1)) == []
-    assert altered(Sampling(temperature=0.0)) == ["temperature=0"]
+    assert find_altered_sampling(Sampling(temperature=0.7, max_tokens=9, seed=1, top_k=-1)) == []
+    assert find_altered_sampling(Sampling(temperature=0.0)) == ["temperature=0"]

@@ -26,9 +26,9 @@ from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.feed.batch_summary import describe, tally
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.preflight import check_trackers
 from swarmq.learner.store.records import Batch, BatchRecord, Index, encode_record
 from swarmq.learner.train.loop import Learner
+from swarmq.learner.train.tracker_packages import check_trackers
 from swarmq.learner.train.trackers import Trackers, flat, folders_of
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.push.pusher import PushReport
@@ -146,7 +146,7 @@ def test_a_tracker_is_installed_where_accelerate_finds_it_and_an_error_names_wha
 def test_what_a_tracker_left_in_a_folder_of_its_name_is_not_its_package(tmp_path: Path) -> None:
     """Python takes `./wandb` for a package, accelerate goes on without the tracker, and nobody hears of it."""
     (tmp_path / "trackio").mkdir()
-    told = "from swarmq.learner.preflight import check_trackers; check_trackers(('trackio',))"
+    told = "from swarmq.learner.train.tracker_packages import check_trackers; check_trackers(('trackio',))"
     if "trackio" in map(str, get_available_trackers()):
         pytest.skip("it is installed")
     ran = subprocess.run([sys.executable, "-c", told], cwd=tmp_path, capture_output=True, text=True, check=False)

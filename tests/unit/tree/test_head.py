@@ -3,8 +3,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig
 
+from swarmq.learner.memory.outline import build_outline
 from swarmq.learner.model import logprob_head
-from swarmq.learner.model.loading import outline_of
 from swarmq.learner.model.logprob_head import CPU_CHUNK, Form, Head, head_of, score, score_logits
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
@@ -59,7 +59,7 @@ def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
 )
 def test_a_cap_of_the_logits_is_found_by_the_name_that_its_family_has_for_it(family, name):
     config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=VOCAB, **{name: 7.0})
-    assert head_of(outline_of(family, config)).form.softcap == 7.0
+    assert head_of(build_outline(family, config)).form.softcap == 7.0
 
 
 def test_a_rank_without_tokens_has_a_gradient_of_zeros(inputs):

@@ -13,9 +13,9 @@ from transformers import models as families
 
 from support.forks import MIXED, SHARED
 from swarmq.config import EngineSettings, Policy, Train
-from swarmq.learner.checkpoint.save_load import load
 from swarmq.learner.model.context_parallel import Context, cut
 from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.train.trainer import load_trainer
 from swarmq.timeline import lay_rows, row_layouts, standalone, unfold
 
 CPU = torch.device("cpu")
@@ -135,7 +135,7 @@ def test_a_learner_turns_by_the_room_that_its_engine_has(tmp_path: Any) -> None:
     train = Train(gradient_checkpointing=False, token_log=False, trackers=())
     turned = [
         angles(
-            load(None, Policy(model=str(tmp_path), train=train, engine=EngineSettings(max_model_len=room))).lm,
+            load_trainer(None, Policy(model=str(tmp_path), train=train, engine=EngineSettings(max_model_len=room))).lm,
             torch.arange(9),
         )
         for room in (ORIGINAL, MADE_FOR)

@@ -14,8 +14,8 @@ from support.tiny_model import tiny_model
 from swarmq.broker.node import files
 from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
-from swarmq.learner.checkpoint.discovery import ADAPTER, MANIFEST, SETTINGS, File, Manifest
-from swarmq.learner.store.records import SCHEMA, Identity
+from swarmq.learner.checkpoint.discovery import MANIFEST, File, Manifest
+from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, Identity
 from swarmq.up import deploy
 
 ELSEWHERE = EngineSettings(urls=("http://127.0.0.1:9",))
@@ -80,14 +80,14 @@ def test_one_rank_that_is_to_offload(tmp_path: Path) -> None:
 def checkpoint(job: SwarmJob, lora: Lora) -> Path:
     """As far as it is looked at: its weights are no model's."""
     path = job.run_folder.checkpoints("main") / "step-00000007"
-    (path / ADAPTER).parent.mkdir(parents=True)
-    settings = {SETTINGS: msgspec.json.encode(lora).decode()}
-    save_file({"a": np.zeros(1, np.float32)}, path / ADAPTER, metadata=settings)
+    (path / ADAPTER_FILE).parent.mkdir(parents=True)
+    settings = {ADAPTER_SETTINGS_KEY: msgspec.json.encode(lora).decode()}
+    save_file({"a": np.zeros(1, np.float32)}, path / ADAPTER_FILE, metadata=settings)
     manifest = Manifest(
         schema=SCHEMA,
         identity=Identity.of(job, "main"),
         version=7,
-        files={str(ADAPTER): File(size=(path / ADAPTER).stat().st_size, sha256="of no importance")},
+        files={str(ADAPTER_FILE): File(size=(path / ADAPTER_FILE).stat().st_size, sha256="of no importance")},
         written_at=0.0,
         swarmq="0",
     )

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from swarmq.config import Train
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.loss_weights import token_weight, units
-from swarmq.learner.train.engine_agreement import is_plain
+from swarmq.learner.batching.sampling_checks import is_comparable
 from swarmq.messages import Rollout
 from swarmq.timeline import (
     Cost,
@@ -192,7 +192,7 @@ class Weigher:
         every = [turn for episode in episodes for turn in episode.turns]
         self.temperatures = np.array([turn.sampling.temperature for turn in every], np.float32)
         self.held = np.array([bool(turn.sampling.grammar) for turn in every], np.bool_)
-        self.plain = np.array([is_plain(turn) for turn in every], np.bool_)
+        self.plain = np.array([is_comparable(turn) for turn in every], np.bool_)
 
     def __call__(self, layout: Layout) -> Pass:
         turn = self.first[layout.episodes] + layout.turns

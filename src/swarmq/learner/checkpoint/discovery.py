@@ -12,15 +12,11 @@ from safetensors import safe_open
 from swarmq.config import Lora
 from swarmq.errors import SetUpError
 from swarmq.learner.store.durable_files import sha256
-from swarmq.learner.store.records import SCHEMA, Identity
+from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, Identity
 
 log = structlog.get_logger()
 
 MANIFEST = "manifest.json"
-ADAPTER = Path("adapter", "adapter.safetensors")
-"""In a checkpoint. Of all safetensors files beside a model's, vLLM believes that they are the model's."""
-SETTINGS = "train.lora"
-"""In its metadata."""
 
 
 class File(msgspec.Struct, frozen=True, kw_only=True):
@@ -89,9 +85,9 @@ def check(path: Path, *, hashed: bool = True) -> Manifest:
 def check_goes_on(folder: Path, lora: Lora | None) -> None:
     """Raises LearnerError for a checkpoint whose training `lora` does not continue: its weights would not be those it has."""
     was = None
-    if (file := folder / ADAPTER).is_file():
+    if (file := folder / ADAPTER_FILE).is_file():
         with safe_open(file, framework="np") as opened:
-            told = (opened.metadata() or {}).get(SETTINGS)
+            told = (opened.metadata() or {}).get(ADAPTER_SETTINGS_KEY)
         was = msgspec.json.decode(told, type=Lora) if told else lora  # those of before do not say
     if was != lora:
         raise SetUpError(

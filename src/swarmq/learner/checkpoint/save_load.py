@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import structlog
@@ -32,7 +32,6 @@ from accelerate.checkpointing import load_accelerator_state, save_accelerator_st
 from accelerate.utils import broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
-from swarmq.config import Policy
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.checkpoint.discovery import (
     MANIFEST,
@@ -44,14 +43,14 @@ from swarmq.learner.checkpoint.discovery import (
     check,
     version_of,
 )
-from swarmq.learner.checkpoint.model_files import HostCopies, NotGrantedError, num_bytes, outlines
+from swarmq.learner.checkpoint.model_files import HostCopies, ModelFiles, NotGrantedError, num_bytes, outlines
 from swarmq.learner.distributed.sharding import WholeState, is_sharded
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
 from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, mapped, sha256
 from swarmq.learner.store.records import SCHEMA, Identity
-from swarmq.learner.train.trainer import Trainer
 from swarmq.runtime.files import fsync_folder
+from swarmq.weights.format.packing import NamedTensors
 
 log = structlog.get_logger()
 
@@ -74,7 +73,27 @@ TOKENIZER_FILES = (
 )
 
 
-def save(folder: Path, trainer: Trainer, identity: Identity, *, model: str, keep: int) -> int:
+class TrainerState(Protocol):
+    """What a checkpoint needs of a trainer."""
+
+    accelerator: Accelerator
+    model: Any
+    """The prepared (possibly wrapped or sharded) model."""
+    optimizer: Any
+    version: int
+    """Weight version."""
+    num_parameters: int
+
+    def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
+        """Return the model's files on rank 0, None elsewhere; every rank calls it."""
+        ...
+
+    def weights_to_write(self) -> NamedTensors:
+        """Return the weights that `files` writes."""
+        ...
+
+
+def save(folder: Path, trainer: TrainerState, identity: Identity, *, model: str, keep: int) -> int:
     """Both, at once: on rank 0 the version of the oldest checkpoint kept. Every rank calls it. Raises LearnerError."""
     draft = draw(folder, trainer, identity, model=model)
     oldest = finish(draft, keep=keep) if trainer.accelerator.is_main_process else 0
@@ -98,7 +117,9 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
         return self.path.with_name(f"step-{self.version:08d}")
 
 
-def draw(folder: Path, trainer: Trainer, identity: Identity, *, model: str, copies: HostCopies | None = None) -> Draft:
+def draw(
+    folder: Path, trainer: TrainerState, identity: Identity, *, model: str, copies: HostCopies | None = None
+) -> Draft:
     """A draft of the trainer's state. Drafts that are there already are removed.
 
     Training may go on where there are `copies`: what they hold is written later, and what the host has no memory for is written
@@ -138,7 +159,7 @@ def _begun(folder: Path, version: int, identity: Identity, accelerator: Accelera
 
 
 def _optimizer_written(
-    state: Mapping[str, Any], file: Path, trainer: Trainer, copies: HostCopies | None
+    state: Mapping[str, Any], file: Path, trainer: TrainerState, copies: HostCopies | None
 ) -> list[Callable[[], None]]:
     """Now, or by what is given back."""
     if copies is not None:
@@ -153,7 +174,7 @@ def _optimizer_written(
 
 
 def _model_written(
-    folder: Path, trainer: Trainer, copies: HostCopies | None, *, before: list[Callable[[], None]]
+    folder: Path, trainer: TrainerState, copies: HostCopies | None, *, before: list[Callable[[], None]]
 ) -> list[Callable[[], None]]:
     """The same of the weights. `before`: what is to be written already, which is done now where it has the memory. Every rank calls it."""
     try:
@@ -168,7 +189,7 @@ def _model_written(
     return [partial(files.write, folder)] if files is not None else []
 
 
-def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
+def reserve(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
     """What gets memory for the copies of the next checkpoint, as far as the host has room: beside training, so that none of it has to
     be waited for then. Rank 0 alone calls it."""
     if is_sharded(trainer.model):  # whose parts are gathered into other memory
@@ -183,7 +204,7 @@ def reserve(trainer: Trainer, copies: HostCopies) -> Callable[[], None]:
     return get
 
 
-def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: Trainer) -> str | None:
+def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: TrainerState) -> str | None:
     """Why there is no room on the host for a copy of the optimizer's state and of the weights, and as much again for others."""
     moments = num_bytes(outlines((), state))
     gathered = moments if is_sharded(trainer.model) else 0  # which is there by now
@@ -219,24 +240,7 @@ def _write(draft: Draft, check: Callable[[], None]) -> None:
     _publish(draft)
 
 
-def load(
-    found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None, *, engine_gap_max: float = 0.0
-) -> Trainer:
-    """A policy's trainer with the checkpoint that was found, or with the initial model. `engine_gap_max` as for Trainer."""
-    trainer = Trainer(
-        str(found.path) if found else settings.model,
-        settings.train,
-        accelerator=accelerator,
-        initial=settings.model,
-        max_model_len=settings.engine.max_model_len,
-        engine_gap_max=engine_gap_max,
-    )
-    if found:
-        restore(trainer, found)
-    return trainer
-
-
-def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
+def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     """Optimizer and random numbers; the weights are the trainer's already, loaded from `checkpoint.path`."""
     state = checkpoint.path / STATE
     if not (state / OPTIMIZER).is_file():
@@ -316,7 +320,7 @@ def _is_whole(draft: Draft) -> bool:
         return False
 
 
-def _optimizer(trainer: Trainer) -> Any:
+def _optimizer(trainer: TrainerState) -> Any:
     """Its state is that of one process, whatever the ranks hold of it."""
     if is_sharded(trainer.model):
         return WholeState(trainer.optimizer, keep=trainer.accelerator.is_main_process)

@@ -18,6 +18,7 @@ from swarmq.learner.distributed.launcher_modes import refuse_modes
 from swarmq.learner.distributed.processes import MEETING, own_rank
 from swarmq.learner.distributed.sharding import check_collectives, plugin, shard_on_cpu, shares_out
 from swarmq.learner.memory import plan as memory_plan
+from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 
 log = structlog.get_logger()
 
@@ -32,7 +33,7 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
     """For the policy in `source`, whose size decides whether it is sharded."""
     refuse_modes(os.environ, cuda=torch.cuda.is_available())
     serve_store()
-    memory_plan.check_groups(train)
+    check_rank_count(train, num_ranks())
     shard = memory_plan.shard(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
     plan = plugin(train) if shard.full else None

@@ -12,7 +12,7 @@ from swarmq.engine.server.arguments import overriding
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.loss_weights import token_weight
 from swarmq.learner.batching.micro_batches import Pass, Traits, credited_tokens, work_of
-from swarmq.learner.batching.unsupported_sampling import altered
+from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.health.findings import Finding, judged
 from swarmq.learner.store.records import BatchRecord
 from swarmq.messages import Rollout, Turn, unpack_floats, unpack_ids
@@ -49,8 +49,8 @@ def _engine_arguments(policy: Policy) -> Finding:
 
 
 def _sampling(turns: Sequence[Turn]) -> Finding:
-    found = Counter(setting for turn in turns for setting in altered(turn.sampling))
-    bad = sum(bool(altered(turn.sampling)) for turn in turns)
+    found = Counter(setting for turn in turns for setting in find_altered_sampling(turn.sampling))
+    bad = sum(bool(find_altered_sampling(turn.sampling)) for turn in turns)
     temperatures = Counter(t.sampling.temperature for t in turns)
     held = sum(bool(turn.sampling.grammar) for turn in turns)
     if held and not bad:

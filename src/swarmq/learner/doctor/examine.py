@@ -12,7 +12,7 @@ from torch import Tensor
 from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import work_of
-from swarmq.learner.checkpoint import discovery, save_load
+from swarmq.learner.checkpoint import discovery
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.health.findings import Finding, judged
@@ -21,7 +21,7 @@ from swarmq.learner.model.layout_model import Placed
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import BatchRecord, Identity
 from swarmq.learner.train.gpu_errors import gpu_errors
-from swarmq.learner.train.trainer import Trainer
+from swarmq.learner.train.trainer import Trainer, load_trainer
 from swarmq.messages import Rollout
 from swarmq.timeline import resolve, row_layouts
 
@@ -52,7 +52,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = save_load.load(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
     stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(

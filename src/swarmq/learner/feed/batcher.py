@@ -21,7 +21,7 @@ import msgspec
 from swarmq.config import TEACHER_TEMPERATURE, Train
 from swarmq.errors import TimelineError
 from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
-from swarmq.learner.batching.unsupported_sampling import altered
+from swarmq.learner.batching.sampling_checks import find_altered_sampling
 from swarmq.learner.feed.batch_summary import add_tallies, newest_version, oldest_version, tally
 from swarmq.learner.store.records import BatchRecord, Index, Tally
 from swarmq.messages import EQUAL_REWARDS, Rollout
@@ -224,7 +224,7 @@ class Intake:
         except TimelineError as error:
             return error.reason, str(error)
         for turn in episode.turns:
-            if settings := altered(turn.sampling):
+            if settings := find_altered_sampling(turn.sampling):
                 why = f"was sampled with {', '.join(settings)}, for which no ratio can correct"
                 return "truncated_sampling", f"turn {turn.call_id} of {episode.episode_id} {why}"
             if self.limits.train.teacher_url and turn.sampling.temperature != TEACHER_TEMPERATURE:

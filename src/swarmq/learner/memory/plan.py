@@ -14,11 +14,11 @@ import torch
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner import preflight
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
 from swarmq.learner.memory.host import Room
-from swarmq.learner.model.loading import load_config, named_by, outline_of
+from swarmq.learner.memory.outline import build_outline, load_config, name_setting_in_errors
+from swarmq.learner.memory.ranks import check_offload, num_ranks, ranks_of_this_host
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
 def shape_of(source: str) -> Shape:
     """Raises LearnerError when there is no such model."""
     config: Any = load_config(source)
-    lm = outline_of(source, config)
+    lm = build_outline(source, config)
     text = config.get_text_config()
     ends = [lm.get_input_embeddings().weight, lm.get_output_embeddings().weight]
     matrices = [
@@ -59,25 +59,15 @@ def _fans(name: str, matrix: Sequence[int]) -> int:
     return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
-def num_ranks() -> int:
-    """Of this process's world."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
 def looked_at(train: Train) -> Train:
     """The settings for one rank that goes over what several have trained (a replay, the doctor): no offload, and whole passes."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
 
 
-def check_groups(train: Train) -> None:
-    """Raises LearnerError when the ranks of this process's world do not make whole groups of those that share passes."""
-    preflight.check_groups(train, num_ranks())
-
-
 def shard(source: str, train: Train) -> Sharding:
     """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
     ranks = num_ranks()
-    preflight.check_offload(train, ranks)
+    check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
         raise SetUpError(
             "train.cpu_offload: there is no GPU here that torch can use, so everything is in host memory as it is; leave "
@@ -139,7 +129,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    here, shape, judged_by = ranks_here(), shape_of(source), _judged_by(source, train)
+    here, shape, judged_by = ranks_of_this_host(), shape_of(source), _judged_by(source, train)
     taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
     needed = taking(full=full)
     instead = "raise the limit of the container, or take a host with more"
@@ -162,16 +152,10 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
             log.warning("host_memory_short", what=what, consequence="the kernel may kill a rank", instead=instead)
 
 
-def ranks_here() -> range:
-    """Those of this process's host."""
-    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
-    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
-
-
 def _judged_by(source: str, train: Train) -> list[int]:
     return [_judge(role, judge).parameters for role, judge in judges(train, source).items()]
 
 
 def _judge(role: str, source: str) -> Shape:
-    with named_by(f"train.{role}"):
+    with name_setting_in_errors(f"train.{role}"):
         return shape_of(source)

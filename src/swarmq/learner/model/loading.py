@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.memory import host
+from swarmq.errors import SetUpError
+from swarmq.learner.memory.outline import build_outline, explain_errors, load_config
 from swarmq.learner.model.activation_checkpointing import Checkpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
@@ -32,7 +29,7 @@ def load_lm(
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
-    lm = outline_of(source, config, dtype)
+    lm = build_outline(source, config, dtype)
     if not empty:
         lm = _with_weights(source, config, dtype)
     lm.train()
@@ -46,37 +43,13 @@ def load_lm(
     return lm
 
 
-@contextlib.contextmanager
-def named_by(setting: str) -> Iterator[None]:
-    """Errors about the model say which setting names it."""
-    try:
-        yield
-    except LearnerError as error:
-        raise type(error)(f"{setting}: {error}") from error
-
-
-@contextlib.contextmanager
-def _refused(source: str, what: str, instead: str) -> Iterator[None]:
-    """A broken folder ends in as many kinds of errors as there are libraries that look into it."""
-    try:
-        yield
-    except LearnerError:
-        raise
-    except Exception as error:
-        if host.refuses(error):
-            instead = "free some of the host's memory, or raise the limit of this process (ulimit -v, the container's)"
-        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
-        said = " ".join(str(error).split()).removesuffix(".")
-        raise LearnerError(f"model {source}: {what}: {kind}{said}; {instead}") from error
-
-
 def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
     """Raises LearnerError also where the files hold other weights than the configuration asks for: those that are missing
     would be random."""
     instead = "fetch its files again, all of them"
     if getattr(config, "quantization_config", None):
         instead = "take the same model with weights that are not quantised"
-    with _refused(source, "its weights cannot be loaded", instead):
+    with explain_errors(source, "its weights cannot be loaded", instead):
         lm, found = AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
         )
@@ -111,15 +84,6 @@ def _some(names: Collection[str]) -> str:
     return ", ".join(first) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def outline_of(source: str, config: Any, dtype: torch.dtype | None = None) -> Any:
-    """The model that `config`, of `source`, describes, on the meta device. Raises LearnerError when there can be no such model."""
-    with (
-        _refused(source, "its config.json describes no model that can be made", "correct it, or fetch its files again"),
-        torch.device("meta"),
-    ):
-        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
-
-
 def _drop_nothing(config: Any) -> None:
     """Layers call dropout themselves, with what the config said when they were made: `attention_dropout`, `resid_pdrop`,
     `layerdrop` and the like."""
@@ -127,27 +91,6 @@ def _drop_nothing(config: Any) -> None:
         for name, value in vars(part).copy().items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
-
-
-def load_config(source: str) -> Any:
-    """Of a causal LM that takes text alone. Raises LearnerError for anything else."""
-    folder = Path(source)
-    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
-        raise SetUpError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise SetUpError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
-    with _refused(source, "cannot be read", "correct its config.json, or fetch its files again"):
-        config = AutoConfig.from_pretrained(source)
-    if hasattr(config, "vision_config"):
-        raise SetUpError(
-            f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "
-            "(policies.*.trained = false), or train a text model"
-        )
-    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise SetUpError(
-            f"model {source}: {config.model_type!r} is not a causal language model: train one whose architecture ends in ForCausalLM"
-        )
-    return config
 
 
 def vocab_size(lm: Any) -> int:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from swarmq.config import Lora
 from swarmq.errors import SetUpError
-from swarmq.learner.checkpoint.discovery import ADAPTER, SETTINGS
 from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY
 from swarmq.weights.format.packing import Adapter, Deferred, FromFolder, Weight
 
 NAME = "default"
@@ -73,7 +73,7 @@ def _check_modules(lm: Any, modules: Collection[str]) -> None:
 
 def load_adapter(lm: Any, folder: Path) -> None:
     """Those that `save_adapter` wrote there, into a model with the same ones."""
-    lm.load_state_dict(load_file(folder / ADAPTER), strict=False)
+    lm.load_state_dict(load_file(folder / ADAPTER_FILE), strict=False)
 
 
 @contextlib.contextmanager
@@ -142,6 +142,6 @@ def adapters(lm: Any) -> dict[str, Tensor]:
 
 def save_adapter(adapters: Mapping[str, Tensor], lora: Lora, folder: Path) -> None:
     """Write them, and how they were made, into a folder beside the merged weights."""
-    (folder / ADAPTER).parent.mkdir(exist_ok=True)
+    (folder / ADAPTER_FILE).parent.mkdir(exist_ok=True)
     kept = {name: value.contiguous() for name, value in adapters.items()}
-    save_file(kept, folder / ADAPTER, metadata={SETTINGS: msgspec.json.encode(lora).decode()})
+    save_file(kept, folder / ADAPTER_FILE, metadata={ADAPTER_SETTINGS_KEY: msgspec.json.encode(lora).decode()})

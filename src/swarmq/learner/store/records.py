@@ -11,11 +11,15 @@ from typing import Any
 
 import msgspec
 
-from swarmq.config import SwarmJob, Train
+from swarmq.config import SwarmJob, Train, rename_former
 from swarmq.messages import Rollout
 
 SCHEMA = 1
 """Version of the formats of batch log and checkpoint. A reader accepts its own and older ones."""
+ADAPTER_FILE = Path("adapter", "adapter.safetensors")
+"""Adapters' file within a checkpoint, in a folder of its own: vLLM takes any safetensors file beside the model's for the model's."""
+ADAPTER_SETTINGS_KEY = "train.lora"
+"""Key of the LoRA settings in the metadata of the adapters' file."""
 
 
 class Identity(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,4 +189,11 @@ def encode_record(record: BatchRecord) -> bytes:
 
 
 def decode_record(body: bytes) -> BatchRecord:
-    return _record.decode(body)
+    """Decode a record of the batch log, also one whose settings have former names."""
+    try:
+        return _record.decode(body)
+    except msgspec.ValidationError:
+        tree = msgspec.msgpack.decode(body)
+        if isinstance(tree, dict) and isinstance(settings := tree.get("settings"), dict):
+            rename_former(settings, "policies.*.train")
+        return _record.decode(msgspec.msgpack.encode(tree))

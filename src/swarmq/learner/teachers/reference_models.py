@@ -13,8 +13,9 @@ from swarmq.config import Lora, Train
 from swarmq.errors import SetUpError
 from swarmq.learner.distributed.sharding import compute_dtype, frozen, is_sharded, without_weights
 from swarmq.learner.memory.estimate import judges
+from swarmq.learner.memory.outline import name_setting_in_errors
 from swarmq.learner.model.layout_model import LayoutModel, Placed, evaluating
-from swarmq.learner.model.loading import load_lm, named_by, vocab_size
+from swarmq.learner.model.loading import load_lm, vocab_size
 from swarmq.learner.model.lora import without_adapters
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 
@@ -34,7 +35,7 @@ class Frozen:
         max_model_len: int | None = None,
     ) -> None:
         """`pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
-        with named_by(f"train.{role}"):
+        with name_setting_in_errors(f"train.{role}"):
             lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
         if vocab_size(lm) < vocab:
             raise SetUpError(

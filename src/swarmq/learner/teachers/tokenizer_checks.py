@@ -50,7 +50,7 @@ class EngineTokenizers:
     def _turns_alike(self, url: str) -> bool:
         """Whether the engine is known to turn positions as the learner does. Raises LearnerError for one that does not, because of its
         room for calls."""
-        from swarmq.learner.model.loading import load_config  # noqa: PLC0415 - slow to import
+        from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
         from swarmq.learner.model.rotary_embeddings import turns_long  # noqa: PLC0415
 
         config = load_config(self._model)

@@ -11,8 +11,6 @@ from typing import Any
 
 from swarmq.config import Policy
 from swarmq.errors import SetUpError
-from swarmq.learner.batching.unsupported_sampling import altered
-from swarmq.messages import Turn
 
 EXACT = 0.005
 """Nats, where engine and learner compute in FP32: fifty times what the tests of families allow."""
@@ -20,12 +18,6 @@ ROUNDED = 0.1
 """Where one of them does not. BF16 comes to 0.01 to 0.03 with dense models, mixtures of experts and FP8 engines to 0.05."""
 FEWEST = 100
 """Tokens that make a mean."""
-
-
-def is_plain(turn: Turn) -> bool:
-    """Whether nothing but arithmetic can make the learner, with the weights that sampled the turn, compute other probabilities: one version,
-    a prompt as rendered, and the whole vocabulary to choose from."""
-    return len(turn.versions) < 2 and not turn.repaired and not turn.sampling.grammar and not altered(turn.sampling)
 
 
 def limit_of(policy: Policy, *, cuda: bool) -> float:

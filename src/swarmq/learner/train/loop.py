@@ -45,7 +45,7 @@ from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers
 from swarmq.learner.train import engine_agreement
 from swarmq.learner.train.engine_updates import Engines, Pusher
 from swarmq.learner.train.trackers import Trackers
-from swarmq.learner.train.trainer import Trainer
+from swarmq.learner.train.trainer import Trainer, load_trainer
 
 log = structlog.get_logger()
 
@@ -140,7 +140,7 @@ class Learner:
         self._meet()
         try:
             limit = engine_agreement.limit_of(settings, cuda=accelerator.device.type == "cuda")
-            trainer = save_load.load(found, settings, accelerator, engine_gap_max=limit)
+            trainer = load_trainer(found, settings, accelerator, engine_gap_max=limit)
         except LearnerError:
             self.engines.wake()  # the next start may be long in coming
             raise

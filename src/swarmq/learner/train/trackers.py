@@ -22,8 +22,8 @@ from accelerate.tracking import filter_trackers
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.preflight import check_trackers
 from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.train.tracker_packages import check_trackers
 
 log = structlog.get_logger()
 

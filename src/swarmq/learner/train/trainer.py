@@ -25,7 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch import Tensor
 
-from swarmq.config import Train
+from swarmq.config import Policy, Train
 from swarmq.errors import MessageError, SetUpError
 from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
 from swarmq.learner.algorithms.filters import filters, keep
@@ -34,8 +34,9 @@ from swarmq.learner.algorithms.losses import WITHOUT_RATIO, Tokens, policy_loss
 from swarmq.learner.batching.batch_split import merged, parts_of
 from swarmq.learner.batching.micro_batches import Pass, Traits, Work, reweighed, without, work_of
 from swarmq.learner.batching.token_trace_builder import Seen
-from swarmq.learner.checkpoint.discovery import check_goes_on
+from swarmq.learner.checkpoint.discovery import Checkpoint, check_goes_on
 from swarmq.learner.checkpoint.model_files import Adapters, HostCopies, ModelFiles
+from swarmq.learner.checkpoint.save_load import restore
 from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, make_accelerator, stays_gathered
 from swarmq.learner.distributed.sharding import (
     accumulate,
@@ -483,3 +484,20 @@ def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, e
     if train.gradient_checkpointing:
         lm.enable_input_require_grads()
     return lm
+
+
+def load_trainer(
+    found: Checkpoint | None, settings: Policy, accelerator: Accelerator | None = None, *, engine_gap_max: float = 0.0
+) -> Trainer:
+    """Return a policy's trainer, continuing from the checkpoint `found` or starting from the initial model."""
+    trainer = Trainer(
+        str(found.path) if found else settings.model,
+        settings.train,
+        accelerator=accelerator,
+        initial=settings.model,
+        max_model_len=settings.engine.max_model_len,
+        engine_gap_max=engine_gap_max,
+    )
+    if found:
+        restore(trainer, found)
+    return trainer

@@ -1,0 +1,71 @@
+"""A model's configuration, and its outline on the meta device: shapes without weights, from which memory needs are computed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from swarmq.errors import LearnerError, SetUpError
+from swarmq.learner.memory import host
+
+
+@contextlib.contextmanager
+def name_setting_in_errors(setting: str) -> Iterator[None]:
+    """Prefix errors about a model with the setting that names the model."""
+    try:
+        yield
+    except LearnerError as error:
+        raise type(error)(f"{setting}: {error}") from error
+
+
+@contextlib.contextmanager
+def explain_errors(source: str, what: str, instead: str) -> Iterator[None]:
+    """Turn any error about the files of a model into a LearnerError with the model and what to do."""
+    try:
+        yield
+    except LearnerError:
+        raise
+    except Exception as error:
+        if host.refuses(error):
+            instead = "free some of the host's memory, or raise the limit of this process (ulimit -v, the container's)"
+        kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+        said = " ".join(str(error).split()).removesuffix(".")
+        raise LearnerError(f"model {source}: {what}: {kind}{said}; {instead}") from error
+
+
+def build_outline(source: str, config: Any, dtype: torch.dtype | None = None) -> Any:
+    """Build the model that `config` describes on the meta device, without weights. Raises LearnerError if that is impossible."""
+    with (
+        explain_errors(
+            source, "its config.json describes no model that can be made", "correct it, or fetch its files again"
+        ),
+        torch.device("meta"),
+    ):
+        return AutoModelForCausalLM.from_config(config, **({"dtype": dtype} if dtype else {}))
+
+
+def load_config(source: str) -> Any:
+    """Load the configuration of a text-only causal LM. Raises LearnerError for any other model."""
+    folder = Path(source)
+    if not folder.is_dir() and (folder.is_absolute() or source.startswith((".", "~"))):
+        raise SetUpError(f"model {source}: there is no such folder; name a Hugging Face model folder or model name")
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise SetUpError(f"model {source}: the folder has no config.json; name a Hugging Face model folder")
+    with explain_errors(source, "cannot be read", "correct its config.json, or fetch its files again"):
+        config = AutoConfig.from_pretrained(source)
+    if hasattr(config, "vision_config"):
+        raise SetUpError(
+            f"model {source}: {config.model_type!r} takes images, and a learner reads tokens alone: serve it untrained "
+            "(policies.*.trained = false), or train a text model"
+        )
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise SetUpError(
+            f"model {source}: {config.model_type!r} is not a causal language model: train one whose architecture ends in ForCausalLM"
+        )
+    return config

@@ -1,0 +1,39 @@
+"""The ranks of a learner, and the settings that depend on their number. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+from swarmq.config import Train
+from swarmq.errors import SetUpError
+
+
+def num_ranks() -> int:
+    """Return the number of ranks of this learner."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_of_this_host() -> range:
+    """Return the numbers of the ranks on this process's host."""
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    return range(first, first + int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks())))
+
+
+def check_rank_count(train: Train, ranks: int) -> None:
+    """Raise LearnerError unless the number of ranks is a multiple of `train.context_parallel`."""
+    if ranks % train.context_parallel:
+        raise SetUpError(
+            f"train.context_parallel: {train.context_parallel} ranks share each pass, and there are {ranks}: give the learner a multiple "
+            "of that many (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes where it is started by hand), or "
+            "set it to a number that divides them"
+        )
+
+
+def check_offload(train: Train, ranks: int) -> None:
+    """Raise LearnerError if a single rank is asked to offload."""
+    if ranks == 1 and train.cpu_offload:
+        raise SetUpError(
+            "train.cpu_offload: one rank keeps the whole model where it computes, and nothing of it in host memory; give the learner "
+            "two ranks or more (GPUs under `swarmq up`; --num-gpus or accelerate launch --num_processes where it is started by hand), "
+            "or leave train.cpu_offload out"
+        )
