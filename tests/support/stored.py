@@ -18,8 +18,9 @@ def stored_wire() -> dict[str, Any]:
 
 
 def unpack_run(to: Path) -> tuple[SwarmJob, RunFolder]:
-    """Unpack the stored run folder into `to`."""
+    """Unpack the stored run folder into `to`. The model's files, which the run had elsewhere, are those of a checkpoint."""
     with tarfile.open(STORED / "run.tar.gz") as archive:
         archive.extractall(to, filter="data")
     folder = RunFolder(to / "faults")
-    return SwarmJob.load(folder.resolved), folder
+    model = next(folder.checkpoints("main").glob("step-*"))
+    return SwarmJob.load(folder.resolved, sets=[f"policies.main.model={str(model)!r}"]), folder
