@@ -18,9 +18,8 @@ def stored_wire() -> dict[str, Any]:
 
 
 def unpack_run(to: Path) -> tuple[SwarmJob, RunFolder]:
-    """Unpack the stored run folder into `to`. The model's files, which the run had elsewhere, are those of a checkpoint."""
+    """Unpack the stored run folder into `to`."""
     with tarfile.open(STORED / "run.tar.gz") as archive:
         archive.extractall(to, filter="data")
     folder = RunFolder(to / "faults")
-    model = next(folder.checkpoints("main").glob("step-*"))
-    return SwarmJob.load(folder.resolved, sets=[f"policies.main.model={str(model)!r}"]), folder
+    return SwarmJob.load(folder.resolved), folder
