@@ -55,7 +55,9 @@ def replay(
         fields = trainer.step(batch_log.read(place))
         report({"version": trainer.version, **fields})
         log.info("replayed", version=trainer.version, loss=fields["loss"])
-    tokenizer = str(start.path) if start else settings.model  # the first model's folder need not exist where the run was copied to
+    tokenizer = (
+        str(start.path) if start else settings.model
+    )  # the first model's folder need not exist where the run was copied to
     save_load.save(to_folder, trainer, identity, model=tokenizer, keep=1)
     return trainer.version
 
