@@ -1,12 +1,9 @@
 """A run folder that swarmq 0.1.0 left behind is read, replayed and gone on with."""
 
-import platform
 import shutil
 from collections import Counter
-from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from support.stored import unpack_run
@@ -17,8 +14,8 @@ from swarmq.learner.replay import replay
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import Identity
 
-WRITTEN_ON = "AMD EPYC"
-"""Processor of the stored run. Another one rounds differently."""
+ROUNDING = 1e-5
+"""Share of their way by which the weights may differ: processors, also of one family, add products in different orders."""
 
 
 @pytest.fixture
@@ -54,9 +51,7 @@ def test_a_replay_from_a_stored_checkpoint_gives_the_stored_weights(stored, tmp_
         for left, right in ((last, first), (now, last))
     )
     assert moved > 0
-    assert off < 1e-3 * moved
-    if WRITTEN_ON in _processor():
-        assert all(torch.equal(now[name], last[name]) for name in last)
+    assert off < ROUNDING * moved
 
 
 def test_the_ledger_says_what_became_of_every_episode(stored):
@@ -82,8 +77,3 @@ def test_a_collector_goes_on_from_a_file_of_the_middle_of_a_run(stored, tmp_path
             assert begin.episode_id == end.episode_id == turns[0].episode_id == episode_id
     finally:
         store.close()
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    return cpuinfo.read_text() if cpuinfo.exists() else platform.processor()
