@@ -23,7 +23,7 @@ from benchmarks.timelines import SHAPES
 from swarmq.config import Train
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 
 
@@ -39,7 +39,7 @@ def main() -> None:
         make_model(arguments.model, model, torch.device(arguments.device))
         trainer, identity = (
             stepped(model, SHAPES[arguments.model]["vocab_size"]),
-            Identity(run="r", policy="p", model="m"),
+            RunIdentity(run="r", policy="p", model="m"),
         )
         took: dict[str, list[float]] = {"at_once": [], "copied": [], "beside": []}
         copies = HostCopies()
@@ -74,7 +74,7 @@ def main() -> None:
 def stepped(model: str, vocab: int) -> Trainer:
     train = Train(token_log=False, micro_batch_tokens=1024)
     trainer = Trainer(model, train)
-    batch = BatchRecord(index=Index(record=1, version=1), episodes=episodes(128, 4, vocab), settings=train)
+    batch = BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes(128, 4, vocab), settings=train)
     trainer.step(batch)
     return trainer
 

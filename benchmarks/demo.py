@@ -26,7 +26,7 @@ from benchmarks import report
 from swarmq.config import RunFolder
 from swarmq.demo.make_model import ensure_model
 from swarmq.demo.run import DemoOptions, DemoResult, demo_settings
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.messages import Turn
 from swarmq.up import deploy
 
@@ -131,7 +131,7 @@ def run_seed(seed: int, steps: int | None, sets: Sequence[str] = ()) -> tuple[De
         )
         run = RunFolder(Path(folder) / "bench")
         result = msgspec.json.decode((run.path / "result.json").read_bytes(), type=DemoResult)
-        log = records(run.batch_log("main"))
+        log = read_records(run.batch_log("main"))
         return result, pause_felt([turn for record in log for episode in record.episodes for turn in episode.turns])
 
 

@@ -183,7 +183,7 @@ async def _unsettled(world: World) -> str:
 
 def _logged(world: World) -> set[str]:
     """Episodes in a batch of the log."""
-    return {e for place in batch_log.scan(world.run_folder.batch_log(POLICY)) for e in place.index.trained}
+    return {e for place in batch_log.scan_log(world.run_folder.batch_log(POLICY)) for e in place.index.trained}
 
 
 async def _caught_up(world: World) -> None:
@@ -192,7 +192,7 @@ async def _caught_up(world: World) -> None:
         async with asyncio.timeout(HANG_S), world.broker.events(RUN) as events:
             async for event in events:
                 if (event.source, event.name) == (f"learner.{POLICY}", "state"):
-                    places = batch_log.scan(world.run_folder.batch_log(POLICY))
+                    places = batch_log.scan_log(world.run_folder.batch_log(POLICY))
                     if event.fields["version"] == max((place.index.version for place in places), default=0):
                         return
     except TimeoutError:
@@ -217,7 +217,7 @@ async def _left_for_learner(world: World, *, back_s: float) -> set[str]:
     published = {e for e, fate in read_fates(world.run_folder.inbox).items() if fate.state == "published"}
     owed = published - {
         e
-        for place in batch_log.scan(world.run_folder.batch_log(POLICY))
+        for place in batch_log.scan_log(world.run_folder.batch_log(POLICY))
         for e in (*place.index.trained, *place.index.dropped)
     }
     with contextlib.suppress(TimeoutError):

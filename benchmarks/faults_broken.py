@@ -171,7 +171,7 @@ class SlotlessStore(Store):
         return False
 
 
-class Forgetful(process.Desk):
+class Forgetful(process.BatchFeeder):
     """Takes in what is in the log already, as if it were new."""
 
     def __init__(self, *given: Any) -> None:
@@ -179,7 +179,7 @@ class Forgetful(process.Desk):
         self.intake.known = _Nothing()
 
 
-class Trusting(process.Desk):
+class Trusting(process.BatchFeeder):
     """Never asks for what it lacks: the collector would send it again, and what was acknowledged too early come back."""
 
     async def _ask(self) -> None:
@@ -218,8 +218,8 @@ async def collector(job: SwarmJob, rule: str) -> None:
 
 
 def learner(job: SwarmJob, rule: str) -> None:
-    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
-    from swarmq.learner.store.writer_lock import exclusive  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
+    from swarmq.learner.store.writer_lock import hold_lock  # noqa: PLC0415
     from swarmq.learner.train.loop import Learner  # noqa: PLC0415
     from swarmq.weights.push.pusher import WeightPusher  # noqa: PLC0415  (torch)
 
@@ -227,9 +227,9 @@ def learner(job: SwarmJob, rule: str) -> None:
     stop, folder = StopSignal(), job.run_folder.path / policy
     pusher = WeightPusher(job.policies[policy].engine.urls, folder / "weights")
     command = [sys.executable, "-m", "benchmarks.faults_broken", "io_process", "-", rule]
-    with stop.installed(), exclusive(folder / "lock"):
+    with stop.installed(), hold_lock(folder / "lock"):
         trainer = Learner(job, policy, pusher=pusher, stop=stop)
-        with Link(trainer.hello, stop, command=command) as link:
+        with FeederLink(trainer.hello, stop, command=command) as link:
             trainer.run(link)
 
 

@@ -110,7 +110,7 @@ def judge(
     unseen: dict[str, tuple[str, ...]] = {}
     ledger = read_fates(job.run_folder.inbox)
     dropped = {e: fate.reason for e, fate in ledger.items() if fate.state == "dropped"}
-    for record in batch_log.records(job.run_folder.batch_log(POLICY)):
+    for record in batch_log.read_records(job.run_folder.batch_log(POLICY)):
         dropped |= record.index.dropped
         trained.update(record.index.trained)
         for episode in record.episodes:
@@ -223,18 +223,18 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
     from safetensors.numpy import load_file  # noqa: PLC0415
 
     from swarmq.learner.checkpoint import discovery  # noqa: PLC0415
-    from swarmq.learner.store.records import Identity  # noqa: PLC0415
+    from swarmq.learner.store.records import RunIdentity  # noqa: PLC0415
     from swarmq.learner.train.trainer import Trainer  # noqa: PLC0415
 
     torch.set_num_threads(1)
     settings = job.policies[POLICY]
     trainer = Trainer(settings.model, settings.train)
     digests = {0: _digest(trainer)}
-    for record in batch_log.records(job.run_folder.batch_log(POLICY)):
+    for record in batch_log.read_records(job.run_folder.batch_log(POLICY)):
         if record.index.trained:
             trainer.step(record)
             digests[trainer.version] = _digest(trainer)
-    newest = discovery.newest(job.run_folder.checkpoints(POLICY), Identity.of(job, POLICY))
+    newest = discovery.newest(job.run_folder.checkpoints(POLICY), RunIdentity.of(job, POLICY))
     discovery = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
     pushed = list(_pushes(journal)) if journal and journal.exists() else []
     return Weights(

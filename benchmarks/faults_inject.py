@@ -474,18 +474,18 @@ async def _shuffle(url: str, rng: random.Random, *, hold_s: float) -> None:
 
 async def episode_again(nemesis: Nemesis) -> str | None:
     """A finished episode that waits for a learner, or that one has trained, on its queue once more."""
-    places = await asyncio.to_thread(batch_log.scan, nemesis.world.run_folder.batch_log(POLICY))
+    places = await asyncio.to_thread(batch_log.scan_log, nemesis.world.run_folder.batch_log(POLICY))
     trained = [place for place in places if place.index.trained]
     if not trained:
         return None
     place, share = nemesis.rng.choice(
         [(trained[-1], 8), (nemesis.rng.choice(trained[-20:]), nemesis.rng.randint(1, 8))]
     )
-    return nemesis_sends(nemesis, topology.ready(RUN, POLICY), list(batch_log.read(place).episodes[:share]))
+    return nemesis_sends(nemesis, topology.ready(RUN, POLICY), list(batch_log.read_record(place).episodes[:share]))
 
 
 async def report_again(nemesis: Nemesis) -> str | None:
-    places = await asyncio.to_thread(batch_log.scan, nemesis.world.run_folder.batch_log(POLICY))
+    places = await asyncio.to_thread(batch_log.scan_log, nemesis.world.run_folder.batch_log(POLICY))
     if not places:
         return None
     index = nemesis.rng.choice(places).index

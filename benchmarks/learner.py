@@ -27,9 +27,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from benchmarks import report
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
-from swarmq.learner.batching.micro_batches import work_of
-from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.learner.train.throughput import matrix_rate, model_flops
+from swarmq.learner.batching.micro_batches import build_rank_batch
+from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.train.throughput import count_model_flops, measure_matrix_rate
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
@@ -69,7 +69,7 @@ def main() -> None:
                 figures[f"over_baseline_{name}"] = min(ratios)
                 report.save(saved_as, figures, detail=detail, out=arguments.out, finished=False)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    detail["matrix_rate"] = matrix_rate(device, dtype)
+    detail["matrix_rate"] = measure_matrix_rate(device, dtype)
     detail["tokens_per_step"] = arguments.tokens
     print(report.table(HEADS, rows))
     print(report.save(saved_as, figures, detail=detail, out=arguments.out))
@@ -147,17 +147,17 @@ def swarmq(folder: str, batch: tuple[Rollout, ...], arguments: argparse.Namespac
     fields: dict[str, Any] = {}
     reset_peak(device)
     for version in range(1, arguments.repeats + 2):
-        index = Index(record=version, version=version)
+        index = BatchIndex(record=version, version=version)
         began = time.perf_counter()
         fields = trainer.step(BatchRecord(index=index, episodes=batch, settings=train))
         wait(device)
         samples.append(time.perf_counter() - began)
     spread = report.Spread.of(samples[1:])
-    work = work_of(batch, train, trainer.traits)
-    flops = model_flops(work.plan.layouts, trainer.traits.cost, trainer._head_flops)  # noqa: SLF001
+    work = build_rank_batch(batch, train, trainer.traits)
+    flops = count_model_flops(work.plan.layouts, trainer.traits.cost, trainer._head_flops)  # noqa: SLF001
     made = {
         "seconds": spread,
-        "mfu": flops / spread.median / matrix_rate(device, half_of(device)),
+        "mfu": flops / spread.median / measure_matrix_rate(device, half_of(device)),
         "peak_gib": peak(device),
     }
     made |= {"flops": flops, "layout": fields["layout"], "passes": fields["passes"], "first_step_s": samples[0]}
@@ -202,7 +202,7 @@ def plain(
     flops = plain_flops(lm, length, prompt, len(ids))
     made = {
         "seconds": spread,
-        "mfu": flops / spread.median / matrix_rate(device, half_of(device)),
+        "mfu": flops / spread.median / measure_matrix_rate(device, half_of(device)),
         "peak_gib": peak(device),
     }
     del lm, optimizer

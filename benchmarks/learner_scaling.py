@@ -33,7 +33,7 @@ from swarmq.config import Train
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan, ranks
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
 LAYERS = {"gathered-once": "fsdp2", "gathered-each-pass": "fsdp2_each_pass", "whole": "ddp"}
@@ -160,7 +160,9 @@ def rank(arguments: argparse.Namespace) -> None:
     for version in range(1, arguments.repeats + 2):
         trainer.accelerator.wait_for_everyone()
         began = time.perf_counter()
-        fields = trainer.step(BatchRecord(index=Index(record=version, version=version), episodes=batch, settings=train))
+        fields = trainer.step(
+            BatchRecord(index=BatchIndex(record=version, version=version), episodes=batch, settings=train)
+        )
         wait(device)
         samples.append(time.perf_counter() - began)
     if trainer.accelerator.is_main_process:

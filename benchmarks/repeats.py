@@ -22,7 +22,7 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model
 from benchmarks.timelines import SHAPES
 from swarmq.config import Train
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
 MODEL, STEPS, ROW, EPISODES, SEED = "tiny", 8, 256, 16, 7
@@ -78,7 +78,7 @@ def train() -> list[dict[str, str]]:
         trainer = Trainer(folder, settings)
         batch = episodes(ROW, EPISODES, SHAPES[MODEL]["vocab_size"])
         steps = (
-            trainer.step(BatchRecord(index=Index(record=n, version=n), episodes=batch, settings=settings))
+            trainer.step(BatchRecord(index=BatchIndex(record=n, version=n), episodes=batch, settings=settings))
             for n in range(1, STEPS + 1)
         )
         return [{name: _bits(fields[name]) for name in TOLD} for fields in steps]

@@ -131,7 +131,7 @@ def growth(samples: list[tuple[int, float, int]]) -> tuple[float, float]:
 
 def trainer(job: SwarmJob) -> None:
     """The learner's loop without a model: every batch is trained at once, and every tenth is a checkpoint."""
-    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.store import records  # noqa: PLC0415  (the client needs none of it)
 
     version, stop = 0, StopSignal()
@@ -139,13 +139,13 @@ def trainer(job: SwarmJob) -> None:
     def hello() -> records.Hello:
         return records.Hello(job=job, policy=POLICY, version=version, vocab_size=128)
 
-    with stop.installed(), Link(hello, stop) as link:
+    with stop.installed(), FeederLink(hello, stop) as link:
         while batch := link.next(idle=lambda **_: None, idle_s=lambda: 60.0):
             version = records.decode_record(batch.record).index.version
             _label(job, version)
-            link.tell(records.Stepped(version=version, fields={"tokens_computed": 1}))
+            link.tell(records.StepDone(version=version, fields={"tokens_computed": 1}))
             if version % 10 == 0:
-                link.tell(records.Kept(oldest=version))
+                link.tell(records.CheckpointSaved(oldest=version))
         link.finish()
 
 

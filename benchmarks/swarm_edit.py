@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.swarm_world import POLICY, RUN, Pace, World
 from swarmq import SwarmTask
 from swarmq.client.data.feed import feed
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.curves import draw_reward, read_events
 
 GROUP_SIZE, GROUPS = 4, 4
@@ -54,7 +54,7 @@ async def _run(folder: Path, picture: Path | None) -> Edited:
         new = Pace(seconds=0.1, bonus=0.5, code_version=NEW)
         await world.hire("new", "default", new, client="alice", concurrency=16)
         await world.reach(STEPS)
-    log = [record for record in records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
+    log = [record for record in read_records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
     by_step = {r.index.version: Counter(e.code_version for e in r.episodes) for r in log}
     trained = Counter(episode for record in log for episode in record.index.trained)
     first = min(step for step, versions in by_step.items() if versions[NEW])

@@ -18,7 +18,7 @@ from benchmarks.swarm_world import POLICY, RUN, Pace, World
 from swarmq import SwarmTask
 from swarmq.client.data.feed import feed
 from swarmq.client.data.readers import read_tasks
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.control_requests import send_command
 
 BATCHES = 100
@@ -89,7 +89,7 @@ async def _run(folder: Path) -> Mixed:
         await world.until(lambda board: not board.part("collector").get("lent", ("letters",)))
         print(f"letters is back after step {world.step}", flush=True)
         await world.reach(max(BATCHES, world.step + AWAY))
-        log = [record for record in records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
+        log = [record for record in read_records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
     return measured(log, asked_at=asked_at, changed_from=changed_from)
 
 

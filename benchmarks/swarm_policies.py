@@ -33,7 +33,7 @@ from swarmq.config import EngineSettings, GroupSettings, Policy, SamplingDefault
 from swarmq.demo.agent import MAX_TOKENS, TOOLS, opening, run_tool, simplify
 from swarmq.demo.model_recipe import Architecture, Recipe, user_cache_folder
 from swarmq.demo.problems import SPLIT_SIZE, Problem, Split, problems, score, solution
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.monitor import Follower, follow
 from swarmq.up import Deployment, deploy
 
@@ -143,14 +143,16 @@ async def _run(job: SwarmJob, seed: int, steps: int) -> Result:
         after = await held_out(client, relay)
         print(f"seed {seed}: held-out reward after {after}, {seconds:.0f} s", flush=True)
     counts = {
-        name: Counter(i for r in records(job.run_folder.batch_log(name)) for i in r.index.trained)
+        name: Counter(i for r in read_records(job.run_folder.batch_log(name)) for i in r.index.trained)
         for name in job.policies
     }
     return Result(
         seed=seed,
         before=before,
         after=after,
-        steps={name: max(r.index.version for r in records(job.run_folder.batch_log(name))) for name in job.policies},
+        steps={
+            name: max(r.index.version for r in read_records(job.run_folder.batch_log(name))) for name in job.policies
+        },
         seconds=seconds,
         killed_at=killed_at,
         trained={name: len(count) for name, count in counts.items()},

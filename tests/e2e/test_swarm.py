@@ -15,7 +15,7 @@ from benchmarks.swarm_world import POLICY, Pace, World
 from swarmq import SwarmTask
 from swarmq.broker.client_rules import NAME_MARK
 from swarmq.client.data.feed import feed
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.observe.board import ProcessState
 from swarmq.registries.proxies import ProxyRegistry
 from swarmq.runtime.processes import find_free_port
@@ -46,7 +46,7 @@ def calls(part: ProcessState) -> int:
 
 def trained(world: World) -> tuple[list[int], Counter[str], set[str]]:
     """Steps of the batch log, how often each episode was trained, and the clients they came from."""
-    log = [record for record in records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
+    log = [record for record in read_records(world.job.run_folder.batch_log(POLICY)) if record.episodes]
     times = Counter(episode for record in log for episode in record.index.trained)
     return [r.index.version for r in log], times, {e.client_id.partition(NAME_MARK)[0] for r in log for e in r.episodes}
 

@@ -19,7 +19,7 @@ from support.tiny_model import tiny_model
 from swarmq import SwarmClient, keys
 from swarmq.collector.ledger import read_fates
 from swarmq.config import RunFolder, SwarmJob
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 from swarmq.up import Endpoints
 
 pytestmark = [pytest.mark.broker, pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -99,7 +99,7 @@ def attempt(ep):
 
 
 def last_step(folder: RunFolder) -> int:
-    return max((record.index.version for record in records(folder.batch_log("main"))), default=0)
+    return max((record.index.version for record in read_records(folder.batch_log("main"))), default=0)
 
 
 def proxy_answers(base_url: str, folder: RunFolder) -> bool:
@@ -181,7 +181,7 @@ def test_a_run_comes_up_trains_stops_without_a_trace_and_goes_on_where_it_was(tm
             assert shown.returncode == 0, shown.stderr  # busy parts may say nothing for as long as it looks
     finally:
         up.stop()
-    trained = [episode for record in records(up.folder.batch_log("main")) for episode in record.index.trained]
+    trained = [episode for record in read_records(up.folder.batch_log("main")) for episode in record.index.trained]
     assert len(trained) == len(set(trained))
     states = [fate.state for fate in read_fates(up.folder.inbox).values()]
     assert len(states) == finished

@@ -16,7 +16,7 @@ import torch
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.records import Kept, ToIO, Warn
+from swarmq.learner.store.records import CheckpointSaved, ToIO, Warn
 from swarmq.learner.train.loop import Learner
 
 FOR_ALL_BUT_WEIGHTS, FOR_NOTHING = 20_000, 4_000
@@ -61,7 +61,7 @@ def main(model: str, folder: str, sharding: Any) -> None:
     if link:
         learner._saved(link)  # type: ignore[arg-type]
         assert [type(message) for message in told.messages[:2]] == [Warn, Warn], told.messages
-        assert told.messages[2:] == [Kept(oldest=2), Kept(oldest=2, asked=3)]
+        assert told.messages[2:] == [CheckpointSaved(oldest=2), CheckpointSaved(oldest=2, asked=3)]
         assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
     learner.trainer.accelerator.wait_for_everyone()
 

@@ -16,7 +16,7 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.distributed.sharding import is_sharded
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.packing import made
 from swarmq.weights.push.transfers import distinct
@@ -25,7 +25,7 @@ from swarmq.weights.push.transfers import distinct
 def main(model: str, train: Train, folder: Path) -> None:
     trainer, episodes = Trainer(model, train), tuple(make_group("a", (0.0, 1.0)))
     assert is_sharded(trainer.model)
-    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=train))
+    trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=train))
     trainer.save_weights(folder)
     if trainer.accelerator.is_main_process:
         pushed = {name: made(tensor).clone() for name, tensor in distinct(trainer.weights_to_push()).items()}

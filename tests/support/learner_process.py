@@ -153,15 +153,15 @@ def die_in_drafts(root: Path) -> None:
 
 
 def trainer(root: Path) -> None:
-    from swarmq.learner.feed.ipc import Link, StopSignal
-    from swarmq.learner.store.writer_lock import exclusive
+    from swarmq.learner.feed.ipc import FeederLink, StopSignal
+    from swarmq.learner.store.writer_lock import hold_lock
     from swarmq.learner.train.loop import Learner
 
     die_in_drafts(root)
     job, stop = SwarmJob.load(root / "job.toml"), StopSignal()
-    with stop.installed(), exclusive(job.run_folder.path / "main" / "lock"):
+    with stop.installed(), hold_lock(job.run_folder.path / "main" / "lock"):
         learner = Learner(job, "main", pusher=Recorder(root), stop=stop)
-        with Link(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
+        with FeederLink(learner.hello, stop, command=[sys.executable, __file__, "io", str(root)]) as link:
             learner.run(link)
 
 

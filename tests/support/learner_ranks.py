@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM
 from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Train
-from swarmq.learner.batching.micro_batches import Work, work_of
+from swarmq.learner.batching.micro_batches import RankBatch, build_rank_batch
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.distributed import sharding
@@ -41,7 +41,7 @@ from swarmq.learner.distributed.sharding import is_sharded, whole
 from swarmq.learner.memory import plan
 from swarmq.learner.model import attention_check, layout_model
 from swarmq.learner.model.layout_model import Placed, decoder_layers
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout
 
@@ -114,13 +114,13 @@ def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.named_tensors()}
 
 
-def own_work(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> Work:
+def own_work(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> RankBatch:
     rank, world = trainer.share
-    return work_of(episodes, train, trainer.traits, rank=rank, world=world)
+    return build_rank_batch(episodes, train, trainer.traits, rank=rank, world=world)
 
 
 def batch(version: int, train: Train, episodes: tuple[Rollout, ...] = EPISODES) -> BatchRecord:
-    return BatchRecord(index=Index(record=version, version=version), episodes=episodes, settings=train)
+    return BatchRecord(index=BatchIndex(record=version, version=version), episodes=episodes, settings=train)
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
 
 def went_on(model: str, train: Train, folder: Path) -> Trainer:
     """A new trainer, after the next step from the newest checkpoint."""
-    found = discovery.newest(folder, Identity(run="r", policy="main", model=model))
+    found = discovery.newest(folder, RunIdentity(run="r", policy="main", model=model))
     assert found is not None
     forget()
     trainer = Trainer(str(found.path), train, initial=model)
@@ -254,7 +254,7 @@ def went_on(model: str, train: Train, folder: Path) -> Trainer:
 
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint, which is written beside the next step, gives what going on without one gives."""
-    identity, folder = Identity(run="r", policy="main", model=model), scratch / "checkpoints"
+    identity, folder = RunIdentity(run="r", policy="main", model=model), scratch / "checkpoints"
     draft = save_load.draw(folder, trainer, identity, model=model, copies=HostCopies())
     before = weights(trainer)
     trainer.step(batch(STEPS + 1, train))

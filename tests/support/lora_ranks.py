@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from support.learner_ranks import EPISODES, STEPS, batch, forget, weights, went_on
 from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
-from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.distributed.accelerator import leave
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model.layout_model import Placed
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.teachers.reference_models import Frozen
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.adapters import together
@@ -58,7 +58,7 @@ def main(model: str, train: Train, folder: Path) -> None:
         if is_main:
             assert_alike(weights(apart), wanted, model, train, exact=False)
     initial = Frozen(model, ours.accelerator, role="reference", vocab=0)
-    for one in work_of(EPISODES, train, ours.traits, rank=rank, world=world).passes:
+    for one in build_rank_batch(EPISODES, train, ours.traits, rank=rank, world=world).passes:
         asked = Placed.of(one.layout, device), torch.from_numpy(one.temperatures).to(device)
         reference = ours.frozen.of(train)["reference"].logprobs(*asked)
         near = 0.05 if in_bf16(train) else 1e-4 if CUDA else 0  # the other one's weights are FP32
@@ -66,7 +66,7 @@ def main(model: str, train: Train, folder: Path) -> None:
         with torch.no_grad():
             policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
         assert one.idle or not torch.equal(reference, policy), "nothing was learned"
-    identity = Identity(run="r", policy="main", model=model)
+    identity = RunIdentity(run="r", policy="main", model=model)
     save_load.save(folder / "checkpoints", ours, identity, model=model, keep=1)
     if is_main:
         assert_adapters_travel(ours, model, folder)

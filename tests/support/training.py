@@ -12,7 +12,7 @@ import pytest
 from support.engine import KNOWN
 from support.real_proxy import RealStage
 from swarmq.config import Train
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, unpack_floats
 from swarmq.timeline import resolve
@@ -42,7 +42,7 @@ async def train_episode(stage: RealStage, model: Path, episode: Rollout) -> None
     """Every sampled token is trained, with the log-probability that the engine gives it too."""
     turns = episode.turns
     record = BatchRecord(
-        index=Index(record=1, version=1), episodes=(episode,), settings=TRAIN, baselines={episode.kind: 0.0}
+        index=BatchIndex(record=1, version=1), episodes=(episode,), settings=TRAIN, baselines={episode.kind: 0.0}
     )
     trainer = Trainer(str(model), TRAIN)
     fields = await asyncio.to_thread(trainer.step, record)

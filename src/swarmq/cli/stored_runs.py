@@ -159,7 +159,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # set before torch is imported, so that it takes no GPU
     from swarmq.learner.doctor.examine import examine
     from swarmq.learner.health.findings import Finding, verdict
-    from swarmq.learner.health.signs import signs
+    from swarmq.learner.health.signs import find_signs
     from swarmq.observe.curves import read_events
     from swarmq.observe.lines import wrap_beside
     from swarmq.runtime.logs import redirect_to
@@ -175,7 +175,7 @@ def doctor(run: Path, policy: str | None, batches: int, device: str | None) -> N
     except OSError as error:
         raise ConfigError(f"{folder.events}: cannot be read ({error.strerror})") from error
     colors = {"ok": "green", "note": "blue", "warning": "yellow", "error": "red"}
-    found = list(signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness))
+    found = list(find_signs([fields for _, fields in sorted(steps.items())], job.groups.max_staleness))
     warned: list[str] = []
     with redirect_to(warned.append):
         found += examine(job, name, folder, batches=batches)

@@ -18,7 +18,7 @@ from rich.table import Table
 from swarmq.collector.ledger import read_fates
 from swarmq.config import SwarmJob
 from swarmq.demo.client import LedgerEntry
-from swarmq.learner.store.batch_log import records
+from swarmq.learner.store.batch_log import read_records
 
 WAITING_STATES = frozenset({"open", "waiting", "published"})
 
@@ -65,7 +65,7 @@ def settle_run(job: SwarmJob, confirmed: Iterable[str]) -> Account:
     dropped: dict[str, str] = {}
     for name, policy in job.policies.items():
         if policy.trained:
-            log = list(records(job.run_folder.batch_log(name)))
+            log = list(read_records(job.run_folder.batch_log(name)))
             trained |= Counter(episode for record in log for episode in record.index.trained)  # twice by one policy
             for record in log:
                 dropped |= record.index.dropped

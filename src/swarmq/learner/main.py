@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
 from swarmq.learner.distributed.processes import collector_beside, is_main, own_rank, run_ranks
-from swarmq.learner.store.writer_lock import Fence, exclusive
+from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime import logs
 
@@ -36,7 +36,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
     with contextlib.ExitStack() as stack:
         if is_main():
             make_folder(job.run_folder.path)
-            stack.enter_context(exclusive(job.run_folder.path / policy / "lock"))
+            stack.enter_context(hold_lock(job.run_folder.path / policy / "lock"))
             if with_collector:
                 stack.enter_context(collector_beside(job, policy))
         if own_rank() is None and num_gpus > 1:
@@ -55,9 +55,9 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """Nothing of it is left when it returns."""
-    from swarmq.learner.feed.ipc import Link, StopSignal  # noqa: PLC0415
+    from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
-    from swarmq.learner.train.gpu_errors import gpu_errors  # noqa: PLC0415
+    from swarmq.learner.train.gpu_errors import map_gpu_errors  # noqa: PLC0415
     from swarmq.learner.train.loop import Learner  # noqa: PLC0415
 
     pusher = tokenizers = None
@@ -73,12 +73,12 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
         tokenizers.check()
         pusher = _pusher(job, policy)
     stop = StopSignal()
-    with stop.installed(), gpu_errors("the learner"):
+    with stop.installed(), map_gpu_errors("the learner"):
         learner = Learner(job, policy, pusher=pusher, stop=stop, tokenizers=tokenizers)
         if not is_main:
             learner.run(None)
             return
-        with Link(learner.hello, stop) as link:
+        with FeederLink(learner.hello, stop) as link:
             learner.run(link)
 
 

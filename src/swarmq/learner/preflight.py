@@ -7,7 +7,7 @@ from swarmq.config import SwarmJob, Train
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.memory.estimate import judges
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 from swarmq.learner.train.tracker_packages import check_trackers
 
@@ -17,7 +17,7 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
     tokenizers, for which alone transformers is loaded."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
-    if found := discovery.newest(job.run_folder.checkpoints(policy), Identity.of(job, policy), hashed=False):
+    if found := discovery.newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
         discovery.check_goes_on(found.path, train.lora)
     for role, source in judges(train, model).items():
         if source != model:

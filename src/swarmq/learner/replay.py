@@ -14,7 +14,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.memory import plan
 from swarmq.learner.store import batch_log
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.train.trainer import load_trainer
 
 log = structlog.get_logger()
@@ -35,10 +35,10 @@ def replay(
     Starts from the initial model without `from_checkpoint`. `report` gets the figures of every step. Raises
     LearnerError when the checkpoint is not sound, or the log is empty or does not go on after it.
     """
-    identity, settings = Identity.of(job, policy), job.policies[policy]
+    identity, settings = RunIdentity.of(job, policy), job.policies[policy]
     if to_folder.exists() and (not to_folder.is_dir() or any(to_folder.iterdir())):
         raise LearnerError(f"{to_folder}: not empty; name a new folder for the replay")
-    places = [place for place in batch_log.scan(folder.batch_log(policy), identity) if place.index.trained]
+    places = [place for place in batch_log.scan_log(folder.batch_log(policy), identity) if place.index.trained]
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
@@ -52,7 +52,7 @@ def replay(
     for place in wanted:
         if until is not None and place.index.version > until:
             break
-        fields = trainer.step(batch_log.read(place))
+        fields = trainer.step(batch_log.read_record(place))
         report({"version": trainer.version, **fields})
         log.info("replayed", version=trainer.version, loss=fields["loss"])
     tokenizer = (
@@ -62,7 +62,7 @@ def replay(
     return trainer.version
 
 
-def _sound(path: Path, identity: Identity) -> discovery.Checkpoint:
+def _sound(path: Path, identity: RunIdentity) -> discovery.Checkpoint:
     try:
         manifest = discovery.check(path)
     except discovery.DamagedError as error:

@@ -23,9 +23,9 @@ from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.distributed.processes import is_main
 from swarmq.learner.memory.outline import load_config
-from swarmq.learner.store.durable_files import mapped
-from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.learner.store.writer_lock import exclusive
+from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
@@ -108,8 +108,8 @@ def _draft(out: Path) -> Iterator[Path]:
     if not is_main():
         yield draft
         return
-    with exclusive(workshop / "lock"):
-        with mapped(draft):
+    with hold_lock(workshop / "lock"):
+        with map_os_errors(draft):
             shutil.rmtree(draft, ignore_errors=True)  # of one that was killed
             draft.mkdir()
         try:
@@ -145,7 +145,7 @@ def _train(trainer: Trainer, episodes: list[Rollout], plan: WarmStart, report: C
     rise = min(trainer.train.warmup_steps, len(batches) // RISE)
     train = msgspec.structs.replace(trainer.train, warmup_steps=rise)
     for number, batch in enumerate(batches, start=1):
-        index = Index(record=number, version=number)
+        index = BatchIndex(record=number, version=number)
         fields = trainer.step(BatchRecord(index=index, episodes=tuple(batch), settings=train))
         if skipped := fields.get("skipped"):
             raise LearnerError(

@@ -12,7 +12,7 @@ from swarmq.config import SwarmJob
 from swarmq.engine.server.model_check import size_of
 from swarmq.errors import SwarmqError
 from swarmq.learner.memory.estimate import MOMENTS_BYTES, WHOLE_BYTES
-from swarmq.learner.store.batch_log import scan
+from swarmq.learner.store.batch_log import scan_log
 from swarmq.up.supervision import Daemon
 
 DRAIN_S = {"learner": 60.0, "collector": 30.0, "proxy": 15.0}
@@ -85,6 +85,6 @@ def endings(job: SwarmJob, steps: Mapping[str, int]) -> dict[str, str]:
 def last_step(job: SwarmJob, policy: str) -> int:
     """0 where there is none yet, or its batch log cannot be read."""
     with contextlib.suppress(SwarmqError):  # the next start says so
-        indices = (place.index for place in reversed(scan(job.run_folder.batch_log(policy))))
+        indices = (place.index for place in reversed(scan_log(job.run_folder.batch_log(policy))))
         return next((index.version for index in indices if index.trained), 0)
     return 0

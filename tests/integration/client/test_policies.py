@@ -20,7 +20,7 @@ from swarmq.collector.service import Collector
 from swarmq.collector.store import Store
 from swarmq.config import SwarmJob
 from swarmq.errors import EpisodeError, OutcomeError
-from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.advantages import compute_advantages
 from swarmq.messages import Rollout
 from swarmq.proxy.http.app import create_app
 from swarmq.testing.scripted_engine import ScriptedEngine
@@ -113,7 +113,7 @@ async def test_one_end_rewards_every_policy_and_each_learner_gets_its_own_turns(
         assert {turn.policy for e in planners for turn in e.turns} == {"planner"}
         assert [turn.agent for turn in executors[0].turns] == ["writer", "tester"]
         assert {turn.policy for e in executors for turn in e.turns} == {"executor"}
-        credit = advantages([executors], run.job.policies["executor"].train)
+        credit = compute_advantages([executors], run.job.policies["executor"].train)
         assert credit[executors[1].episode_id] == [1.0, -1.0], "roles of one policy are credited apart"
         assert list(await run.broker.depths([topology.ready(run.job.run, FROZEN)])) == [], "nobody trains the judge"
 

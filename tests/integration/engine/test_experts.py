@@ -17,7 +17,7 @@ from support.tiny_model import tiny_experts
 from swarmq.config import Loss, Train
 from swarmq.errors import EngineError
 from swarmq.learner.checkpoint import discovery, save_load
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.push.engine_control import EngineControl
 from swarmq.weights.push.pusher import WeightPusher
@@ -36,8 +36,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     model, folder = str(tiny_experts(request.param)), tmp_path_factory.mktemp("checkpoints")
     trainer = Trainer(model, TRAIN)
     episodes = tuple(make_group("a", (0.0, 1.0)))
-    trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=TRAIN))
-    identity = Identity(run="r", policy="main", model=model)
+    trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=TRAIN))
+    identity = RunIdentity(run="r", policy="main", model=model)
     save_load.save(folder, trainer, identity, model=model, keep=1)
     found = discovery.newest(folder, identity)
     assert found is not None

@@ -89,7 +89,7 @@ def assert_same_training(root: Path, reference: Path) -> None:
     ours, wanted = load_file(final(root) / "model.safetensors"), load_file(final(reference) / "model.safetensors")
     assert ours.keys() == wanted.keys()
     assert all(ours[name].tobytes() == wanted[name].tobytes() for name in wanted)
-    records = list(batch_log.records(root / "runs" / "r" / "main" / "batches"))
+    records = list(batch_log.read_records(root / "runs" / "r" / "main" / "batches"))
     ids = [i for record in records for i in (*record.index.trained, *record.index.dropped)]
     assert sorted(ids) == sorted({*ids}), "an episode is in the log twice"
     assert len(ids) == 2 * (STEPS * GROUPS_PER_BATCH + 2)

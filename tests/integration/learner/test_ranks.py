@@ -25,7 +25,7 @@ from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.distributed.processes import start_ranks
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.train.trainer import Trainer
 
 TRAIN = Train(learning_rate=1e-4, warmup_steps=0, loss=Loss(name="reinforce", kl=0.5), token_log=False, trackers=())
@@ -111,7 +111,7 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:
     """What two sharded ranks saved, one process loads: a replay and the doctor are such."""
     wanted: dict[str, torch.Tensor] = torch.load(folder / "next")
-    found = discovery.newest(folder / "checkpoints", Identity(run="r", policy="main", model=str(model)))
+    found = discovery.newest(folder / "checkpoints", RunIdentity(run="r", policy="main", model=str(model)))
     assert found is not None
     trainer = Trainer(str(found.path), train, initial=str(model))
     save_load.restore(trainer, found)

@@ -13,7 +13,7 @@ from support.episodes import make_group
 from support.tiny_model import tiny_model as make_tiny_model
 from swarmq.config import Loss, Train
 from swarmq.engine.client.tokenizer_compat import ids_of_all
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.teachers.availability import KEY_ENV
 from swarmq.learner.teachers.tokenizer_checks import own_ids, probe_of
 from swarmq.learner.train.trainer import Trainer
@@ -26,7 +26,7 @@ BATCH = tuple(make_group(turns=2))
 def stepped(policy: Path, teacher: str) -> dict[str, Any]:
     """The figures of a step."""
     train = Train(gradient_checkpointing=False, warmup_steps=0, loss=Loss(name="distill"), teacher=teacher)
-    index = Index(record=1, version=1, trained=tuple(episode.episode_id for episode in BATCH))
+    index = BatchIndex(record=1, version=1, trained=tuple(episode.episode_id for episode in BATCH))
     return Trainer(str(policy), train).step(BatchRecord(index=index, episodes=BATCH, settings=train))
 
 

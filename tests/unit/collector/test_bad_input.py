@@ -10,11 +10,11 @@ from swarmq.broker.deliveries import KEY_HEADER, Arrival, Deliveries
 from swarmq.collector.decide import effects as do
 from swarmq.config import Train
 from swarmq.errors import MessageError
-from swarmq.learner.feed.batcher import Intake, Limits
+from swarmq.learner.feed.batcher import Batcher, BatchLimits
 from swarmq.messages import RefusedTurn, VersionSpan, decode, encode
 from swarmq.testing import MemoryBroker
 
-LIMITS = Limits(groups_per_batch=1, mix={"math": 1.0}, max_staleness=4, vocab_size=100, max_length=8)
+LIMITS = BatchLimits(groups_per_batch=1, mix={"math": 1.0}, max_staleness=4, vocab_size=100, max_length=8)
 
 
 def floats(*values):
@@ -155,7 +155,7 @@ def test_a_turn_that_cannot_be_trained_drops_its_episode_with_a_counted_reason(m
             bench.take(decode(encode(DROPPED_BY_LEARNER[reason](say))))
         bench.take(say.end(episode, reward=float(repeat)))
     assert len(bench.episodes) == 3, "the collector knows neither vocabulary nor model"
-    intake = Intake(LIMITS)
+    intake = Batcher(LIMITS)
     for episode in bench.episodes:
         intake.accept(decode(encode(episode)))
     record = intake.take(version=0, at=0.0, settings=Train())

@@ -11,7 +11,7 @@ from swarmq.collector.decide.core import Core
 from swarmq.collector.decide.state import Rules
 from swarmq.collector.service import build_rollout
 from swarmq.config import SwarmJob, Train
-from swarmq.learner.feed.batcher import Intake, Limits
+from swarmq.learner.feed.batcher import Batcher, BatchLimits
 from swarmq.messages import Control, VersionSpan
 from unit.collector.twin_store import TwinStore
 
@@ -42,8 +42,8 @@ def test_steps_while_one_kind_is_nearly_solved(when_dry, least, most, make_bench
     bench.core = Core(Rules.of(job), bench.store, bench.store.snapshot(), now=bench.now, job=job)
     bench.effects.clear()
     bench.settle()
-    limits = Limits(groups_per_batch=4, mix=job.mix, max_staleness=2, group_size=2, vocab_size=100)
-    intake, version, forwarded, trained = Intake(limits), 0, 0, dict.fromkeys(FAILS, 0)
+    limits = BatchLimits(groups_per_batch=4, mix=job.mix, max_staleness=2, group_size=2, vocab_size=100)
+    intake, version, forwarded, trained = Batcher(limits), 0, 0, dict.fromkeys(FAILS, 0)
     for number in range(GROUPS):
         kind = dice.choice([kind for kind, out in bench.core.credit.out.items() if out])
         for repeat, ticket in enumerate(sorted(bench.core.credit.out[kind])[:2]):

@@ -18,7 +18,7 @@ from swarmq.client.data.feed import Fed, _confirmed, _write
 from swarmq.client.episodes.invite_lookup import find_invite
 from swarmq.config import SwarmJob
 from swarmq.errors import SwarmqError
-from swarmq.learner.feed.control_state import Orders
+from swarmq.learner.feed.control_state import ControlState
 from swarmq.learner.store.report_offsets import _number
 from swarmq.messages import Control
 from swarmq.registries.clients import ClientRegistry, read_clients
@@ -72,8 +72,8 @@ FILES = [
     ),
     Kept(
         "main/batches/control",
-        lambda job, path: Orders(path, job, "main").take(Control(run="r", number=3, pace="paused")),
-        lambda job, path: Orders(path, job, "main").take(Control(run="r", number=1)),
+        lambda job, path: ControlState(path, job, "main").take(Control(run="r", number=3, pace="paused")),
+        lambda job, path: ControlState(path, job, "main").take(Control(run="r", number=1)),
     ),
     Kept("main/batches/reported", lambda _, path: write_atomically(path, b"1234"), lambda _, path: _number(path)),
     Kept("secret", lambda _, path: keys.load_root(path), lambda _, path: keys.load_root(path), renewed=False),

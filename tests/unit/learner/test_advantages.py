@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import LengthPenalty, Loss, Train
-from swarmq.learner.algorithms.advantages import WITHIN_GROUP, advantages, credited_by, has_signal, updated
+from swarmq.learner.algorithms.advantages import (
+    WITHIN_GROUP,
+    compute_advantages,
+    count_credited,
+    has_signal,
+    update_baselines,
+)
 from swarmq.messages import Rollout, Timings
 
 Judge = Callable[[int, int], tuple[float, float]]
@@ -44,14 +50,14 @@ def test_centered_and_grpo_follow_their_formulas(rewards: list[float]) -> None:
 
 def test_batch_norm_divides_by_the_deviation_of_all_centred_values() -> None:
     groups = [make_group("a", (0.0, 1.0), turns=1), make_group("b", (0.0, 0.0, 3.0), turns=1)]
-    got = advantages(groups, Train(advantage="batch_norm"))
+    got = compute_advantages(groups, Train(advantage="batch_norm"))
     centred = {"a-0": -0.5, "a-1": 0.5, "b-0": -1.0, "b-1": -1.0, "b-2": 2.0}
     deviation = (sum(v * v for v in centred.values()) / 5) ** 0.5
     assert {k: v[0] for k, v in got.items()} == pytest.approx({k: v / deviation for k, v in centred.items()}, rel=1e-4)
 
 
 def test_every_turn_of_an_episode_gets_the_episodes_advantage() -> None:
-    got = advantages([make_group("a", (0.0, 1.0), turns=3)], Train(advantage="rloo"))
+    got = compute_advantages([make_group("a", (0.0, 1.0), turns=3)], Train(advantage="rloo"))
     assert got == {"a-0": [-1.0] * 3, "a-1": [1.0] * 3}
 
 
@@ -67,12 +73,12 @@ def test_an_agents_own_reward_is_compared_with_the_same_agent_only() -> None:
         )
         for e, agents, r in zip(group, tags, rewards, strict=True)
     ]
-    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, None], "a-1": [1.0, None]}
+    assert compute_advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, None], "a-1": [1.0, None]}
     assert has_signal(group, Train()), "equal episode rewards, but the solvers differ"
-    scaled = advantages([group], Train(advantage="batch_norm"))["a-1"]
+    scaled = compute_advantages([group], Train(advantage="batch_norm"))["a-1"]
     assert scaled == [pytest.approx(1.0, rel=1e-5), None], "equal rewards of judges do not narrow the deviation"
     supervised = Train(loss=Loss(name="sft"))
-    assert None not in advantages([group], supervised)["a-0"], "what needs no baseline leaves nothing out"
+    assert None not in compute_advantages([group], supervised)["a-0"], "what needs no baseline leaves nothing out"
 
 
 def test_a_turn_without_anything_to_compare_it_with_is_not_trained() -> None:
@@ -80,9 +86,9 @@ def test_a_turn_without_anything_to_compare_it_with_is_not_trained() -> None:
     group = make_group("a", (0.0, 1.0), turns=2)
     turns = tuple(msgspec.structs.replace(t, agent=a) for t, a in zip(group[0].turns, ("solver", "judge"), strict=True))
     group[0] = msgspec.structs.replace(group[0], turns=turns, agent_rewards={"judge": 5.0})
-    assert advantages([group], Train(advantage="centered")) == {"a-0": [-0.5, None], "a-1": [0.5, 0.5]}
+    assert compute_advantages([group], Train(advantage="centered")) == {"a-0": [-0.5, None], "a-1": [0.5, 0.5]}
     ema = Train(advantage="ema")
-    assert advantages([group], ema, {"default": 0.5, "default/agent/judge": 4.0})["a-0"] == [-0.5, 1.0]
+    assert compute_advantages([group], ema, {"default": 0.5, "default/agent/judge": 4.0})["a-0"] == [-0.5, 1.0]
 
 
 def test_a_calls_own_reward_comes_before_the_episodes() -> None:
@@ -92,7 +98,7 @@ def test_a_calls_own_reward_comes_before_the_episodes() -> None:
         return msgspec.structs.replace(e, turns=turns, call_rewards={"c1": call_reward})
 
     group = [with_call(0, 0.0, 10.0), with_call(1, 2.0, 20.0)]
-    assert advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, -5.0], "a-1": [1.0, 5.0]}
+    assert compute_advantages([group], Train(advantage="centered")) == {"a-0": [-1.0, -5.0], "a-1": [1.0, 5.0]}
 
 
 @pytest.mark.parametrize(
@@ -101,21 +107,23 @@ def test_a_calls_own_reward_comes_before_the_episodes() -> None:
 def test_equal_rewards_and_lone_episodes_carry_no_signal(rewards: tuple[float, ...], signal: bool) -> None:
     assert has_signal(make_group("a", rewards), Train()) is signal
     if not signal:
-        got = advantages([make_group("a", rewards, turns=1)], Train(advantage="rloo"))
+        got = compute_advantages([make_group("a", rewards, turns=1)], Train(advantage="rloo"))
         assert list(got.values()) == [[None]] * len(rewards)
 
 
 def test_ema_compares_with_what_the_kind_gave_before_and_then_learns_it() -> None:
     train = Train(advantage="ema", ema_decay=0.9)
     batch = [make_group("a", (1.0,), turns=2), make_group("b", (0.0,), kind="code", turns=1)]
-    assert advantages(batch, train, {"default": 0.25, "code": 0.5}) == {"a-0": [0.75, 0.75], "b-0": [-0.5]}
-    assert updated({"default": 0.25, "code": 0.5}, batch, train) == pytest.approx({"default": 0.325, "code": 0.45})
+    assert compute_advantages(batch, train, {"default": 0.25, "code": 0.5}) == {"a-0": [0.75, 0.75], "b-0": [-0.5]}
+    assert update_baselines({"default": 0.25, "code": 0.5}, batch, train) == pytest.approx(
+        {"default": 0.325, "code": 0.45}
+    )
 
 
 def test_a_baseline_that_is_new_begins_with_the_mean_so_that_no_reward_is_its_own_advantage() -> None:
     train = Train(advantage="ema")
     batch = [make_group("a", (1.0,), turns=1), make_group("b", (3.0,), turns=1)]
-    assert advantages(batch, train) == {"a-0": [-1.0], "b-0": [1.0]}
+    assert compute_advantages(batch, train) == {"a-0": [-1.0], "b-0": [1.0]}
 
 
 def test_only_ema_and_losses_without_advantages_take_groups_of_equal_rewards() -> None:
@@ -138,7 +146,7 @@ def test_discounted_returns_follow_their_recursion_agent_by_agent() -> None:
         r, gamma = episode.call_rewards, 0.5
         a2, b1 = episode.reward, r["c3"]
         wanted[episode.episode_id] = [r["c0"] + gamma * gamma * a2, gamma * b1, gamma * a2, b1, a2]
-    got = advantages([group], Train(advantage="rloo", call_discount=0.5))
+    got = compute_advantages([group], Train(advantage="rloo", call_discount=0.5))
     for (episode_id, returns), other in zip(wanted.items(), reversed(wanted.values()), strict=True):
         means = {a: statistics.fmean(g for g, b in zip(other, agents, strict=True) if a == b) for a in "ab"}
         assert got[episode_id] == pytest.approx([g - means[a] for g, a in zip(returns, agents, strict=True)])
@@ -157,11 +165,11 @@ def test_one_call_reward_in_a_group_has_all_its_episodes_credited_with_returns()
     success, *failures = plain_group((1.0, 0.0, 0.0, 0.0), turns=3)
     group = [msgspec.structs.replace(success, call_rewards={"c0": 0.0}), *failures]
     train = Train(advantage="rloo", call_discount=0.5)
-    got = advantages([group], train)
+    got = compute_advantages([group], train)
     assert got["g-0"] == [0.25, 0.5, 1.0]
     assert got["g-1"] == got["g-2"] == got["g-3"] == pytest.approx([-1.75 / 9] * 3)
-    assert credited_by(group, train) == ["call"] * 12
-    assert credited_by(group, Train()) == ["call", *["episode"] * 11]
+    assert count_credited(group, train) == ["call"] * 12
+    assert count_credited(group, Train()) == ["call", *["episode"] * 11]
 
 
 def test_choices_of_one_request_are_one_step_of_the_returns() -> None:
@@ -170,7 +178,7 @@ def test_choices_of_one_request_are_one_step_of_the_returns() -> None:
     requests = ("first", "second", "second", "third", "fourth")
     turns = tuple(msgspec.structs.replace(t, request_id=r) for t, r in zip(one.turns, requests, strict=True))
     one = msgspec.structs.replace(one, turns=turns, call_rewards={"c1": 1.0, "c2": 2.0})
-    got = advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))
+    got = compute_advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))
     assert got["g-0"] == [(1.0 + 2.0 + 2.0 + 2.0) / 2 / 2, 1.0 + 2.0, 2.0 + 2.0, 4.0, 8.0]
 
 
@@ -182,7 +190,7 @@ def test_returns_follow_the_order_in_which_requests_began() -> None:
         for t, began in zip(one.turns, (20.0, 30.0, 10.0), strict=True)
     )
     one = msgspec.structs.replace(one, turns=turns, call_rewards={"c0": 1.0})
-    assert advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))["g-0"] == [3.0, 4.0, 1.5]
+    assert compute_advantages([[one, other]], Train(advantage="rloo", call_discount=0.5))["g-0"] == [3.0, 4.0, 1.5]
 
 
 def test_a_judges_call_reward_changes_nothing_for_other_agents() -> None:
@@ -195,16 +203,18 @@ def test_a_judges_call_reward_changes_nothing_for_other_agents() -> None:
         for e in group
     ]
     group[0] = msgspec.structs.replace(group[0], call_rewards={"c1": 0.5})
-    assert credited_by(group, Train(call_discount=0.9)) == ["episode", "call"] * 2
+    assert count_credited(group, Train(call_discount=0.9)) == ["episode", "call"] * 2
 
 
 def test_calls_that_one_episode_alone_has_are_not_compared_with_each_other() -> None:
     first, second = plain_group((0.0, 1.0), turns=3)
     first = msgspec.structs.replace(first, call_rewards={"c1": 0.0, "c2": 1.0})
     group = [first, second]
-    assert advantages([group], Train(advantage="rloo")) == {"g-0": [-1.0, None, None], "g-1": [1.0, 1.0, 1.0]}
+    assert compute_advantages([group], Train(advantage="rloo")) == {"g-0": [-1.0, None, None], "g-1": [1.0, 1.0, 1.0]}
     assert not has_signal([first, msgspec.structs.replace(second, reward=0.0)], Train())
-    assert advantages([[first]], Train(advantage="ema")) == {"g-0": [0.0, 0.0, 0.0]}, "nor is a baseline made of them"
+    assert compute_advantages([[first]], Train(advantage="ema")) == {"g-0": [0.0, 0.0, 0.0]}, (
+        "nor is a baseline made of them"
+    )
 
 
 @pytest.mark.parametrize("method", ["centered", "grpo", "batch_norm"])
@@ -219,7 +229,7 @@ def test_values_of_calls_are_scaled_alike_by_every_method(method: str) -> None:
         "grpo": statistics.stdev([1.0, 2.0, 6.0]),
         "batch_norm": statistics.fmean([2.5**2, 2.0**2, 2.25**2]) ** 0.5,
     }[method]
-    for episode_id, values in advantages([[first, second]], Train(advantage=method)).items():
+    for episode_id, values in compute_advantages([[first, second]], Train(advantage=method)).items():
         wanted = [None if value is None else pytest.approx(value / divisor, rel=1e-5) for value in centred[episode_id]]
         assert values == wanted
 
@@ -258,7 +268,7 @@ def expected(rewards: Judge, train: Train, size: int) -> list[float]:
         likely = math.prod(chance(call, said) for ones in all_said for call, said in enumerate(ones))
         judged = (dict(zip(("c0", "c1"), rewards(*said), strict=True)) for said in all_said)
         group = [msgspec.structs.replace(e, call_rewards=r) for e, r in zip(plain, judged, strict=True)]
-        for said, values in zip(all_said, advantages([group], train).values(), strict=True):
+        for said, values in zip(all_said, compute_advantages([group], train).values(), strict=True):
             for call, value in enumerate(values):
                 total[call] += likely * (value or 0.0) * slope(call, said[call]) / size
     return total
@@ -290,12 +300,12 @@ def test_length_costs_reward_beyond_what_is_free() -> None:
     shorter, longer = sorted(sum(len(turn.sampled_ids) // 4 for turn in episode.turns) for episode in group)
     assert longer > shorter
     train = Train(advantage="centered", length_penalty=LengthPenalty(free=shorter, full=2 * longer - shorter, weight=4))
-    got = sorted(values[0] for values in advantages([group], train).values())
+    got = sorted(values[0] for values in compute_advantages([group], train).values())
     assert got == pytest.approx([-1.0, 1.0]), "half-way between free and full costs half the weight"
     assert has_signal(group, train)
 
 
 def test_each_kind_is_compared_by_its_own_method() -> None:
     groups = [make_group("a", (0.0, 1.0), turns=1, kind="math"), make_group("b", (0.0, 1.0), turns=1, kind="code")]
-    got = advantages(groups, Train(advantage="rloo", advantages={"code": "centered"}))
+    got = compute_advantages(groups, Train(advantage="rloo", advantages={"code": "centered"}))
     assert {name: values[0] for name, values in got.items()} == {"a-0": -1.0, "a-1": 1.0, "b-0": -0.5, "b-1": 0.5}

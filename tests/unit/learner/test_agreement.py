@@ -13,11 +13,11 @@ import torch
 from support.episodes import make_group
 from swarmq.config import EngineSettings, Loss, Policy, SwarmJob, Train
 from swarmq.errors import SetUpError
-from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.records import BatchRecord, Index, encode_record
-from swarmq.learner.train.engine_agreement import EXACT, FEWEST, ROUNDED, limit_of
-from swarmq.learner.train.loop import Command, Learner
+from swarmq.learner.store.records import BatchIndex, BatchRecord, encode_record
+from swarmq.learner.train.engine_agreement import EXACT, FEWEST, ROUNDED, agreement_limit
+from swarmq.learner.train.loop import Learner, RankCommand
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, Turn, VersionSpan, pack_floats
 
@@ -35,11 +35,11 @@ def sampled(trainer: Trainer, *, off: float = 0.0, edit: Edit = lambda turn: tur
     """A batch whose log-probabilities are the trainer's own, `off` nats away by turns up and down; `edit` is of every turn."""
     episodes = make_group("a", (0.0, 1.0, 3.0), **MANY)
     found: dict[tuple[int, int], dict[int, float]] = {}
-    for one in work_of(episodes, train, trainer.traits).passes:
+    for one in build_rank_batch(episodes, train, trainer.traits).passes:
         with torch.no_grad():
-            theta = trainer.model(trainer.laid(one)).logprobs.tolist()
+            logprobs = trainer.model(trainer.laid(one)).logprobs.tolist()
         layout = one.layout
-        for e, t, o, value in zip(layout.episodes, layout.turns, layout.offsets, theta, strict=True):
+        for e, t, o, value in zip(layout.episodes, layout.turns, layout.offsets, logprobs, strict=True):
             found.setdefault((int(e), int(t)), {})[int(o)] = value + (off if o % 2 else -off)
 
     def of(e: int, t: int, turn: Turn) -> Turn:
@@ -54,7 +54,7 @@ def sampled(trainer: Trainer, *, off: float = 0.0, edit: Edit = lambda turn: tur
 
 
 def recorded(episodes: list[Rollout], train: Train = TRAIN) -> BatchRecord:
-    return BatchRecord(index=Index(record=1, version=1), episodes=tuple(episodes), settings=train)
+    return BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(episodes), settings=train)
 
 
 def changed(**fields: Any) -> Edit:
@@ -102,7 +102,7 @@ def test_turns_that_differ_for_a_reason_of_their_own_say_nothing_of_the_model(tr
 def test_neither_do_tokens_of_older_weights(trainer: Trainer) -> None:
     trainer.version = 3
     record = sampled(trainer, off=0.6)
-    fields = trainer.step(msgspec.structs.replace(record, index=Index(record=4, version=4)))
+    fields = trainer.step(msgspec.structs.replace(record, index=BatchIndex(record=4, version=4)))
     assert fields["same_weights_tokens"] == 0
 
 
@@ -140,7 +140,7 @@ def test_the_limit_is_what_rounding_can_make(
     engine: dict[str, Any], train: dict[str, Any], cuda: bool, limit: float
 ) -> None:
     policy = Policy(model="m", engine=EngineSettings(**{"urls": ("http://a",)} | engine), train=Train(**train))
-    assert limit_of(policy, cuda=cuda) == limit
+    assert agreement_limit(policy, cuda=cuda) == limit
 
 
 def test_a_learner_with_engines_watches_them(trainer: Trainer, tiny_qwen: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_learner_with_engines_watches_them(trainer: Trainer, tiny_qwen: Path, 
     policy = Policy(model=str(tiny_qwen), engine=EngineSettings(urls=("http://127.0.0.1:9",)), train=TRAIN)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
     learner = Learner(job, "main", pusher=None, stop=StopSignal())
-    command = Command("step", encode_record(sampled(trainer, off=0.06)), replayed=True)
+    command = RankCommand("step", encode_record(sampled(trainer, off=0.06)), replayed=True)
     with pytest.raises(SetUpError, match="Qwen3ForCausalLM differently"):
         learner._step(None, command, wait_s=0.0, began=0.0)
     assert learner.trainer.version == 0

@@ -19,20 +19,20 @@ from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.errors import LearnerError
 from swarmq.learner.store import batch_log
-from swarmq.learner.store.batch_log import BatchLog, Head, scan
-from swarmq.learner.store.records import SCHEMA, BatchRecord, Identity, Index
+from swarmq.learner.store.batch_log import BatchLog, SegmentHeader, scan_log
+from swarmq.learner.store.records import SCHEMA, BatchIndex, BatchRecord, RunIdentity
 
-OURS = Identity(run="r", policy="main", model="m")
+OURS = RunIdentity(run="r", policy="main", model="m")
 
 
 def batch(record: int, version: int | None = None) -> BatchRecord:
     group = make_group(f"g{record}")
-    index = Index(record=record, version=version or record, trained=tuple(e.episode_id for e in group))
+    index = BatchIndex(record=record, version=version or record, trained=tuple(e.episode_id for e in group))
     return BatchRecord(index=index, episodes=tuple(group), settings=Train(learning_rate=0.5))
 
 
 def drops(record: int, version: int) -> BatchRecord:
-    return BatchRecord(index=Index(record=record, version=version, dropped={f"d{record}": "stale"}))
+    return BatchRecord(index=BatchIndex(record=record, version=version, dropped={f"d{record}": "stale"}))
 
 
 def filled(folder: Path, count: int, **options: int) -> list[BatchRecord]:
@@ -50,9 +50,9 @@ def only_segment(folder: Path) -> Path:
 
 
 def test_what_was_appended_is_read_again_with_its_settings(tmp_path: Path) -> None:
-    assert list(batch_log.records(tmp_path / "log")) == []
+    assert list(batch_log.read_records(tmp_path / "log")) == []
     written = filled(tmp_path / "log", 3)
-    assert list(batch_log.records(tmp_path / "log")) == written
+    assert list(batch_log.read_records(tmp_path / "log")) == written
     assert list(BatchLog(tmp_path / "log", OURS).after(1)) == written[1:]
 
 
@@ -104,21 +104,21 @@ def test_a_torn_tail_is_cut_wherever_it_tore(
 ) -> None:
     folder = tmp_path_factory.mktemp("log")
     written = filled(folder, 3)
-    segment, places = only_segment(folder), scan(folder)
+    segment, places = only_segment(folder), scan_log(folder)
     torn = segment.read_bytes()[: places[2].offset + min(cut, places[2].size - 1)]
     segment.write_bytes(torn + garbage)
     log = BatchLog(folder, OURS)
     assert [place.index.record for place in log.places] == [1, 2]
     assert segment.stat().st_size == places[2].offset
     log.append(written[2])
-    assert list(batch_log.records(folder)) == written
+    assert list(batch_log.read_records(folder)) == written
 
 
 def test_a_damaged_tail_that_a_checkpoint_needs_is_named_and_stays(tmp_path: Path) -> None:
     """It was read and trained: what is damaged now was whole once, and may be brought back."""
     folder = tmp_path / "log"
     filled(folder, 3)
-    segment, places = only_segment(folder), scan(folder)
+    segment, places = only_segment(folder), scan_log(folder)
     damaged = bytearray(segment.read_bytes())
     damaged[places[2].offset + places[2].size - 1] ^= 0xFF
     segment.write_bytes(damaged)
@@ -129,21 +129,21 @@ def test_a_damaged_tail_that_a_checkpoint_needs_is_named_and_stays(tmp_path: Pat
     log.close()
     [aside] = folder.glob("*.torn")
     assert segment.read_bytes() + aside.read_bytes() == damaged, "and what is cut is kept"
-    assert [place.index.version for place in scan(folder)] == [1, 2]
+    assert [place.index.version for place in scan_log(folder)] == [1, 2]
 
 
 def test_a_reader_does_not_touch_a_torn_tail(tmp_path: Path) -> None:
     filled(tmp_path, 2)
     segment = only_segment(tmp_path)
     segment.write_bytes(torn := segment.read_bytes()[:-5])
-    assert len(list(batch_log.records(tmp_path))) == 1
+    assert len(list(batch_log.read_records(tmp_path))) == 1
     assert segment.read_bytes() == torn
 
 
 @pytest.mark.parametrize("where", ["header", "index", "body"])
 def test_damage_in_the_middle_is_refused_not_cut(tmp_path: Path, where: str) -> None:
     filled(tmp_path, 3)
-    segment, place = only_segment(tmp_path), scan(tmp_path)[1]
+    segment, place = only_segment(tmp_path), scan_log(tmp_path)[1]
     at = place.offset + {"header": 6, "index": batch_log.RECORD.size + 3, "body": place.size - 9}[where]
     data = bytearray(segment.read_bytes())
     data[at] ^= 0x40
@@ -155,7 +155,7 @@ def test_damage_in_the_middle_is_refused_not_cut(tmp_path: Path, where: str) -> 
 
 def test_damage_in_an_older_segment_is_found_when_it_is_read(tmp_path: Path) -> None:
     filled(tmp_path, 3, segment_bytes=1)
-    first = scan(tmp_path)[0]
+    first = scan_log(tmp_path)[0]
     data = bytearray(first.segment.read_bytes())
     data[-3] ^= 1
     first.segment.write_bytes(data)
@@ -183,7 +183,7 @@ def test_a_log_of_something_else_is_refused_and_left_alone(tmp_path: Path, field
 def test_a_log_of_a_newer_schema_is_refused(tmp_path: Path) -> None:
     import zlib
 
-    head = msgspec.msgpack.encode(Head(schema=SCHEMA + 1, identity=OURS))
+    head = msgspec.msgpack.encode(SegmentHeader(schema=SCHEMA + 1, identity=OURS))
     packed = batch_log.SEGMENT.pack(batch_log.SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head
     (tmp_path / f"{1:012d}.log").write_bytes(packed)
     with pytest.raises(LearnerError, match="newer swarmq"):
@@ -264,4 +264,4 @@ def test_a_full_disk_is_said_and_nothing_half_written_counts(tmp_path: Path) -> 
     )
     assert f"DiskFullError: {tmp_path}: {os.strerror(errno.EFBIG)}" in done.stderr
     assert only_segment(tmp_path).stat().st_size == size
-    assert list(batch_log.records(tmp_path)) == written
+    assert list(batch_log.read_records(tmp_path)) == written

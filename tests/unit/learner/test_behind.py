@@ -11,7 +11,7 @@ import pytest
 from swarmq.errors import EngineError
 from swarmq.learner.store.records import Warn
 from swarmq.learner.store.writer_lock import Fence
-from swarmq.learner.train.engine_updates import Engines
+from swarmq.learner.train.engine_updates import EngineUpdates
 from swarmq.weights.push.pusher import PushReport
 
 ONE, OTHER = "http://one:8000", "http://other:8000"
@@ -25,7 +25,7 @@ class Stage:
         self.told: list[str] = []
         self.replaced: tuple[str, ...] = ()
         self.num_engines, self.version = 2, 0
-        self.engines = Engines(self._pusher(), policy="main", take_turns=False, fence=Fence(folder / "lock"))
+        self.engines = EngineUpdates(self._pusher(), policy="main", take_turns=False, fence=Fence(folder / "lock"))
 
     def _pusher(self) -> Any:
         return self

@@ -10,10 +10,10 @@ import pytest
 from support.episodes import make_group
 from swarmq.config import Train
 from swarmq.learner.feed import batcher
-from swarmq.learner.feed.batcher import Intake, Limits
+from swarmq.learner.feed.batcher import Batcher, BatchLimits
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 
 
 def test_24_000_logged_episodes_take_no_more_memory_than_12_000(
@@ -22,15 +22,15 @@ def test_24_000_logged_episodes_take_no_more_memory_than_12_000(
     monkeypatch.setattr(batch_log, "SEGMENT_RECORDS", 8)
     monkeypatch.setattr(batcher, "MIN_KNOWN", 500)
     monkeypatch.setattr("os.fsync", lambda _: None)
-    log = BatchLog(tmp_path, Identity(run="r", policy="main", model="m"))
-    box = Intake(Limits(groups_per_batch=1, group_size=2, mix={"a": 1.0}, max_staleness=1))
+    log = BatchLog(tmp_path, RunIdentity(run="r", policy="main", model="m"))
+    box = Batcher(BatchLimits(groups_per_batch=1, group_size=2, mix={"a": 1.0}, max_staleness=1))
     body = tuple(make_group("g"))
 
     def train(until: int) -> int:
         while box.record < until:
             number = box.record + 1
             trained = tuple(f"episode-{number}-{n}" for n in range(30))  # more than Python keeps spare tuples of
-            index = Index(record=number, version=number, trained=trained)
+            index = BatchIndex(record=number, version=number, trained=trained)
             log.append(BatchRecord(index=index, episodes=body, settings=Train()))
             box.note(index)
             if number % 10 == 0:

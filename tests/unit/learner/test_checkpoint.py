@@ -37,7 +37,7 @@ from swarmq.learner.memory.host import Room
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.replay import replay
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.records import BatchRecord, Identity, Index, Kept, Warn
+from swarmq.learner.store.records import BatchIndex, BatchRecord, CheckpointSaved, RunIdentity, Warn
 from swarmq.learner.train import loop
 from swarmq.learner.train import trainer as trainer_module
 from swarmq.learner.train.loop import Learner
@@ -45,7 +45,7 @@ from swarmq.learner.train.trainer import Trainer, load_trainer
 
 pytestmark = pytest.mark.slow
 
-OURS = Identity(run="r", policy="main", model="m")
+OURS = RunIdentity(run="r", policy="main", model="m")
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, deterministic=True)
 
@@ -60,7 +60,7 @@ def no_leftover_state() -> Iterator[None]:
 
 def batch(version: int, train: Train = TRAIN) -> BatchRecord:
     group = make_group(f"g{version}")
-    index = Index(record=version, version=version, trained=tuple(e.episode_id for e in group))
+    index = BatchIndex(record=version, version=version, trained=tuple(e.episode_id for e in group))
     return BatchRecord(index=index, episodes=tuple(group), settings=train)
 
 
@@ -309,14 +309,14 @@ def test_training_goes_on_where_the_disk_has_no_room_for_a_checkpoint(
         learner._save_if_due(link)  # type: ignore[arg-type]
         learner._saved(link, wait=True)  # type: ignore[arg-type]
     kept, warning = link.messages
-    assert kept == Kept(oldest=2)
+    assert kept == CheckpointSaved(oldest=2)
     assert isinstance(warning, Warn)
     assert re.search("no checkpoint 4 of main: .*free space there.*; training goes on, and that of 6", warning.text)
     assert [path.name for path in learner.folder.iterdir()] == ["step-00000002"]
     learner.trainer.version = 6
     learner._save_if_due(link)  # type: ignore[arg-type]
     learner._saved(link, wait=True)  # type: ignore[arg-type]
-    assert link.messages[2:] == [Kept(oldest=6)]
+    assert link.messages[2:] == [CheckpointSaved(oldest=6)]
 
 
 def test_a_checkpoint_without_room_is_told_once_and_holds_nothing_afterwards(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -360,7 +360,7 @@ def test_a_checkpoint_that_was_asked_for_is_tried_until_there_is_room(tiny_qwen:
     assert warning.text.endswith("it is tried again until there is room")
     learner._save(link, asked=3)  # type: ignore[arg-type]
     learner._saved(link)  # type: ignore[arg-type]
-    assert link.messages[1:] == [Kept(oldest=0, asked=3)]
+    assert link.messages[1:] == [CheckpointSaved(oldest=0, asked=3)]
 
 
 def test_the_last_checkpoint_is_tried_again_at_the_end_and_without_it_the_learner_ends(
@@ -373,7 +373,7 @@ def test_the_last_checkpoint_is_tried_again_at_the_end_and_without_it_the_learne
         with pytest.raises(LearnerError, match="the last checkpoint, of version 1: .*free space .*start the run again"):
             learner._save_last(link)  # type: ignore[arg-type]
     learner._save_last(link)  # type: ignore[arg-type]
-    assert link.messages[1:] == [Kept(oldest=1)]
+    assert link.messages[1:] == [CheckpointSaved(oldest=1)]
     learner._save_last(link)  # type: ignore[arg-type]
     assert link.messages[2:] == [], "it is whole"
 
@@ -411,7 +411,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     may_seal.set()
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     learner._saved(link, wait=True)  # type: ignore[arg-type]
-    assert link.messages == [Kept(oldest=1)]
+    assert link.messages == [CheckpointSaved(oldest=1)]
     found = discovery.newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
@@ -646,7 +646,7 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
 
 def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny_qwen: Path, tmp_path: Path) -> None:
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": str(tiny_qwen)}}})
-    identity = Identity.of(job, "main")
+    identity = RunIdentity.of(job, "main")
     log = BatchLog(job.run_folder.batch_log("main"), identity)
     trainer = Trainer(str(tiny_qwen), TRAIN)
     for version in (1, 2, 3):

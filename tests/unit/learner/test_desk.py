@@ -18,13 +18,13 @@ from swarmq.broker import topology
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError
 from swarmq.learner.feed import frames, process
-from swarmq.learner.feed.batcher import Limits
-from swarmq.learner.feed.process import Desk
+from swarmq.learner.feed.batcher import BatchLimits
+from swarmq.learner.feed.process import BatchFeeder
 from swarmq.learner.store import batch_log, records
-from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.store.records import BatchRecord, Hello, decode_record
-from swarmq.learner.store.report_offsets import Reports
-from swarmq.learner.store.writer_lock import exclusive
+from swarmq.learner.store.report_offsets import ReportOffsets
+from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.messages import Change, Control, StepReport, Ticket, decode
 from swarmq.testing import MemoryBroker
 
@@ -46,7 +46,11 @@ class Trainer:
     """The other end of the socket."""
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, desk: Desk, running: asyncio.Future[None]
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        desk: BatchFeeder,
+        running: asyncio.Future[None],
     ) -> None:
         self.reader, self.writer, self.desk, self.running = reader, writer, desk, running
 
@@ -60,9 +64,9 @@ class Trainer:
         return frames._to_trainer.decode(await self.reader.readexactly(size))
 
     async def batch(self) -> tuple[BatchRecord, bool]:
-        await self.tell(records.Next())
-        while not isinstance(message := await self.hear(), records.Batch):
-            assert isinstance(message, records.Waiting)
+        await self.tell(records.RequestBatch())
+        while not isinstance(message := await self.hear(), records.BatchReady):
+            assert isinstance(message, records.QueueEmpty)
         return decode_record(message.record), message.replayed
 
 
@@ -74,7 +78,7 @@ async def desk(folder: Path, broker: MemoryBroker, *, version: int = 0, **train:
     the_job = job(folder, **train)
     hello = Hello(job=the_job, policy="main", version=version, vocab_size=128)
     try:
-        the_desk = Desk(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
+        the_desk = BatchFeeder(hello, the_job.run_folder.batch_log("main"), broker, their_writer)
         running = asyncio.ensure_future(the_desk.run(lambda: frames.read(their_reader)))
         try:
             yield Trainer(reader, writer, the_desk, running)
@@ -111,7 +115,7 @@ def consumed(broker: MemoryBroker) -> list[StepReport]:
 
 
 def logged(folder: Path) -> list[BatchRecord]:
-    return list(batch_log.records(job(folder).run_folder.batch_log("main")))
+    return list(batch_log.read_records(job(folder).run_folder.batch_log("main")))
 
 
 async def stopped(trainer: Trainer) -> None:
@@ -129,10 +133,10 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
         assert record.index.trained == ("a-0", "a-1")
         assert unacked(broker) <= 4
         assert not [c for c in consumed(broker) if c.trained], "not trained yet"
-        await trainer.tell(records.Stepped(version=1, fields={"loss": 0.5, "tokens_computed": 10}))
+        await trainer.tell(records.StepDone(version=1, fields={"loss": 0.5, "tokens_computed": 10}))
         record, _ = await trainer.batch()
         assert (record.index.version, record.index.trained) == (2, ("c-0", "c-1"))
-        await trainer.tell(records.Stepped(version=2))
+        await trainer.tell(records.StepDone(version=2))
         await stopped(trainer)
     assert unacked(broker) == 0
     told = {i: c for c in consumed(broker) for i in (*c.trained, *c.dropped)}
@@ -149,7 +153,7 @@ async def test_a_batch_is_logged_then_acknowledged_then_handed_over_then_reporte
 async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_the_batch(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a", (1.0, 1.0)))
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
-        await trainer.tell(records.Next())
+        await trainer.tell(records.RequestBatch())
         message = (await anext(inbox)).message
         assert isinstance(message, StepReport)
         assert (message.version, message.record, set(message.dropped)) == (0, 1, {"a-0", "a-1"})
@@ -159,7 +163,7 @@ async def test_drops_are_reported_at_once_because_their_tickets_are_needed_for_t
 async def test_why_episodes_cannot_be_trained_is_said_in_words_where_people_look(tmp_path: Path) -> None:
     broker = await broker_with(make_group("a", turns=0), make_group("b", turns=0))
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=1) as inbox:
-        await trainer.tell(records.Next())
+        await trainer.tell(records.RequestBatch())
         await anext(inbox)
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
@@ -172,7 +176,7 @@ async def test_signs_that_the_training_goes_wrong_are_said_where_people_look(tmp
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.Stepped(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
+        await trainer.tell(records.StepDone(version=1, fields={"kl_k3": 2.0, "replayed": replayed}))
         await stopped(trainer)
     warnings = [event.fields["text"] for event in broker.emitted if event.name == "warning"]
     assert [text.split(":")[0] for text in warnings] == ([] if replayed else ["step 1"])
@@ -183,7 +187,7 @@ async def test_what_was_logged_and_not_trained_is_replayed_before_anything_new(t
     broker = await broker_with(make_group("a"), make_group("b"), make_group("c"))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         await trainer.batch()  # the trainer dies with version 2 in its hands, its newest checkpoint is of version 0
     async with desk(tmp_path, broker) as trainer:
         again = [await trainer.batch() for _ in range(2)]
@@ -198,7 +202,7 @@ async def test_a_batch_that_the_trainer_had_in_its_hands_is_not_replayed_to_it(t
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
     async with desk(tmp_path, broker, version=0) as trainer:
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         record, replayed = await trainer.batch()
         assert (record.index.trained[0], replayed) == ("b-0", False)
 
@@ -208,7 +212,7 @@ async def test_what_is_dropped_while_the_past_is_replayed_does_not_turn_the_next
     async with desk(tmp_path, broker) as trainer:
         for version in (1, 2):
             await trainer.batch()
-            await trainer.tell(records.Stepped(version=version))
+            await trainer.tell(records.StepDone(version=version))
         await stopped(trainer)
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=3) as inbox:
         await trainer.batch()
@@ -239,7 +243,7 @@ async def test_a_lost_session_costs_nothing(tmp_path: Path) -> None:
         await trainer.batch()
         broker.interrupt()  # `first` waits in memory; it comes again
         await broker.publish(READY, second)
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         record, _ = await trainer.batch()
         assert record.index.trained == ("b-0", "b-1")
         assert unacked(broker) == 0
@@ -252,8 +256,8 @@ async def test_a_desk_whose_place_was_taken_while_it_slept_logs_and_acknowledges
 
     async def work() -> None:
         async with desk(tmp_path, broker) as trainer:
-            with exclusive(job(tmp_path).run_folder.batch_log("main") / "lock"):
-                await trainer.tell(records.Next())
+            with hold_lock(job(tmp_path).run_folder.batch_log("main") / "lock"):
+                await trainer.tell(records.RequestBatch())
                 await trainer.running
 
     with pytest.raises(ExceptionGroup) as ended:
@@ -274,7 +278,7 @@ async def test_an_io_process_that_waits_for_its_broker_ends_with_its_trainer(tmp
         await asyncio.Event().wait()
         yield MemoryBroker()
 
-    running = asyncio.create_task(process._run(theirs, away, Desk))
+    running = asyncio.create_task(process._run(theirs, away, BatchFeeder))
     frames.send(ours, Hello(job=job(tmp_path), policy="main", version=0, vocab_size=128, again=True))
     await waiting.wait()
     ours.close()
@@ -294,16 +298,16 @@ async def test_old_batches_go_only_when_no_kept_checkpoint_needs_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batch_log.BatchLog.__init__, "__kwdefaults__", {"segment_bytes": 1})
-    monkeypatch.setattr(Limits, "num_known", 2)
+    monkeypatch.setattr(BatchLimits, "num_known", 2)
     broker = await broker_with(*(make_group(name) for name in "abc"))
     async with desk(tmp_path, broker, keep_batches=False) as trainer:
         for version in (1, 2, 3):
             await trainer.batch()
-            await trainer.tell(records.Stepped(version=version))
+            await trainer.tell(records.StepDone(version=version))
         async with broker.consume(topology.inbox("r"), prefetch=9) as reports:
             for _ in range(3):  # before they are reported, none may go
                 await anext(reports)
-        await trainer.tell(records.Kept(oldest=2))
+        await trainer.tell(records.CheckpointSaved(oldest=2))
         await stopped(trainer)
     assert [r.index.version for r in logged(tmp_path)] == [3]
 
@@ -314,12 +318,12 @@ async def test_a_trainer_that_waits_for_data_ends_when_it_is_told_that_its_last_
     broker = await broker_with(make_group("a", (0.0, 1.0)))
     async with desk(tmp_path, broker) as trainer:
         await trainer.batch()
-        await trainer.tell(records.Stepped(version=1))
-        await trainer.tell(records.Next())
-        assert isinstance(await trainer.hear(), records.Waiting)
+        await trainer.tell(records.StepDone(version=1))
+        await trainer.tell(records.RequestBatch())
+        assert isinstance(await trainer.hear(), records.QueueEmpty)
         last = Change(number=1, path="policies.main.train.max_steps", before=0, value=1, base=0)
         await broker.publish(topology.control("r", "main"), Control(run="r", number=1, changes=(last,)))
-        assert isinstance(await trainer.hear(), records.Halt)
+        assert isinstance(await trainer.hear(), records.TrainingDone)
 
 
 async def test_a_log_that_does_not_fit_the_checkpoint_is_refused(tmp_path: Path) -> None:
@@ -333,7 +337,7 @@ async def test_waiting_too_long_is_said_with_what_is_missing(tmp_path: Path, mon
     monkeypatch.setattr(process, "STATE_EVERY_S", 0.0)
     broker = await broker_with([make_episode("a", 0)])
     async with desk(tmp_path, broker) as trainer:
-        await trainer.tell(records.Next())
+        await trainer.tell(records.RequestBatch())
         async with broker.events("r") as events:
             async for event in events:
                 if event.name == "warning" and "1 groups begun" in event.fields["text"]:
@@ -349,18 +353,18 @@ async def test_waiting_while_nothing_comes_tells_reports_again_and_asks_for_what
     broker = await broker_with(make_group("a"), [half])
     async with desk(tmp_path, broker) as trainer, broker.consume(topology.inbox("r"), prefetch=9) as inbox:
         await trainer.batch()
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         report = (await anext(inbox)).message
         monkeypatch.setattr(process, "ASK_S", 0.0)
-        await trainer.tell(records.Next())
+        await trainer.tell(records.RequestBatch())
         assert [(await anext(inbox)).message for _ in range(2)] == [
             report,
             StepReport(run="r", policy="main", version=1, trained=()),
         ]
         for episode in (half, other):  # as the collector answers
             await broker.publish(READY, episode)
-        while not isinstance(message := await trainer.hear(), records.Batch):
-            assert isinstance(message, records.Waiting)
+        while not isinstance(message := await trainer.hear(), records.BatchReady):
+            assert isinstance(message, records.QueueEmpty)
         assert decode_record(message.record).index.trained == ("b-0", "b-1")
         assert unacked(broker) == 0
 
@@ -371,7 +375,7 @@ async def test_a_report_waits_for_an_inbox_that_was_deleted(tmp_path: Path, monk
     async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
         await trainer.batch()
         broker.delete(topology.inbox("r"))
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         await anext(event async for event in events if event.name == "warning" and "waits" in event.fields["text"])
         await broker.declare("r", policies=["main"], kinds=["default"])
         await stopped(trainer)
@@ -390,12 +394,12 @@ async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_t
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "RETRY_S", 0.0)
-    append, confirm = batch_log.BatchLog.append, Reports.confirm
+    append, confirm = batch_log.BatchLog.append, ReportOffsets.confirm
     full = True
 
     def refusing(work: Callable[..., None]) -> Callable[..., None]:
         def refused(*given: object) -> None:
-            with mapped(tmp_path):
+            with map_os_errors(tmp_path):
                 if full:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             work(*given)
@@ -403,21 +407,21 @@ async def test_a_full_disk_is_waited_for_visibly_and_the_batch_is_trained_when_t
         return refused
 
     monkeypatch.setattr(batch_log.BatchLog, "append", refusing(append))
-    monkeypatch.setattr(Reports, "confirm", refusing(confirm))
+    monkeypatch.setattr(ReportOffsets, "confirm", refusing(confirm))
     broker = await broker_with(make_group("a"))
     async with desk(tmp_path, broker) as trainer, broker.events("r") as events:
-        await trainer.tell(records.Next())
+        await trainer.tell(records.RequestBatch())
         warning = await anext(event async for event in events if event.name == "warning")
         assert "No space left on device: free space there" in warning.fields["text"]
         assert (unacked(broker), logged(tmp_path)) == (2, [])
         full = False
-        while not isinstance(message := await trainer.hear(), records.Batch):
-            assert isinstance(message, records.Waiting)
+        while not isinstance(message := await trainer.hear(), records.BatchReady):
+            assert isinstance(message, records.QueueEmpty)
         record = decode_record(message.record)
         assert record.index.trained == ("a-0", "a-1")
         assert (unacked(broker), logged(tmp_path)) == (0, [record])
         full = True
-        await trainer.tell(records.Stepped(version=1))
+        await trainer.tell(records.StepDone(version=1))
         await stopped(trainer)
     assert [c.trained for c in consumed(broker)] == [("a-0", "a-1")], "told, although the number told could not be kept"
 
@@ -427,7 +431,7 @@ async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(
 ) -> None:
     """A negative control: with the two swapped, a disk that is full at the wrong moment costs a group."""
 
-    async def acknowledge_first(self: Desk, record: BatchRecord) -> None:
+    async def acknowledge_first(self: BatchFeeder, record: BatchRecord) -> None:
         for episode_id in record.index.trained:
             await self.unacked.pop(episode_id).ack()
         self.log.append(record)
@@ -437,13 +441,13 @@ async def test_acknowledging_before_the_log_loses_episodes_and_is_noticed(
         raise LearnerError("no space left")
 
     left, tried = {}, asyncio.Event()
-    for order in (Desk._commit, acknowledge_first):
-        monkeypatch.setattr(Desk, "_commit", order)
+    for order in (BatchFeeder._commit, acknowledge_first):
+        monkeypatch.setattr(BatchFeeder, "_commit", order)
         monkeypatch.setattr(batch_log.BatchLog, "append", full)
         broker = await broker_with(make_group("a"))
         try:
             async with desk(tmp_path / order.__name__, broker) as trainer:
-                await trainer.tell(records.Next())
+                await trainer.tell(records.RequestBatch())
                 await tried.wait()
         except* LearnerError:
             tried.clear()

@@ -18,19 +18,19 @@ from click.testing import CliRunner
 from support.episodes import make_group
 from swarmq.cli import main
 from swarmq.config import EngineSettings, Policy, SwarmJob, Train
-from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.doctor import checks as doctor_checks
 from swarmq.learner.doctor.checks import _engine_arguments, _weights, checks
 from swarmq.learner.doctor.examine import examine, head_agrees, layouts_agree
 from swarmq.learner.doctor.mismatch import Compared, compare, explain
 from swarmq.learner.health.findings import Finding, verdict
-from swarmq.learner.health.signs import SIGNS, signs
+from swarmq.learner.health.signs import SIGNS, find_signs
 from swarmq.learner.model import layout_model, logprob_head
 from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.learner.model.logprob_head import score
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Event, Rollout, Sampling, VersionSpan, pack_floats
 from swarmq.timeline import resolve
@@ -70,15 +70,15 @@ def test_every_sign_has_a_case() -> None:
 @pytest.mark.parametrize("name", SICK)
 def test_a_sign_is_named_when_its_limit_is_crossed_and_not_before(name: str) -> None:
     sound, sick = [SOUND] * 10, [SOUND | SICK[name]] * 10
-    assert {f.level for f in signs(sound + sound, 4)} == {"ok"}
-    (finding,) = (f for f in signs(sound + sick, 4) if f.check == name)
+    assert {f.level for f in find_signs(sound + sound, 4)} == {"ok"}
+    (finding,) = (f for f in find_signs(sound + sick, 4) if f.check == name)
     assert finding.level in ("warning", "error")
 
 
 def test_a_sign_that_does_not_show_says_what_it_measures_and_one_that_does_what_is_wrong() -> None:
-    (sound,) = (f for f in signs([SOUND | {"entropy": 0.092}], 4) if f.check == "no entropy left")
+    (sound,) = (f for f in find_signs([SOUND | {"entropy": 0.092}], 4) if f.check == "no entropy left")
     assert sound.line == "entropy 0.092 (collapse below 0.01)"
-    (sick,) = (f for f in signs([SOUND | {"entropy": 0.005}], 4) if f.check == "no entropy left")
+    (sick,) = (f for f in find_signs([SOUND | {"entropy": 0.005}], 4) if f.check == "no entropy left")
     assert sick.line.startswith("no entropy left: entropy 0.005 (collapse below 0.01): the policy answers")
 
 
@@ -93,8 +93,8 @@ def test_the_verdict_names_what_is_wrong_and_what_to_look_at() -> None:
 
 
 def test_without_steps_it_is_said_that_there_is_nothing_to_read() -> None:
-    assert [(f.level, f.check) for f in signs([], 4)] == [("note", "signs")]
-    assert "staleness near its bound" not in {f.check for f in signs([SOUND], 0)}, (
+    assert [(f.level, f.check) for f in find_signs([], 4)] == [("note", "signs")]
+    assert "staleness near its bound" not in {f.check for f in find_signs([SOUND], 0)}, (
         "on policy: there is no bound to be near"
     )
 
@@ -107,12 +107,12 @@ def sampled_by(trainer: Trainer, group: list[Rollout], *, temperature: float, en
         for e in group
     ]
     scored: dict[tuple[int, int, int], float] = {}
-    for one in work_of(group, TRAIN, trainer.traits).passes:
+    for one in build_rank_batch(group, TRAIN, trainer.traits).passes:
         reported = torch.ones(len(one.temperatures)) if engine == "raw" else torch.from_numpy(one.temperatures)
         with torch.no_grad():
-            theta = trainer.model(Placed.of(one.layout, torch.device("cpu")), reported).logprobs
+            logprobs = trainer.model(Placed.of(one.layout, torch.device("cpu")), reported).logprobs
         keys = zip(one.layout.episodes.tolist(), one.layout.turns.tolist(), one.layout.offsets.tolist(), strict=True)
-        scored |= dict(zip(keys, theta.tolist(), strict=True))
+        scored |= dict(zip(keys, logprobs.tolist(), strict=True))
     off = {"sound": 0.0, "raw": 0.0, "cut": 0.4}[engine]
 
     def turn(e: int, t: int) -> Any:
@@ -132,11 +132,11 @@ def run_with(engine: str, model: Path, folder: Path, *, temperature: float = 1.0
     """A run of three steps whose second checkpoint the doctor can start from."""
     policy = Policy(model=str(model), train=TRAIN)
     job = SwarmJob(run="r", folder=str(folder), policies={"main": policy})
-    identity = Identity.of(job, "main")
+    identity = RunIdentity.of(job, "main")
     trainer, log = Trainer(str(model), TRAIN), BatchLog(job.run_folder.batch_log("main"), identity)
     for version in (1, 2, 3):
         group = sampled_by(trainer, make_group(f"g{version}", (0.0, 1.0)), temperature=temperature, engine=engine)
-        index = Index(record=version, version=version, trained=tuple(e.episode_id for e in group), at=time.time())
+        index = BatchIndex(record=version, version=version, trained=tuple(e.episode_id for e in group), at=time.time())
         record = BatchRecord(index=index, episodes=tuple(group), settings=TRAIN)
         log.append(record)
         trainer.step(record)
@@ -180,7 +180,7 @@ def test_what_comes_before_any_formula_is_checked(tiny_qwen: Path) -> None:
         logprobs=bytes(len(first.logprobs)),
     )
     group[0] = msgspec.structs.replace(group[0], turns=(broken, group[0].turns[1]))
-    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=TRAIN)
     policy = Policy(model=str(tiny_qwen), engine=EngineSettings(arguments=("--logprobs_mode", "raw_logprobs")))
     found = levels(list(checks(policy, [record], Trainer(str(tiny_qwen), TRAIN).traits, vocab=100)))
     assert found["engine reports what it samples"] == "error"
@@ -208,7 +208,7 @@ def test_of_engines_that_others_started_nothing_is_promised() -> None:
 def test_a_token_that_folding_weighs_otherwise_or_loses_is_found(
     tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     traits = Trainer(str(tiny_qwen), TRAIN).traits
     assert levels(list(_weights([record], traits))) == {
         "each token trained once": "ok",
@@ -216,24 +216,24 @@ def test_a_token_that_folding_weighs_otherwise_or_loses_is_found(
     }
 
     def heavier(*args: Any, **kwargs: Any) -> Any:
-        work = work_of(*args, **kwargs)
+        work = build_rank_batch(*args, **kwargs)
         work.passes[0].advantages[0] += 1
         return work
 
-    monkeypatch.setattr(doctor_checks, "work_of", heavier)
+    monkeypatch.setattr(doctor_checks, "build_rank_batch", heavier)
     assert levels(list(_weights([record], traits)))["weights are set before folding"] == "error"
 
     def fewer(*args: Any, **kwargs: Any) -> Any:
-        work = work_of(*args, **kwargs)
+        work = build_rank_batch(*args, **kwargs)
         return msgspec.structs.replace(work, passes=work.passes[1:])
 
-    monkeypatch.setattr(doctor_checks, "work_of", fewer)
+    monkeypatch.setattr(doctor_checks, "build_rank_batch", fewer)
     assert levels(list(_weights([record], traits))) == {"each token trained once": "error"}
 
 
 def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
-    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     assert head_agrees(trainer, record).level == "ok"
     at_one = lambda hidden, head, targets, _, **how: score(hidden, head, targets, torch.ones(len(targets)), **how)  # noqa: E731
     monkeypatch.setattr(layout_model, "score", at_one)
@@ -247,7 +247,7 @@ def test_a_head_that_slips_where_a_chunk_meets_the_next_is_found(
     """However few tokens there are, and however many would fit one chunk."""
     trainer = Trainer(str(tiny_qwen), TRAIN)
     group = make_group("a", turns=turns, length=5)
-    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=TRAIN)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=TRAIN)
     product, chunks = logprob_head._product, list[int]()
 
     def slips(hidden: torch.Tensor, *args: Any) -> torch.Tensor:
@@ -271,7 +271,7 @@ def test_batches_that_a_gpu_had_no_room_for_are_examined_in_the_passes_that_are_
     episodes = tuple(episode for name in "abc" for episode in make_group(name, turns=3))
     longest = max(len(turn) for episode in episodes for turn in resolve(episode.turns))
     before = msgspec.structs.replace(TRAIN, micro_batch_tokens=100 * longest, layout="tree")
-    record = BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=before)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=before)
     trainer = Trainer(str(tiny_qwen), msgspec.structs.replace(before, micro_batch_tokens=longest, layout="rows"))
     computed, forward = list[int](), LayoutModel.forward
 
@@ -287,7 +287,7 @@ def test_batches_that_a_gpu_had_no_room_for_are_examined_in_the_passes_that_are_
 
 def test_weights_that_are_not_finite_are_found_and_agree_with_nothing(tiny_qwen: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
-    record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     with torch.no_grad():
         trainer.lm.get_input_embeddings().weight.fill_(math.nan)
     assert head_agrees(trainer, record).level == layouts_agree(trainer, record).level == "error"
@@ -344,13 +344,13 @@ def test_the_command_says_what_it_found_and_its_status_whether_something_is_wron
 
 
 def test_turns_that_were_held_to_a_grammar_are_told_apart_and_are_no_alarm() -> None:
-    """Their mu is normalised over what the grammar allowed: that is no fault of the engine."""
+    """Their behavior_logprobs is normalised over what the grammar allowed: that is no fault of the engine."""
     n = 200
     gap = np.where(np.arange(n) < 100, -3.0, 0.0)
     mixed = Compared(
-        theta=np.full(n, -1.0) + gap,
+        logprobs=np.full(n, -1.0) + gap,
         at_one=np.full(n, -1.0) + gap,
-        mu=np.full(n, -1.0),
+        behavior_logprobs=np.full(n, -1.0),
         lag=np.zeros(n, np.int64),
         pushed=np.zeros(n, np.bool_),
         repaired=np.zeros(n, np.bool_),

@@ -33,17 +33,17 @@ from swarmq.collector.service import build_rollout
 from swarmq.collector.store import Store
 from swarmq.config import Train
 from swarmq.learner.checkpoint import discovery, save_load
-from swarmq.learner.feed.batcher import WINDOWS_KNOWN, Intake, Limits
+from swarmq.learner.feed.batcher import WINDOWS_KNOWN, Batcher, BatchLimits
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.records import BatchRecord, Identity
-from swarmq.learner.store.report_offsets import Reports
+from swarmq.learner.store.records import BatchRecord, RunIdentity
+from swarmq.learner.store.report_offsets import ReportOffsets
 from swarmq.messages import Message, Rollout, StepReport, VersionSpan, decode, encode
 from unit.collector import conftest as say
 
 pytestmark = pytest.mark.slow
 
 GROUP_SIZE = 2
-OURS = Identity(run=say.RUN, policy="main", model="m")
+OURS = RunIdentity(run=say.RUN, policy="main", model="m")
 RULES = Rules(
     run=say.RUN,
     trained=("main",),
@@ -233,9 +233,9 @@ class Pipeline(RuleBasedStateMachine):
             self.trainer.version = found.version
             self.trainer.weights = (found.path / "model.safetensors").read_bytes()
         self.log = BatchLog(self.folder / "log", OURS, segment_bytes=2000)
-        self.reports = Reports(self.folder / "log" / "reported", self.log)
-        limits = Limits(groups_per_batch=1, mix=RULES.mix, max_staleness=RULES.max_staleness)
-        self.intake = Intake(limits, self.log.indices)
+        self.reports = ReportOffsets(self.folder / "log" / "reported", self.log)
+        limits = BatchLimits(groups_per_batch=1, mix=RULES.mix, max_staleness=RULES.max_staleness)
+        self.intake = Batcher(limits, self.log.indices)
         for record in self.log.after(self.trainer.version):
             self.trainer.step(record)
 

@@ -15,9 +15,9 @@ from swarmq.errors import LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, COMMAND_TIMEOUT
 from swarmq.learner.distributed.processes import _how
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train import trainer
-from swarmq.learner.train.gpu_errors import gpu_errors
+from swarmq.learner.train.gpu_errors import map_gpu_errors
 from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import resolve
 
@@ -28,7 +28,9 @@ APART = DistNetworkError("Connection reset by peer")
 
 
 def batch(version: int) -> BatchRecord:
-    return BatchRecord(index=Index(record=version, version=version), episodes=tuple(make_group("a")), settings=TRAIN)
+    return BatchRecord(
+        index=BatchIndex(record=version, version=version), episodes=tuple(make_group("a")), settings=TRAIN
+    )
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,7 @@ def batch(version: int) -> BatchRecord:
 def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
     error: Exception, said: str, tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity, learner = Identity(run="r", policy="main", model=str(tiny_qwen)), Trainer(str(tiny_qwen), TRAIN)
+    identity, learner = RunIdentity(run="r", policy="main", model=str(tiny_qwen)), Trainer(str(tiny_qwen), TRAIN)
     learner.step(batch(1))
     save_load.save(tmp_path, learner, identity, model=str(tiny_qwen), keep=1)
 
@@ -67,7 +69,7 @@ def test_a_batch_that_a_gpu_had_no_room_for_is_made_again_in_smaller_passes(tiny
     episodes = tuple(episode for name in "abc" for episode in make_group(name, turns=3))
     longest = max(len(turn) for episode in episodes for turn in resolve(episode.turns))
     settings = msgspec.structs.replace(TRAIN, micro_batch_tokens=100 * longest, layout="tree", learning_rate=1e-3)
-    record = BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=settings)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=settings)
     passes, weights = [], []
     for most in (100 * longest, longest, longest // 2):
         now = msgspec.structs.replace(settings, micro_batch_tokens=most, layout="rows", learning_rate=0.5)
@@ -107,14 +109,14 @@ MEMORY, BROKEN, ALONE = "the GPU has too little memory: ", "the GPU failed: ", "
     ],
 )
 def test_what_lies_under_torch_is_known_by_its_words(text: str, said: str) -> None:
-    with pytest.raises(LearnerError) as caught, gpu_errors("step 2"):
+    with pytest.raises(LearnerError) as caught, map_gpu_errors("step 2"):
         raise RuntimeError(text)
     assert str(caught.value).startswith(f"step 2: {said}")
     assert "nothing is lost" in str(caught.value)
 
 
 def test_an_accelerator_error_for_want_of_memory_is_one_of_memory() -> None:
-    with pytest.raises(LearnerError, match="too little memory"), gpu_errors("step 2"):
+    with pytest.raises(LearnerError, match="too little memory"), map_gpu_errors("step 2"):
         raise torch.AcceleratorError("CUDA error: out of memory")
 
 
@@ -128,7 +130,7 @@ def test_an_accelerator_error_for_want_of_memory_is_one_of_memory() -> None:
     ],
 )
 def test_mistakes_that_only_mention_gpus_stay_what_they_are(text: str) -> None:
-    with pytest.raises(RuntimeError) as caught, gpu_errors("step 2"):
+    with pytest.raises(RuntimeError) as caught, map_gpu_errors("step 2"):
         raise RuntimeError(text)
     assert type(caught.value) is RuntimeError
 

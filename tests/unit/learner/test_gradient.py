@@ -18,14 +18,14 @@ from support.episodes import make_group
 from support.same_gradient import assert_same_gradient
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.algorithms.advantages import advantages
+from swarmq.learner.algorithms.advantages import compute_advantages
 from swarmq.learner.algorithms.losses import LOSSES
-from swarmq.learner.batching.micro_batches import Pass, Weigher, Work, idle, work_of
-from swarmq.learner.health.signs import Lookout
+from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch, Weigher, build_rank_batch, idle_micro_batch
+from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.model import logprob_head
 from swarmq.learner.model.layout_model import evaluating
 from swarmq.learner.model.loading import load_lm
-from swarmq.learner.train.metrics import Sums
+from swarmq.learner.train.metrics import MetricSums
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, pack_floats
 from swarmq.timeline import Plan, lay_rows, resolve, unfold
@@ -67,24 +67,24 @@ def trainer(tiny_qwen: Path) -> Trainer:
     return Trainer(str(tiny_qwen), PLAIN)
 
 
-def work(trainer: Trainer, train: Train, **where: int) -> Work:
-    return work_of(batch(), train, trainer.traits, **where)
+def work(trainer: Trainer, train: Train, **where: int) -> RankBatch:
+    return build_rank_batch(batch(), train, trainer.traits, **where)
 
 
-def gradient(trainer: Trainer, train: Train, passes: Work | None = None) -> Gradient:
+def gradient(trainer: Trainer, train: Train, passes: RankBatch | None = None) -> Gradient:
     trainer.optimizer.zero_grad()
     trainer.accumulate(passes or work(trainer, train), train)
     return gradients(trainer)
 
 
-def unfolded(trainer: Trainer, train: Train) -> Work:
+def unfolded(trainer: Trainer, train: Train) -> RankBatch:
     """The oracle: every turn a row, every episode a pass."""
     layouts = [lay_rows([(e, row) for row in unfold(resolve(turns.turns))]) for e, turns in enumerate(batch())]
     tokens = sum(layout.num_tokens for layout in layouts)
     plan = Plan(layouts=layouts, way="rows", reason="", tokens=tokens, tokens_unfolded=tokens)
     weigh = Weigher(batch(), train)
     passes = [weigh(layout) for layout in layouts]
-    return Work(passes=passes, plan=plan, num_episodes=len(batch()), totals=weigh.totals)
+    return RankBatch(passes=passes, plan=plan, num_episodes=len(batch()), totals=weigh.totals)
 
 
 def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
@@ -92,12 +92,12 @@ def gradient_of_ranks(trainer: Trainer, train: Train, world: int) -> Gradient:
     return gradient_of_parts(trainer, train, [work(trainer, train, rank=rank, world=world) for rank in range(world)])
 
 
-def gradient_of_parts(trainer: Trainer, train: Train, parts: list[Work]) -> Gradient:
+def gradient_of_parts(trainer: Trainer, train: Train, parts: list[RankBatch]) -> Gradient:
     trainer.optimizer.zero_grad()
     for part in parts:
         total = part.totals.of(train.normalisation)
-        for one in [*part.passes, idle()]:
-            sums, trained = Sums(torch.device("cpu")), torch.zeros(len(batch()))
+        for one in [*part.passes, idle_micro_batch()]:
+            sums, trained = MetricSums(torch.device("cpu")), torch.zeros(len(batch()))
             trainer._backward(0, one, train, total, sums, trained)
     return gradients(trainer)
 
@@ -109,7 +109,7 @@ def gradients(trainer: Trainer) -> Gradient:
 def slow_gradient(trainer: Trainer, normalisation: str) -> Gradient:
     """`reinforce`, one turn at a time, float64, no folding, no padding, straight from the formulas."""
     lm = load_lm(trainer.lm.config._name_or_path, gradient_checkpointing=False).double()
-    by_id = advantages(groups(), PLAIN)
+    by_id = compute_advantages(groups(), PLAIN)
     episodes = batch()
     tokens = sum(len(t.sampled_ids) // 4 for e in episodes for t in e.turns)
     objective = torch.zeros((), dtype=torch.float64)
@@ -120,9 +120,9 @@ def slow_gradient(trainer: Trainer, normalisation: str) -> Gradient:
             logits = lm(input_ids=torch.tensor(resolved.token_ids.tolist())[None]).logits[0] / turn.sampling.temperature
             for i, target in enumerate(resolved.sampled_ids.tolist()):
                 at = resolved.prompt_length + i - 1
-                theta = logits[at, target] - logits[at].exp().sum().log()
-                ratio = min(math.exp(float(theta.detach()) - float(resolved.logprobs[i])), 20.0)
-                objective = objective - weight[normalisation] * ratio * a * theta
+                logprobs = logits[at, target] - logits[at].exp().sum().log()
+                ratio = min(math.exp(float(logprobs.detach()) - float(resolved.logprobs[i])), 20.0)
+                objective = objective - weight[normalisation] * ratio * a * logprobs
     objective.backward()
     return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
 
@@ -213,7 +213,7 @@ def test_what_a_filter_takes_leaves_the_denominator_too(trainer: Trainer) -> Non
         ),
     )  # -12.5: the learner finds these tokens far likelier than the engine said
     train = msgspec.structs.replace(PLAIN, row_k3_max=50.0)
-    with_worst = work_of([worst, *episodes[1:]], train, trainer.traits)
+    with_worst = build_rank_batch([worst, *episodes[1:]], train, trainer.traits)
     trainer.optimizer.zero_grad()
     fields, left = trainer.accumulate(with_worst, train)
     ours = gradients(trainer)
@@ -237,7 +237,7 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
         )
         episodes = [msgspec.structs.replace(first, turns=turns), *rest]
         trainer.optimizer.zero_grad()
-        fields, _ = trainer.accumulate(work_of(episodes, train, trainer.traits), train)
+        fields, _ = trainer.accumulate(build_rank_batch(episodes, train, trainer.traits), train)
         losses.append(fields["loss"])
     assert losses[0] == losses[1]
     assert math.isfinite(losses[0])
@@ -247,9 +247,9 @@ def test_a_filtered_token_whose_loss_is_infinite_leaves_the_figure_as_it_is(trai
 def test_a_filter_does_not_hide_the_mismatch_that_it_is_there_for(trainer: Trainer, filters: dict[str, Any]) -> None:
     """The figures are those of all tokens; loss and N those of what the filter leaves."""
     sampled = work(trainer, PLAIN)
-    (theta,) = trainer._logprobs(sampled)
-    gaps = torch.zeros(len(theta)).index_fill(0, torch.arange(len(theta) // 4), 3.0)
-    layout = msgspec.structs.replace(sampled.passes[0].layout, logprobs=(theta - gaps).numpy())
+    (logprobs,) = trainer._logprobs(sampled)
+    gaps = torch.zeros(len(logprobs)).index_fill(0, torch.arange(len(logprobs) // 4), 3.0)
+    layout = msgspec.structs.replace(sampled.passes[0].layout, logprobs=(logprobs - gaps).numpy())
     apart = msgspec.structs.replace(sampled, passes=[msgspec.structs.replace(sampled.passes[0], layout=layout)])
     plain, filtered = (trainer.accumulate(apart, msgspec.structs.replace(PLAIN, **each))[0] for each in ({}, filters))
     trainer.optimizer.zero_grad()
@@ -258,7 +258,7 @@ def test_a_filter_does_not_hide_the_mismatch_that_it_is_there_for(trainer: Train
     mismatch = ("tokens_compared", "kl_k3", "gap_p99", "effective_samples")
     assert {name: filtered[name] for name in mismatch} == pytest.approx({name: plain[name] for name in mismatch})
     assert filtered["kl_k3"] == pytest.approx(float((gaps.exp() - gaps - 1).mean()), rel=1e-3)
-    shown = {finding.check for finding in Lookout().step(filtered, 4)}
+    shown = {finding.check for finding in SignWatch().step(filtered, 4)}
     assert "broken mismatch" in shown
 
 
@@ -270,8 +270,8 @@ def test_the_mean_over_an_episode_is_over_what_filters_leave_of_it(trainer: Trai
     made = gradient(trainer, spread)
     whole = work(trainer, train)
     rest = []
-    for one, theta in zip(whole.passes, trainer._logprobs(whole), strict=True):
-        ratio = (theta - torch.from_numpy(one.layout.logprobs)).exp().numpy()
+    for one, logprobs in zip(whole.passes, trainer._logprobs(whole), strict=True):
+        ratio = (logprobs - torch.from_numpy(one.layout.logprobs)).exp().numpy()
         left = only(one, (ratio >= 0.9) & (ratio <= 1.1))
         counts = np.bincount(left.layout.episodes, minlength=len(batch()))
         rest.append(msgspec.structs.replace(left, weights=(1 / counts[left.layout.episodes]).astype(np.float32)))
@@ -292,7 +292,7 @@ def test_turns_without_anything_to_learn_leave_gradient_and_denominator(trainer:
         for e in groups()[0]
     ]
     train = msgspec.structs.replace(PLAIN, normalisation=normalisation)
-    ours = work_of(group, train, trainer.traits)
+    ours = build_rank_batch(group, train, trainer.traits)
     trainer.optimizer.zero_grad()
     fields, left = trainer.accumulate(ours, train)
     made = gradients(trainer)
@@ -330,7 +330,7 @@ def test_ranks_compute_as_many_rows_as_each_other_where_rows_are_computed_one_by
     """Each gathers the layers that ranks share out; what is added trains nothing."""
     train = msgspec.structs.replace(PLAIN, layout="rows", micro_batch_tokens=LONGEST)
     one_by_one = msgspec.structs.replace(trainer.traits, rows_only="for a test")
-    parts = [work_of(batch(), train, one_by_one, rank=rank, world=5) for rank in range(5)]
+    parts = [build_rank_batch(batch(), train, one_by_one, rank=rank, world=5) for rank in range(5)]
     rows = [[len(one.layout.node_starts) for one in part.passes] for part in parts]
     assert rows == [rows[0]] * 5
     assert max(rows[0]) > 1
@@ -377,13 +377,13 @@ def test_a_router_chooses_in_training_what_it_chooses_in_an_engine(
     assert routed.model.training
 
 
-def keys(one: Pass) -> list[tuple[int, int, int]]:
+def keys(one: MicroBatch) -> list[tuple[int, int, int]]:
     """Episode, turn and offset of every token that a pass trains."""
     layout = one.layout
     return list(zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True))
 
 
-def only(one: Pass, kept: np.ndarray) -> Pass:
+def only(one: MicroBatch, kept: np.ndarray) -> MicroBatch:
     """The pass as if the other tokens had not been sampled by the policy."""
     per_token = ("predictors", "targets", "logprobs", "versions", "episodes", "turns", "offsets")
     return msgspec.structs.replace(

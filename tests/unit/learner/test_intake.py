@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from support.episodes import make_episode, make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Intake, Limits
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.feed.batcher import MIN_KNOWN, WINDOWS_KNOWN, Batcher, BatchLimits
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import Rollout, Sampling
 from swarmq.task_mix import deal
 
@@ -26,11 +26,11 @@ def intake(
     *,
     mix: dict[str, float] | None = None,
     staleness: int = 4,
-    logged: tuple[Index, ...] = (),
+    logged: tuple[BatchIndex, ...] = (),
     train: Train = TRAIN,
     longest: int | None = None,
-) -> Intake:
-    limits = Limits(
+) -> Batcher:
+    limits = BatchLimits(
         groups_per_batch=groups,
         mix=mix or {"default": 1.0},
         max_staleness=staleness,
@@ -38,14 +38,14 @@ def intake(
         max_length=longest,
         train=train,
     )
-    return Intake(limits, logged)
+    return Batcher(limits, logged)
 
 
-def take(intake: Intake, version: int = 0) -> BatchRecord | None:
+def take(intake: Batcher, version: int = 0) -> BatchRecord | None:
     return intake.take(version=version, at=0.0, settings=intake.limits.train)
 
 
-def feed(intake: Intake, *groups: list[Rollout]) -> None:
+def feed(intake: Batcher, *groups: list[Rollout]) -> None:
     for group in groups:
         for episode in group:
             assert intake.accept(episode)
@@ -324,7 +324,7 @@ def test_whatever_crashes_and_comes_again_every_episode_is_in_exactly_one_record
         for i in range(rng.randint(1, 8))
     ]
     waiting = [episode for group in groups for episode in group]
-    log: list[Index] = []
+    log: list[BatchIndex] = []
     version, box = 0, intake(2, staleness=2)
     for _ in range(200):
         if not waiting:
@@ -393,12 +393,12 @@ def test_ids_of_logged_episodes_are_kept_as_long_as_they_may_come_again_and_no_l
     box, per_record = intake(), 100
     for number in range(1, MIN_KNOWN // per_record + 2):
         trained = tuple(f"{number}.{n}" for n in range(per_record))
-        box.note(Index(record=number, version=number, trained=trained))
+        box.note(BatchIndex(record=number, version=number, trained=trained))
     assert len(box.known) == MIN_KNOWN
     assert "2.0" in box.known
     assert "1.99" not in box.known
 
 
 def test_a_large_window_is_kept_several_times() -> None:
-    limits = Limits(groups_per_batch=256, group_size=64, mix={"a": 1.0}, max_staleness=3)
+    limits = BatchLimits(groups_per_batch=256, group_size=64, mix={"a": 1.0}, max_staleness=3)
     assert limits.num_known == WINDOWS_KNOWN * 4 * 256 * 64

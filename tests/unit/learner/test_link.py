@@ -13,8 +13,8 @@ import pytest
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.feed import ipc as link_module
-from swarmq.learner.feed.ipc import MAX_DEATHS, Link, StopSignal
-from swarmq.learner.store.records import Batch, Hello, Kept, Stepped
+from swarmq.learner.feed.ipc import MAX_DEATHS, FeederLink, StopSignal
+from swarmq.learner.store.records import BatchReady, CheckpointSaved, Hello, StepDone
 
 SCRIPT = """
 import socket, sys
@@ -41,11 +41,11 @@ class Idle:
         self.then()
 
 
-def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | None = None) -> Link:
+def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | None = None) -> FeederLink:
     job = SwarmJob.build({"run": "r", "policies": {"main": {"model": "m"}}})
     pending = iter(versions or [0] * 99)
     hello = lambda: Hello(job=job, policy="main", version=next(pending), vocab_size=9)  # noqa: E731
-    return Link(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script])
+    return FeederLink(hello, stop or StopSignal(), command=[sys.executable, "-c", SCRIPT + script])
 
 
 def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
@@ -54,7 +54,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
         "hear(); say(records.Waiting()); say(records.Batch(record=b'x' * 3_000_000, replayed=False)); hear()"
     ) as one:
         batch = one.next(idle=idle, idle_s=lambda: 60)
-    assert batch == Batch(record=b"x" * 3_000_000, replayed=False)
+    assert batch == BatchReady(record=b"x" * 3_000_000, replayed=False)
     assert idle.calls == [False]
 
 
@@ -70,7 +70,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
     script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.Batch(record=b'%d' % step.version, replayed=True)); hear()"
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
-        one.tell(Stepped(version=7))
+        one.tell(StepDone(version=7))
         batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
     assert batch.record == b"7"
@@ -88,7 +88,7 @@ def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatc
 
         monkeypatch.setattr(one, "_start", started)
         one._process.wait()
-        one.tell(Stepped(version=7))
+        one.tell(StepDone(version=7))
         batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
     assert batch.record == b"7"
@@ -106,10 +106,10 @@ hear(); say(records.Batch(record=b'asked again', replayed=True)); hear()
 
         def tell() -> None:
             one._process.wait()
-            one.tell(Kept(oldest=1))
+            one.tell(CheckpointSaved(oldest=1))
 
         batch = one.next(idle=Idle(tell), idle_s=lambda: 60)
-    assert batch == Batch(record=b"asked again", replayed=True)
+    assert batch == BatchReady(record=b"asked again", replayed=True)
 
 
 def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

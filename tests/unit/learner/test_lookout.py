@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from swarmq.learner.health.signs import WINDOW, Lookout, signs
+from swarmq.learner.health.signs import WINDOW, SignWatch, find_signs
 
 SOUND = {"entropy": 1.0, "kl_k3": 0.001, "truncated": 0.0, "grad_norm": 1.0, "episodes": 8, "dropped": {}}
 CUT = SOUND | {"truncated": 0.9}
@@ -20,7 +20,7 @@ BROKEN = SOUND | {"kl_k3": 9.0}
 
 def told(steps: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
     """(step, sign), counted from 1."""
-    lookout = Lookout()
+    lookout = SignWatch()
     return [(number, f.check) for number, fields in enumerate(steps, 1) for f in lookout.step(fields, 4)]
 
 
@@ -40,7 +40,7 @@ def test_a_sign_that_comes_back_is_told_again() -> None:
 
 
 def test_a_sign_that_flickers_is_told_once() -> None:
-    lookout = Lookout()
+    lookout = SignWatch()
     flicker = ([CUT] * 4 + [SOUND] * 7) * 20
     assert len([finding for fields in [SOUND] * WINDOW + flicker for finding in lookout.step(fields, 4)]) == 1
 
@@ -60,13 +60,15 @@ def test_a_figure_that_is_not_finite_hides_no_sign_and_makes_none(broken: float 
 
 
 def test_what_is_kept_of_a_long_training_shows_what_all_of_it_would() -> None:
-    dice, lookout, steps, open_signs = random.Random(0), Lookout(), [], set[str]()
+    dice, lookout, steps, open_signs = random.Random(0), SignWatch(), [], set[str]()
     level = 1.0
     for _ in range(400):
         level *= dice.choice((0.8, 1.0, 1.0, 1.25))
         steps.append({"entropy": level, "grad_norm": 1 / level, "kl_k3": 0.02 / level, "truncated": 0.2 * level})
         fresh = {finding.check for finding in lookout.step(steps[-1], 4)}
-        shown = {f.check for f in signs(steps, 4) if f.level == "error" or (f.level != "ok" and len(steps) >= WINDOW)}
+        shown = {
+            f.check for f in find_signs(steps, 4) if f.level == "error" or (f.level != "ok" and len(steps) >= WINDOW)
+        }
         assert fresh <= shown
         assert shown <= open_signs | fresh
         open_signs |= fresh
@@ -74,7 +76,7 @@ def test_what_is_kept_of_a_long_training_shows_what_all_of_it_would() -> None:
 
 
 def test_what_a_sign_says_names_figure_limit_and_remedy() -> None:
-    lookout = Lookout()
+    lookout = SignWatch()
     (finding,) = (f for f in lookout.step(BROKEN, 4) if f.check == "broken mismatch")
     assert finding.text == (
         "kl_k3 of engine and learner 9 (broken above 0.5): the engine does not sample from what is trained: pause, and let swarmq doctor tell the causes apart"

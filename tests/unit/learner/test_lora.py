@@ -17,12 +17,12 @@ from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
 from swarmq.learner.checkpoint import save_load
 from swarmq.learner.checkpoint.discovery import newest
 from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.learner.model.lora import MARK
-from swarmq.learner.store.records import BatchRecord, Identity, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.teachers.reference_models import Frozen
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.packing import Adapter, Packed, made
@@ -40,14 +40,14 @@ HELD = msgspec.structs.replace(TRAIN, loss=Loss(name="reinforce", kl=0.5))
 
 
 def record(version: int, train: Train = TRAIN) -> BatchRecord:
-    return BatchRecord(index=Index(record=version, version=version), episodes=EPISODES, settings=train)
+    return BatchRecord(index=BatchIndex(record=version, version=version), episodes=EPISODES, settings=train)
 
 
 def has_adapters(lm: torch.nn.Module) -> bool:
     return any(MARK in name for name in lm.state_dict())
 
 
-def logprobs(model: torch.nn.Module, one: Pass) -> torch.Tensor:
+def logprobs(model: torch.nn.Module, one: MicroBatch) -> torch.Tensor:
     return model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs.detach()
 
 
@@ -67,7 +67,7 @@ def test_adapters_learn_and_the_merged_weights_are_the_same_policy(model: Path) 
     weights = dict(trainer.named_tensors())
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
-    (one,) = work_of(EPISODES, TRAIN, trainer.traits).passes
+    (one,) = build_rank_batch(EPISODES, TRAIN, trainer.traits).passes
     torch.testing.assert_close(logprobs(LayoutModel(plain), one), logprobs(trainer.model, one), rtol=0, atol=1e-5)
 
 
@@ -89,7 +89,7 @@ def test_in_bf16_what_is_not_trained_is_kept_so_and_what_adapters_learn_is_not_r
         apart = float(((ours[name] - start) - (wanted[name] - value)).norm())
         assert apart < 0.3 * way, (name, apart / way)
         assert not torch.equal(ours[name].bfloat16().float(), ours[name]), f"{name} was rounded"
-    (one,) = work_of(EPISODES, TRAIN, exact.traits).passes
+    (one,) = build_rank_batch(EPISODES, TRAIN, exact.traits).passes
     torch.testing.assert_close(logprobs(half.model, one), logprobs(exact.model, one), rtol=0, atol=0.05)
     for name, weight in half.weights_to_write():  # memory is got for what they say that they are
         whole = made(weight)
@@ -122,7 +122,7 @@ def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch:
 
 
 def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
-    trainer, identity = Trainer(str(model), TRAIN), Identity(run="r", policy="main", model=str(model))
+    trainer, identity = Trainer(str(model), TRAIN), RunIdentity(run="r", policy="main", model=str(model))
     trainer.step(record(1))
     save_load.save(tmp_path, trainer, identity, model=str(model), keep=1)
     trainer.step(record(2))
@@ -193,10 +193,13 @@ def test_a_run_that_begins_from_a_checkpoint_has_its_weights_and_fresh_adapters(
 def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
     model: Path, layout: str, tmp_path: Path
 ) -> None:
-    train, identity = msgspec.structs.replace(HELD, layout=layout), Identity(run="r", policy="main", model=str(model))
+    train, identity = (
+        msgspec.structs.replace(HELD, layout=layout),
+        RunIdentity(run="r", policy="main", model=str(model)),
+    )
     trainer = Trainer(str(model), train)
     initial = Frozen(str(model), trainer.accelerator, role="reference", vocab=0)
-    works = work_of(EPISODES, train, trainer.traits).passes
+    works = build_rank_batch(EPISODES, train, trainer.traits).passes
 
     def judged(by: Any) -> list[torch.Tensor]:
         return [by.logprobs(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
@@ -241,7 +244,7 @@ def test_steps_are_those_with_the_initial_model_loaded_again_which_a_name_alone_
 def test_adapters_are_on_and_trained_again_when_the_reference_fails(model: Path) -> None:
     trainer = Trainer(str(model), HELD)
     trainer.step(record(1, HELD))
-    (one,) = work_of(EPISODES, HELD, trainer.traits).passes
+    (one,) = build_rank_batch(EPISODES, HELD, trainer.traits).passes
     before, trained = logprobs(trainer.model, one), [p.requires_grad for p in trainer.lm.parameters()]
     with pytest.raises(IndexError):
         trainer.frozen.of(HELD)["reference"].logprobs(
@@ -264,5 +267,5 @@ def saved(model: Path, train: Train, folder: Path) -> Path:
     """The checkpoint of a run that made a step."""
     trainer = Trainer(str(model), train)
     trainer.step(record(1))
-    save_load.save(folder, trainer, Identity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
+    save_load.save(folder, trainer, RunIdentity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
     return folder / "step-00000001"

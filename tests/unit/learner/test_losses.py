@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.filters import keep
-from swarmq.learner.algorithms.loss_effects import Effect
-from swarmq.learner.algorithms.losses import LOSSES, PULL_REACH, Tokens, policy_loss
+from swarmq.learner.algorithms.filters import apply_filters
+from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.algorithms.losses import LOSSES, PULL_REACH, LossInputs, policy_loss
 
 EVERY = torch.ones(1, dtype=torch.bool)
 CALLS = [0, 0, 0, 1, 1, 2]
@@ -22,45 +22,45 @@ def clip(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
 
-def tis_mask(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
-    moved = math.exp(theta) - math.exp(mu)
+def tis_mask(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
+    moved = math.exp(logprobs) - math.exp(behavior_logprobs)
     masked = (a > 0 and moved > 0.2) or (a < 0 and moved < -0.2)
-    weight = 0.0 if masked else min(math.exp(theta - mu), 20.0)
-    d, reach = theta - mu, 3.0
+    weight = 0.0 if masked else min(math.exp(logprobs - behavior_logprobs), 20.0)
+    d, reach = logprobs - behavior_logprobs, 3.0
     pull, slope = (d**2, 2 * d) if abs(d) <= reach else (2 * reach * abs(d) - reach**2, math.copysign(2 * reach, d))
-    return -weight * a * theta + 1e-3 * pull, -weight * a + 1e-3 * slope
+    return -weight * a * logprobs + 1e-3 * pull, -weight * a + 1e-3 * slope
 
 
-def ppo_clip(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
-    rho = math.exp(theta - mu)
+def ppo_clip(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
+    rho = math.exp(logprobs - behavior_logprobs)
     inner, bound = min(rho * a, clip(rho, 0.8, 1.28) * a), 3.0 * a
     value = max(inner, bound) if a < 0 else inner
     return -value, -rho * a if value == rho * a else 0.0
 
 
-def cispo(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
-    weight = clip(math.exp(theta - mu), 0.0, 5.0)
-    return -weight * a * theta, -weight * a
+def cispo(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
+    weight = clip(math.exp(logprobs - behavior_logprobs), 0.0, 5.0)
+    return -weight * a * logprobs, -weight * a
 
 
-def gspo(theta: float, mu: float, a: float, sequence: float) -> tuple[float, float]:
+def gspo(logprobs: float, behavior_logprobs: float, a: float, sequence: float) -> tuple[float, float]:
     limited = clip(sequence, 1 - 3e-4, 1 + 4e-4)
     value = min(sequence * a, limited * a)
     return -value, -sequence * a if value == sequence * a else 0.0
 
 
-def reinforce(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
-    weight = min(math.exp(theta - mu), 20.0)
-    return -weight * a * theta, -weight * a
+def reinforce(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
+    weight = min(math.exp(logprobs - behavior_logprobs), 20.0)
+    return -weight * a * logprobs, -weight * a
 
 
-def sft(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
-    return -theta, -1.0
+def sft(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
+    return -logprobs, -1.0
 
 
-def distill(theta: float, mu: float, a: float, _: float) -> tuple[float, float]:
+def distill(logprobs: float, behavior_logprobs: float, a: float, _: float) -> tuple[float, float]:
     """The teacher of these tests finds every token twice as likely as the engine did."""
-    return reinforce(theta, mu, mu + math.log(2) - theta, _)
+    return reinforce(logprobs, behavior_logprobs, behavior_logprobs + math.log(2) - logprobs, _)
 
 
 REFERENCES: dict[str, Reference] = {
@@ -74,30 +74,33 @@ def test_every_loss_has_a_reference() -> None:
 
 
 def sampled(spread: float, seed: int) -> tuple[torch.Tensor, ...]:
-    """theta, mu, A, and log-probabilities under two other models; float64."""
+    """logprobs, behavior_logprobs, A, and log-probabilities under two other models; float64."""
     generator = torch.Generator().manual_seed(seed)
-    mu = -3 * torch.rand(6, generator=generator, dtype=torch.float64)
-    theta, *others = (
-        (mu + spread * torch.randn(6, generator=generator, dtype=torch.float64)).clamp(max=-1e-3) for _ in range(3)
+    behavior_logprobs = -3 * torch.rand(6, generator=generator, dtype=torch.float64)
+    logprobs, *others = (
+        (behavior_logprobs + spread * torch.randn(6, generator=generator, dtype=torch.float64)).clamp(max=-1e-3)
+        for _ in range(3)
     )
-    return theta, mu, torch.randn(6, generator=generator, dtype=torch.float64), *others
+    return logprobs, behavior_logprobs, torch.randn(6, generator=generator, dtype=torch.float64), *others
 
 
-def slowly(name: str, theta: torch.Tensor, mu: torch.Tensor, a: torch.Tensor) -> list[tuple[float, float]]:
+def slowly(
+    name: str, logprobs: torch.Tensor, behavior_logprobs: torch.Tensor, a: torch.Tensor
+) -> list[tuple[float, float]]:
     """Value and slope of every token."""
     made = []
     for i, row in enumerate(CALLS):
         members = [j for j, other in enumerate(CALLS) if other == row]
-        sequence = math.exp(sum(float(theta[j] - mu[j]) for j in members) / len(members))
-        made.append(REFERENCES[name](float(theta[i]), float(mu[i]), float(a[i]), sequence))
+        sequence = math.exp(sum(float(logprobs[j] - behavior_logprobs[j]) for j in members) / len(members))
+        made.append(REFERENCES[name](float(logprobs[i]), float(behavior_logprobs[i]), float(a[i]), sequence))
     return made
 
 
-def assert_follows(tokens: Tokens, loss: Loss, wanted: list[tuple[float, float]]) -> None:
+def assert_follows(tokens: LossInputs, loss: Loss, wanted: list[tuple[float, float]]) -> None:
     """`tokens` are float64; they are computed in float32, as always."""
-    learned = tokens.theta.float().requires_grad_()
+    learned = tokens.logprobs.float().requires_grad_()
     single = {k: v.float() for k, v in tokens._asdict().items() if isinstance(v, torch.Tensor) and k != "calls"}
-    got = policy_loss(tokens._replace(**single | {"theta": learned}), loss).per_token
+    got = policy_loss(tokens._replace(**single | {"logprobs": learned}), loss).per_token
     got.sum().backward()
     assert learned.grad is not None
     values, slopes = (torch.tensor(each, dtype=torch.float64) for each in zip(*wanted, strict=True))
@@ -109,9 +112,9 @@ def assert_follows(tokens: Tokens, loss: Loss, wanted: list[tuple[float, float]]
 @pytest.mark.parametrize("spread", [1e-4, 0.3, 4.0])
 @pytest.mark.parametrize("seed", range(5))
 def test_loss_and_gradient_follow_the_formula(name: str, spread: float, seed: int) -> None:
-    theta, mu, a, *_ = sampled(spread, seed)
-    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, teacher=mu + math.log(2))
-    assert_follows(tokens, Loss(name=name), slowly(name, theta, mu, a))
+    logprobs, behavior_logprobs, a, *_ = sampled(spread, seed)
+    tokens = LossInputs(logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, teacher=behavior_logprobs + math.log(2))
+    assert_follows(tokens, Loss(name=name), slowly(name, logprobs, behavior_logprobs, a))
 
 
 @pytest.mark.parametrize("name", REFERENCES)
@@ -119,56 +122,67 @@ def test_loss_and_gradient_follow_the_formula(name: str, spread: float, seed: in
 def test_later_steps_of_a_batch_compare_with_its_first_weights_and_weigh_what_the_engine_did(
     name: str, seed: int
 ) -> None:
-    """Decoupled PPO: min(pi_prox / mu, C) times the loss of theta against pi_prox."""
-    theta, mu, a, prox, _ = sampled(0.5, seed)
+    """Decoupled PPO: min(pi_prox / behavior_logprobs, C) times the loss of logprobs against pi_prox."""
+    logprobs, behavior_logprobs, a, prox, _ = sampled(0.5, seed)
     cap = 1.5 if name in {"ppo_clip", "cispo", "gspo"} else 20.0  # those have no use for it themselves
-    inner = slowly(name, theta, prox, a)
-    weights = [1.0 if name == "sft" else min(math.exp(p - m), cap) for p, m in zip(prox, mu, strict=True)]
+    inner = slowly(name, logprobs, prox, a)
+    weights = [
+        1.0 if name == "sft" else min(math.exp(p - m), cap) for p, m in zip(prox, behavior_logprobs, strict=True)
+    ]
     wanted = [(w * v, w * s) for w, (v, s) in zip(weights, inner, strict=True)]
-    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, proximal=prox, teacher=prox + math.log(2))
+    tokens = LossInputs(
+        logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, proximal=prox, teacher=prox + math.log(2)
+    )
     assert_follows(tokens, Loss(name=name, ratio_cap=cap), wanted)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_divergence_from_a_reference_is_k3_weighted_for_having_been_sampled_elsewhere(seed: int) -> None:
-    theta, mu, a, reference, _ = sampled(0.5, seed)
+    logprobs, behavior_logprobs, a, reference, _ = sampled(0.5, seed)
     wanted = []
-    for (value, slope), t, m, r in zip(slowly("reinforce", theta, mu, a), theta, mu, reference, strict=True):
+    for (value, slope), t, m, r in zip(
+        slowly("reinforce", logprobs, behavior_logprobs, a), logprobs, behavior_logprobs, reference, strict=True
+    ):
         weight, d = min(math.exp(t - m), 20.0), float(r - t)
         wanted.append((value + 0.1 * weight * (math.exp(d) - d - 1), slope + 0.1 * weight * (1 - math.exp(d))))
-    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, reference=reference)
+    tokens = LossInputs(logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, reference=reference)
     assert_follows(tokens, Loss(name="reinforce", kl=0.1), wanted)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_the_tokens_said_to_be_cut_are_those_without_a_policy_gradient(name: str) -> None:
-    theta = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
-    mu = torch.tensor([-2.0, -0.1, -2.0, -0.1])
+    logprobs = torch.tensor([-0.1, -2.0, -0.1, -2.0], requires_grad=True)
+    behavior_logprobs = torch.tensor([-2.0, -0.1, -2.0, -0.1])
     a, calls = torch.tensor([1.0, 1.0, -1.0, -1.0]), torch.arange(4)
-    result = LOSSES[name](Tokens(theta, mu, a, calls, 4, teacher=mu), Loss(name=name, logratio_penalty=0.0))
-    (grad,) = torch.autograd.grad(result.per_token.sum(), theta)
-    assert (grad == 0).tolist() == [Effect(each).cuts for each in result.effects.tolist()]
+    result = LOSSES[name](
+        LossInputs(logprobs, behavior_logprobs, a, calls, 4, teacher=behavior_logprobs),
+        Loss(name=name, logratio_penalty=0.0),
+    )
+    (grad,) = torch.autograd.grad(result.per_token.sum(), logprobs)
+    assert (grad == 0).tolist() == [LossEffect(each).cuts for each in result.effects.tolist()]
     assert bool((grad == 0).any()) == (name in {"tis_mask", "ppo_clip", "gspo"})
 
 
 @pytest.mark.parametrize("name", ["tis_mask", "reinforce", "cispo", "distill"])
 def test_a_ratio_beyond_its_bound_is_truncated_and_said_to_be(name: str) -> None:
     """Ratios 1, 2, 8 under a bound of 4; the last token has also moved further than `tis_mask` lets it."""
-    mu = torch.full((4,), -9.0)
-    mu[3] = -0.9
-    theta = mu + torch.tensor([1.0, 2.0, 8.0, 2.0]).log()
-    tokens = Tokens(theta, mu, torch.ones(4), torch.zeros(4, dtype=torch.int64), 1, teacher=theta + 1)
+    behavior_logprobs = torch.full((4,), -9.0)
+    behavior_logprobs[3] = -0.9
+    logprobs = behavior_logprobs + torch.tensor([1.0, 2.0, 8.0, 2.0]).log()
+    tokens = LossInputs(
+        logprobs, behavior_logprobs, torch.ones(4), torch.zeros(4, dtype=torch.int64), 1, teacher=logprobs + 1
+    )
     effects = LOSSES[name](tokens, Loss(name=name, ratio_cap=4.0, clip_high=3.0)).effects.tolist()
-    assert effects == [0, 0, Effect.TRUNCATED, Effect.MASKED if name == "tis_mask" else 0]
+    assert effects == [0, 0, LossEffect.TRUNCATED, LossEffect.MASKED if name == "tis_mask" else 0]
 
 
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_token_that_a_grammar_forced_is_moved_by_its_reward_alone(advantage: float) -> None:
     """Among what the grammar allowed its probability was 1, among all tokens it is 1.7e-5: that is no move of the policy."""
-    theta = torch.tensor([-11.0, -11.0], requires_grad=True)
+    logprobs = torch.tensor([-11.0, -11.0], requires_grad=True)
     held = torch.tensor([True, False])
-    tokens = Tokens(
-        theta,
+    tokens = LossInputs(
+        logprobs,
         torch.zeros(2),
         torch.full((2,), advantage),
         torch.zeros(2, dtype=torch.int64),
@@ -176,36 +190,38 @@ def test_a_token_that_a_grammar_forced_is_moved_by_its_reward_alone(advantage: f
         held=held,
     )
     policy_loss(tokens, Loss(mask_delta=0.99999)).per_token.sum().backward()
-    assert theta.grad is not None
-    forced, free = theta.grad.tolist()
+    assert logprobs.grad is not None
+    forced, free = logprobs.grad.tolist()
     assert forced == pytest.approx(-advantage * math.exp(-11))
     assert free == pytest.approx(-advantage * math.exp(-11) - 2e-3 * PULL_REACH)
 
 
-@pytest.mark.parametrize("mu", [-9999.0, -1e30])
-def test_a_log_probability_out_of_all_bounds_pulls_no_harder_than_a_large_one(mu: float) -> None:
-    theta = torch.tensor([-1.0], requires_grad=True)
+@pytest.mark.parametrize("behavior_logprobs", [-9999.0, -1e30])
+def test_a_log_probability_out_of_all_bounds_pulls_no_harder_than_a_large_one(behavior_logprobs: float) -> None:
+    logprobs = torch.tensor([-1.0], requires_grad=True)
     nothing = torch.zeros(1)
-    tokens = Tokens(theta, torch.tensor([mu]), nothing, torch.zeros(1, dtype=torch.int64), 1)
+    tokens = LossInputs(logprobs, torch.tensor([behavior_logprobs]), nothing, torch.zeros(1, dtype=torch.int64), 1)
     policy_loss(tokens, Loss()).per_token.sum().backward()
-    assert theta.grad is not None
-    assert float(theta.grad) == pytest.approx(2e-3 * PULL_REACH)
+    assert logprobs.grad is not None
+    assert float(logprobs.grad) == pytest.approx(2e-3 * PULL_REACH)
 
 
 def test_the_advantages_are_those_that_the_loss_used() -> None:
-    theta, mu, a, teacher, _ = sampled(0.5, 0)
-    tokens = Tokens(theta, mu, a, torch.tensor(CALLS), 3, teacher=teacher)
+    logprobs, behavior_logprobs, a, teacher, _ = sampled(0.5, 0)
+    tokens = LossInputs(logprobs, behavior_logprobs, a, torch.tensor(CALLS), 3, teacher=teacher)
     used = {name: LOSSES[name](tokens, Loss(name=name)).advantages for name in ("tis_mask", "sft", "distill")}
     assert used["tis_mask"] is a
     assert used["sft"] is None
     assert used["distill"] is not None
-    torch.testing.assert_close(used["distill"], teacher - theta)
+    torch.testing.assert_close(used["distill"], teacher - logprobs)
 
 
 def test_calls_are_left_out_by_their_mean_mismatch_and_not_for_being_long() -> None:
     gap = torch.tensor([0.1] * 500 + [3.0, 3.0])
     calls = torch.tensor([0] * 500 + [1, 1])
-    kept = keep(Tokens(gap - 3, torch.full((502,), -3.0), gap, calls, 2), Train(row_k3_max=1.0), EVERY.expand(502))
+    kept = apply_filters(
+        LossInputs(gap - 3, torch.full((502,), -3.0), gap, calls, 2), Train(row_k3_max=1.0), EVERY.expand(502)
+    )
     assert kept is not None
     assert kept.tokens.tolist() == [True] * 500 + [False] * 2
     assert (int(kept.calls_out), int(kept.tokens_out)) == (1, 0)
@@ -213,8 +229,8 @@ def test_calls_are_left_out_by_their_mean_mismatch_and_not_for_being_long() -> N
 
 def test_tokens_outside_the_band_are_left_out_and_counted() -> None:
     ratios = torch.tensor([0.49, 0.51, 1.0, 1.99, 2.01])
-    kept = keep(
-        Tokens(ratios.log() - 3, torch.full((5,), -3.0), ratios, torch.zeros(5, dtype=torch.int64), 1),
+    kept = apply_filters(
+        LossInputs(ratios.log() - 3, torch.full((5,), -3.0), ratios, torch.zeros(5, dtype=torch.int64), 1),
         Train(ratio_band=(0.5, 2.0)),
         EVERY.expand(5),
     )
@@ -225,21 +241,23 @@ def test_tokens_outside_the_band_are_left_out_and_counted() -> None:
 
 def test_tokens_that_are_not_trained_are_not_counted_as_filtered() -> None:
     """As those of an idle rank, and of turns with nothing to learn from."""
-    tokens = Tokens(torch.full((4,), -9.0), *(torch.zeros(4),) * 2, torch.tensor([0, 0, 1, 1]), 2)
+    tokens = LossInputs(torch.full((4,), -9.0), *(torch.zeros(4),) * 2, torch.tensor([0, 0, 1, 1]), 2)
     for train in (Train(row_k3_max=0.1), Train(ratio_band=(0.5, 2.0))):
-        kept = keep(tokens, train, torch.tensor([True, True, False, False]))
+        kept = apply_filters(tokens, train, torch.tensor([True, True, False, False]))
         assert kept is not None
         assert not kept.tokens.any()
         assert (int(kept.calls_out), int(kept.tokens_out)) in {(1, 0), (0, 2)}
 
 
 def test_without_filters_nothing_is_computed() -> None:
-    assert keep(Tokens(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.int64), 1), Train(), EVERY) is None
+    assert (
+        apply_filters(LossInputs(*(torch.zeros(1),) * 3, torch.zeros(1, dtype=torch.int64), 1), Train(), EVERY) is None
+    )
 
 
 def test_a_loss_without_ratios_is_not_filtered_by_them() -> None:
-    tokens = Tokens(torch.full((2,), -9.0), *(torch.zeros(2),) * 2, torch.zeros(2, dtype=torch.int64), 1)
-    assert keep(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0)), EVERY) is None
+    tokens = LossInputs(torch.full((2,), -9.0), *(torch.zeros(2),) * 2, torch.zeros(2, dtype=torch.int64), 1)
+    assert apply_filters(tokens, Train(loss=Loss(name="sft"), row_k3_max=0.1, ratio_band=(0.5, 2.0)), EVERY) is None
 
 
 OTHER = {"mask_delta": 0.99, "logratio_penalty": 0.5, "clip_low": 0.01, "clip_high": 0.01, "dual_clip": 1.01}
@@ -249,14 +267,14 @@ OTHER = {"mask_delta": 0.99, "logratio_penalty": 0.5, "clip_low": 0.01, "clip_hi
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_depends_on_the_constants_that_it_is_said_to_have_and_on_no_other(name: str, constant: str) -> None:
     def of(loss: Loss) -> list[float]:
-        theta = torch.tensor([-3.0, -0.1, -3.0, -0.1])
-        tokens = Tokens(
-            theta=theta,
-            mu=torch.tensor([-0.1, -3.0, -0.1, -3.0]),
+        logprobs = torch.tensor([-3.0, -0.1, -3.0, -0.1])
+        tokens = LossInputs(
+            logprobs=logprobs,
+            behavior_logprobs=torch.tensor([-0.1, -3.0, -0.1, -3.0]),
             advantages=torch.tensor([1.0, 1.0, -1.0, -1.0]),
             calls=torch.arange(4),
             num_calls=4,
-            teacher=theta + 1,
+            teacher=logprobs + 1,
         )
         return policy_loss(tokens, loss).per_token.tolist()
 

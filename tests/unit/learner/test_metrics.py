@@ -8,18 +8,24 @@ import torch
 from msgspec.structs import replace
 
 from support.episodes import make_turns
-from swarmq.learner.algorithms.loss_effects import Effect
-from swarmq.learner.algorithms.losses import TokenLoss, Tokens
+from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.algorithms.losses import LossInputs, TokenLoss
 from swarmq.learner.feed.batch_summary import rollout_s
-from swarmq.learner.train.metrics import Sums
+from swarmq.learner.train.metrics import MetricSums
 from swarmq.messages import Rollout, Slot, Timings
 
 
 def figures(gaps, kept=None, held=None):
-    mu = torch.full((len(gaps),), -3.0)
-    tokens = Tokens(mu + torch.tensor(gaps), mu, torch.ones(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), 1)
+    behavior_logprobs = torch.full((len(gaps),), -3.0)
+    tokens = LossInputs(
+        behavior_logprobs + torch.tensor(gaps),
+        behavior_logprobs,
+        torch.ones(len(gaps)),
+        torch.zeros(len(gaps), dtype=torch.int64),
+        1,
+    )
     tokens = tokens._replace(held=None if held is None else torch.tensor(held))
-    sums = Sums(torch.device("cpu"))
+    sums = MetricSums(torch.device("cpu"))
     kept = torch.ones(len(gaps), dtype=torch.bool) if kept is None else torch.tensor(kept)
     loss = TokenLoss(torch.zeros(len(gaps)), torch.zeros(len(gaps), dtype=torch.int64), tokens.advantages)
     sums.add_mismatch(tokens, kept)
@@ -34,7 +40,7 @@ def test_the_gap_of_one_token_in_a_hundred_is_known_to_a_quarter(gap):
 
 
 def test_tokens_that_were_held_to_a_grammar_are_no_mismatch():
-    """Their mu is normalised over what the grammar allowed, theta over all tokens."""
+    """Their behavior_logprobs is normalised over what the grammar allowed, logprobs over all tokens."""
     held = figures([-5.0] * 50 + [0.1] * 50, held=[True] * 50 + [False] * 50)
     assert held["gap_p99"] < 0.13
     assert held["kl_k3"] < 0.01 < figures([-5.0] * 50 + [0.1] * 50)["kl_k3"]
@@ -64,12 +70,14 @@ def test_equal_log_probabilities_have_no_mismatch():
 
 def test_masked_clipped_and_filtered_are_told_apart_by_the_sign_of_the_advantage_that_the_loss_used():
     """The group's advantages, all of them 1, are not what a distillation goes by."""
-    effects = torch.tensor([Effect.MASKED, Effect.TRUNCATED, Effect.CLIPPED, 0, Effect.MASKED, 0, 0, 0, Effect.MASKED])
+    effects = torch.tensor(
+        [LossEffect.MASKED, LossEffect.TRUNCATED, LossEffect.CLIPPED, 0, LossEffect.MASKED, 0, 0, 0, LossEffect.MASKED]
+    )
     used = torch.tensor([1.0, 1.0, 1.0, 1.0, -1.0, -1.0, -1.0, -1.0, 0.0])
     zeros, ones = torch.zeros(9), torch.ones(9)
-    tokens = Tokens(zeros, zeros, ones, torch.zeros(9, dtype=torch.int64), 1)
+    tokens = LossInputs(zeros, zeros, ones, torch.zeros(9, dtype=torch.int64), 1)
     loss = TokenLoss(zeros, effects, used)
-    sums = Sums(torch.device("cpu"))
+    sums = MetricSums(torch.device("cpu"))
     filtered = torch.arange(9) == 7
     sums.add_tokens(tokens, zeros, loss, ~filtered)
     sums.add_filtered(loss, filtered)

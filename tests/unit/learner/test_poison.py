@@ -13,7 +13,7 @@ import torch
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.store.records import BatchRecord, Index, decode_record, encode_record
+from swarmq.learner.store.records import BatchIndex, BatchRecord, decode_record, encode_record
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, pack_floats
 
@@ -26,7 +26,7 @@ def weights_after(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """Of one step from a batch that was written and read; and its figures."""
     trainer = Trainer(str(model), train)
-    whole = BatchRecord(index=Index(record=1, version=1), episodes=tuple(episodes), settings=train, **record)
+    whole = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(episodes), settings=train, **record)
     fields = trainer.step(decode_record(encode_record(whole)))
     return torch.cat([p.detach().flatten() for p in trainer.lm.parameters()]), fields
 

@@ -19,7 +19,7 @@ from swarmq.config import Loss, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.doctor.examine import layouts_agree
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.records import Batch, BatchRecord, Index, ToIO, Warn, encode_record
+from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, ToIO, Warn, encode_record
 from swarmq.learner.teachers.availability import trouble_of
 from swarmq.learner.train import loop
 from swarmq.learner.train.loop import Learner
@@ -104,7 +104,7 @@ def teacher(other_qwen: Path) -> Iterator[Vllm]:
 def stepped(model: Path, teacher: str, batch: tuple[Rollout, ...] = BATCH) -> dict[str, Any]:
     """The figures of a step."""
     train = msgspec.structs.replace(TRAIN, teacher=teacher)
-    index = Index(record=1, version=1, trained=tuple(e.episode_id for e in batch))
+    index = BatchIndex(record=1, version=1, trained=tuple(e.episode_id for e in batch))
     return Trainer(str(model), train).step(BatchRecord(index=index, episodes=batch, settings=train))
 
 
@@ -118,7 +118,7 @@ def test_a_served_teacher_teaches_what_a_loaded_one_does(tiny_qwen: Path, other_
 
 def test_the_doctor_replays_a_batch_with_a_served_teacher(tiny_qwen: Path, teacher: Vllm) -> None:
     train = msgspec.structs.replace(TRAIN, teacher=teacher.url)
-    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=train)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=BATCH, settings=train)
     assert layouts_agree(Trainer(str(tiny_qwen), train), record).level == "ok"
 
 
@@ -153,11 +153,11 @@ class Waiting:
     """In the place of the I/O process: has a batch, and does as `react` says when people are told that it waits."""
 
     def __init__(self, batch: BatchRecord, react: Callable[[], None]) -> None:
-        self._batches = [Batch(record=encode_record(batch), replayed=False)]
+        self._batches = [BatchReady(record=encode_record(batch), replayed=False)]
         self._react = react
         self.told: list[str] = []
 
-    def next(self, **_: Any) -> Batch | None:
+    def next(self, **_: Any) -> BatchReady | None:
         return self._batches.pop() if self._batches else None
 
     def tell(self, message: ToIO) -> None:
@@ -178,7 +178,7 @@ def test_a_batch_waits_for_a_teacher_that_is_away_and_people_are_told_again_and_
     teacher.away, stop = True, StopSignal()
     train = msgspec.structs.replace(TRAIN, teacher=teacher.url, trackers=(), max_steps=1)
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
-    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=train)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=BATCH, settings=train)
     link = Waiting(record, (lambda: setattr(teacher, "away", False)) if comes else stop.ask)
     learner = Learner(job, "main", pusher=None, stop=stop)
     learner.run(link)
@@ -191,7 +191,7 @@ def test_a_batch_waits_for_a_teacher_that_is_away_and_people_are_told_again_and_
 
 def test_a_batch_of_a_teacher_that_has_moved_is_trained_with_it_where_it_is_now(tiny_qwen: Path, teacher: Vllm) -> None:
     before, now = (msgspec.structs.replace(TRAIN, teacher=url) for url in ("http://127.0.0.1:9/v1", teacher.url))
-    record = BatchRecord(index=Index(record=1, version=1), episodes=BATCH, settings=before)
+    record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=BATCH, settings=before)
     assert Trainer(str(tiny_qwen), now).step(record)["loss"] == stepped(tiny_qwen, teacher.url)["loss"]
 
 

@@ -12,9 +12,9 @@ from swarmq.config import EngineSettings, Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner import main
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.writer_lock import exclusive
+from swarmq.learner.store.writer_lock import hold_lock
 from swarmq.learner.train import loop, trainer
-from swarmq.learner.train.engine_updates import Engines
+from swarmq.learner.train.engine_updates import EngineUpdates
 from swarmq.weights.push.pusher import PushReport
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False, trackers=())
@@ -112,9 +112,9 @@ def test_a_run_that_has_reached_its_last_step_is_served_with_its_weights_when_it
     assert gpu.seen[-1] == ("repaired with 0" if stopped else "brought to 0")
 
 
-@pytest.mark.parametrize("turn", [Engines.sleep, Engines.wake])
+@pytest.mark.parametrize("turn", [EngineUpdates.sleep, EngineUpdates.wake])
 def test_a_learner_whose_place_was_taken_leaves_the_engines_to_the_other(
-    turn: Callable[[Engines], None], tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    turn: Callable[[EngineUpdates], None], tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gpu = SharedGpu(monkeypatch)
     learner = gpu.start(tiny_qwen, tmp_path, sleep=True)
@@ -130,7 +130,7 @@ def test_a_pusher_asks_before_each_update_whether_its_learner_was_replaced(tmp_p
     policy = Policy(model="m", engine=EngineSettings(urls=("http://127.0.0.1:9",)))
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": policy})
     lock = job.run_folder.path / "main" / "lock"
-    with exclusive(lock):
+    with hold_lock(lock):
         pusher = main._pusher(job, "main")
         pusher._check()
         lock.write_text("another process")

@@ -13,11 +13,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.episodes import make_group
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.algorithms.advantages import advantages
-from swarmq.learner.batching.batch_split import merged, parts_of
-from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.algorithms.advantages import compute_advantages
+from swarmq.learner.batching.batch_split import merge_metrics, split_groups
+from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
 from swarmq.learner.model.layout_model import Placed
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
 GROUPS = [make_group(name, (0.0, 1.0), turns=2) for name in "abc"]
@@ -26,18 +26,18 @@ CPU = torch.device("cpu")
 TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, warmup_steps=0, loss=Loss(name="reinforce"))
 
 
-def logprobs(trainer: Trainer, one: Pass) -> torch.Tensor:
+def logprobs(trainer: Trainer, one: MicroBatch) -> torch.Tensor:
     return trainer.model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs
 
 
 def record(train: Train, version: int = 1) -> BatchRecord:
-    index = Index(record=version, version=version, trained=tuple(e.episode_id for e in BATCH))
+    index = BatchIndex(record=version, version=version, trained=tuple(e.episode_id for e in BATCH))
     return BatchRecord(index=index, episodes=BATCH, settings=train)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 7])
 def test_every_episode_is_in_one_step_and_groups_stay_whole(steps: int) -> None:
-    parts = parts_of(BATCH, steps)
+    parts = split_groups(BATCH, steps)
     assert tuple(e for part in parts for e in part) == BATCH
     assert len(parts) == min(steps, 3)
     assert all(len({e.group_id for e in part}) * 2 == len(part) for part in parts)
@@ -48,7 +48,7 @@ def test_figures_add_up_or_are_weighted_by_tokens() -> None:
         {"tokens_trained": 10, "entropy": 1.0, "layout": "rows", "skipped": "nothing_left"},
         {"tokens_trained": 30, "entropy": 2.0, "layout": "tree"},
     ]
-    assert merged(steps) == {
+    assert merge_metrics(steps) == {
         "tokens_trained": 40, "entropy": 1.75, "layout": "tree", "skipped": "nothing_left", "optimizer_steps": 2,
     }  # fmt: skip
 
@@ -58,24 +58,24 @@ def test_a_step_of_which_a_filter_left_nothing_weighs_what_it_had_in_the_mismatc
         {"tokens_trained": 0, "tokens_compared": 30, "kl_k3": 2.0, "filtered_positive": 1.0},
         {"tokens_trained": 10, "tokens_compared": 10, "kl_k3": 0.0, "filtered_positive": 0.0},
     ]
-    whole = merged(steps)
+    whole = merge_metrics(steps)
     assert (whole["tokens_compared"], whole["kl_k3"], whole["filtered_positive"]) == (40, 1.5, 0.75)
 
 
 def test_a_batch_in_steps_is_its_parts_one_after_another_with_the_proximal_correction(tiny_qwen: Path) -> None:
-    """By hand: each part a batch of its own, compared with the first weights and weighted by min(prox / mu, C)."""
+    """By hand: each part a batch of its own, compared with the first weights and weighted by min(prox / behavior_logprobs, C)."""
     train = msgspec.structs.replace(TRAIN, steps_per_batch=3, advantage="batch_norm")
     ours, theirs = Trainer(str(tiny_qwen), train), Trainer(str(tiny_qwen), train)
     assert ours.step(record(train))["optimizer_steps"] == 3
-    credit = advantages(GROUPS, train)
-    works = [work_of(tuple(group), train, theirs.traits, credit=credit) for group in GROUPS]
+    credit = compute_advantages(GROUPS, train)
+    works = [build_rank_batch(tuple(group), train, theirs.traits, credit=credit) for group in GROUPS]
     first = [[logprobs(theirs, one).detach() for one in work.passes] for work in works]
     for work, befores in zip(works, first, strict=True):
         for one, before in zip(work.passes, befores, strict=True):
-            theta = logprobs(theirs, one)
-            mu, a = torch.from_numpy(one.layout.logprobs), torch.from_numpy(one.advantages)
-            weight = (before - mu).exp().clamp(max=20) * (theta.detach() - before).exp().clamp(max=20)
-            ((-weight * a * theta).sum() / work.totals.tokens).backward()
+            learned = logprobs(theirs, one)
+            behavior_logprobs, a = torch.from_numpy(one.layout.logprobs), torch.from_numpy(one.advantages)
+            weight = (before - behavior_logprobs).exp().clamp(max=20) * (learned.detach() - before).exp().clamp(max=20)
+            ((-weight * a * learned).sum() / work.totals.tokens).backward()
         theirs._update(theirs._clip(train), train, 1, anything=True)
     for (name, a), (_, b) in zip(ours.lm.named_parameters(), theirs.lm.named_parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5, msg=name)
@@ -95,7 +95,7 @@ def test_a_reference_or_teacher_of_fewer_tokens_or_that_is_not_there_is_refused(
 def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, other_qwen: Path) -> None:
     train = msgspec.structs.replace(TRAIN, loss=Loss(name="distill"), teacher=str(other_qwen), learning_rate=3e-3)
     trainer = Trainer(str(tiny_qwen), train)
-    (one,) = work_of(BATCH, train, trainer.traits).passes
+    (one,) = build_rank_batch(BATCH, train, trainer.traits).passes
     teacher = trainer.frozen.of(train)["teacher"].logprobs(
         Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)
     )

@@ -12,7 +12,7 @@ from swarmq.collector.store import Store
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.replay import replay
 from swarmq.learner.store import batch_log
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 
 ROUNDING = 1e-5
 """Share of their way by which the weights may differ: processors, also of one family, add products in different orders."""
@@ -25,12 +25,14 @@ def stored(tmp_path):
 
 def test_every_batch_is_read(stored):
     job, folder = stored
-    places = batch_log.scan(folder.batch_log("main"), Identity.of(job, "main"))
+    places = batch_log.scan_log(folder.batch_log("main"), RunIdentity.of(job, "main"))
     trained = [place for place in places if place.index.trained]
     assert [place.index.version for place in trained] == list(range(1, 18))
-    ids = [episode.episode_id for place in trained for episode in batch_log.read(place).episodes]
+    ids = [episode.episode_id for place in trained for episode in batch_log.read_record(place).episodes]
     assert len(ids) == len(set(ids)) == 135
-    assert all(turn.num_sampled for place in trained for one in batch_log.read(place).episodes for turn in one.turns)
+    assert all(
+        turn.num_sampled for place in trained for one in batch_log.read_record(place).episodes for turn in one.turns
+    )
 
 
 def test_checkpoints_are_sound(stored):

@@ -12,10 +12,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from support.episodes import make_group
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Train
-from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.distributed.sharding import compute_dtype
-from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.learner.train.throughput import matrix_rate
+from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.train.throughput import measure_matrix_rate
 from swarmq.learner.train.trainer import Trainer
 
 TRAIN = Train(gradient_checkpointing=False, token_log=False, layout="rows", micro_batch_tokens=256)
@@ -37,7 +37,7 @@ def counted(trainer: Trainer) -> tuple[float, float]:
     """What the step says, and what torch counts of products with weights, which leaves attention to us: for each pair of tokens,
     query by key and weight by value, and twice that backward."""
     with FlopCounterMode(display=False) as counter:
-        fields, _ = trainer.accumulate(work_of(EPISODES, TRAIN, trainer.traits), TRAIN)
+        fields, _ = trainer.accumulate(build_rank_batch(EPISODES, TRAIN, trainer.traits), TRAIN)
     products = sum(
         counter.get_flop_counts()["Global"].get(product, 0) for product in (torch.ops.aten.mm, torch.ops.aten.addmm)
     )
@@ -72,6 +72,6 @@ def test_adapters_of_experts_compute_the_same_tokens_as_these() -> None:
 
 def test_mfu_is_these_operations_over_what_the_device_can_do_in_that_time(tiny_qwen: Path) -> None:
     trainer = trainer_of(tiny_qwen, None)
-    fields = trainer.step(BatchRecord(index=Index(record=1, version=1), episodes=EPISODES, settings=TRAIN))
-    rate = matrix_rate(trainer.accelerator.device, compute_dtype(trainer.accelerator))
+    fields = trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=EPISODES, settings=TRAIN))
+    rate = measure_matrix_rate(trainer.accelerator.device, compute_dtype(trainer.accelerator))
     assert fields["mfu"] == pytest.approx(fields["flops"] / (rate * fields["train_s"]))

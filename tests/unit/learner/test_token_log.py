@@ -8,12 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.loss_effects import Effect
-from swarmq.learner.batching.micro_batches import work_of
-from swarmq.learner.batching.token_trace_builder import Seen
+from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.batching.micro_batches import build_rank_batch
+from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.store import token_trace
-from swarmq.learner.store.records import BatchRecord, Index
-from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
+from swarmq.learner.store.records import BatchIndex, BatchRecord
+from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import unpack_floats
 from swarmq.timeline import resolve
@@ -23,7 +23,7 @@ TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-3, warmup_steps=0, 
 
 def record(train):
     episodes = tuple(make_group("g0", (0.0, 1.0, 0.5), turns=5) + make_group("g1", (1.0, 0.0), turns=3))
-    return BatchRecord(index=Index(record=1, version=1), episodes=episodes, settings=train)
+    return BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=train)
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_tokens_that_a_filter_left_out_are_marked(tiny_qwen):
             turn.call_id: turn for e in record(train).episodes for turn in e.turns if e.episode_id == episode.episode_id
         }
         for turn in episode.turns:
-            theta = np.array(unpack_floats(turn.logprobs))
-            ratio = np.exp(theta - np.array(unpack_floats(sampled[turn.call_id].logprobs)))
-            out = np.frombuffer(turn.left_out, np.uint8) if turn.left_out else np.zeros(len(theta))
+            logprobs = np.array(unpack_floats(turn.logprobs))
+            ratio = np.exp(logprobs - np.array(unpack_floats(sampled[turn.call_id].logprobs)))
+            out = np.frombuffer(turn.left_out, np.uint8) if turn.left_out else np.zeros(len(logprobs))
             np.testing.assert_array_equal(out == 1, (ratio < 0.9) | (ratio > 1.1))
 
 
@@ -91,11 +91,11 @@ def test_what_the_loss_did_to_the_gradient_of_a_token_is_marked(tiny_qwen):
     seen = set()
     for episode_id, turn in recorded(tiny_qwen, loss=Loss(mask_delta=1e-9, ratio_cap=0.7)):
         gap = np.array(unpack_floats(turn.logprobs)) - np.array(sampled[episode_id, turn.call_id])
-        rest = np.where(np.exp(gap) > 0.7, Effect.TRUNCATED, Effect.WHOLE)
-        expected = np.where(gap * turn.advantage > 0, Effect.MASKED, rest)
+        rest = np.where(np.exp(gap) > 0.7, LossEffect.TRUNCATED, LossEffect.WHOLE)
+        expected = np.where(gap * turn.advantage > 0, LossEffect.MASKED, rest)
         np.testing.assert_array_equal(np.frombuffer(turn.effects, np.uint8) if turn.effects else 0 * expected, expected)
         seen |= set(expected)
-    assert seen == {Effect.MASKED, Effect.TRUNCATED, Effect.WHOLE}
+    assert seen == {LossEffect.MASKED, LossEffect.TRUNCATED, LossEffect.WHOLE}
 
 
 def test_a_distillation_records_the_advantage_of_every_token_and_demonstrations_have_none(tiny_qwen, other_qwen):
@@ -120,13 +120,13 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
     trainer = Trainer(str(tiny_qwen), TRAIN)
     episodes = record(TRAIN).episodes
     for rank in range(2):
-        trainer._seen = Seen()
-        work = work_of(episodes, TRAIN, trainer.traits, rank=rank, world=2)
+        trainer._seen = TraceBuilder()
+        work = build_rank_batch(episodes, TRAIN, trainer.traits, rank=rank, world=2)
         trainer.accumulate(work, TRAIN)
-        token_trace.write(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
+        token_trace.write_trace(tmp_path, 1, rank, trainer._seen.by_episode(episodes))
         assert trainer._seen.by_episode(episodes)
     for alone in stepped.tokens:
-        together = token_trace.find(tmp_path, 1, alone.episode_id)
+        together = token_trace.find_trace(tmp_path, 1, alone.episode_id)
         mine, theirs = ({t.call_id: t for t in one.turns} for one in (together, alone))
         assert len(mine) == len(together.turns)
         assert mine.keys() == theirs.keys()
@@ -136,29 +136,29 @@ def test_two_ranks_together_record_what_one_does(tiny_qwen, stepped, tmp_path):
 
 
 def tokens(name):
-    return EpisodeTokens(episode_id=name, turns=(TurnTokens(call_id="c", advantage=0.5, logprobs=b"\0" * 4),))
+    return EpisodeTrace(episode_id=name, turns=(TurnTrace(call_id="c", advantage=0.5, logprobs=b"\0" * 4),))
 
 
 def test_an_episode_is_found_whichever_rank_wrote_it(tmp_path):
-    token_trace.write(tmp_path / "t", 7, 0, [tokens("a")])
-    token_trace.write(tmp_path / "t", 7, 1, [tokens("b")])
-    assert token_trace.find(tmp_path / "t", 7, "b") == tokens("b")
-    assert token_trace.find(tmp_path / "t", 7, "c") is None
-    assert token_trace.find(tmp_path / "t", 8, "a") is None
-    assert token_trace.find(tmp_path / "never", 7, "a") is None
+    token_trace.write_trace(tmp_path / "t", 7, 0, [tokens("a")])
+    token_trace.write_trace(tmp_path / "t", 7, 1, [tokens("b")])
+    assert token_trace.find_trace(tmp_path / "t", 7, "b") == tokens("b")
+    assert token_trace.find_trace(tmp_path / "t", 7, "c") is None
+    assert token_trace.find_trace(tmp_path / "t", 8, "a") is None
+    assert token_trace.find_trace(tmp_path / "never", 7, "a") is None
 
 
 def test_old_records_go_with_the_batches_of_their_steps(tmp_path):
     for version in (1, 2, 3):
-        token_trace.write(tmp_path, version, 0, [tokens("a")])
-    token_trace.prune(tmp_path, 2)
-    assert [token_trace.find(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
+        token_trace.write_trace(tmp_path, version, 0, [tokens("a")])
+    token_trace.prune_traces(tmp_path, 2)
+    assert [token_trace.find_trace(tmp_path, version, "a") is None for version in (1, 2, 3)] == [True, True, False]
 
 
 def test_what_cannot_be_written_or_read_costs_only_the_record(tmp_path):
     (tmp_path / "file").touch()
-    token_trace.write(tmp_path / "file", 1, 0, [tokens("a")])
-    token_trace.write(tmp_path, 1, 0, [tokens("a")])
+    token_trace.write_trace(tmp_path / "file", 1, 0, [tokens("a")])
+    token_trace.write_trace(tmp_path, 1, 0, [tokens("a")])
     (path,) = tmp_path.glob("*.zst")
     path.write_bytes(path.read_bytes()[:-3])
-    assert token_trace.find(tmp_path, 1, "a") is None
+    assert token_trace.find_trace(tmp_path, 1, "a") is None

@@ -26,7 +26,7 @@ from swarmq.engine.client import tokenizer_compat
 from swarmq.errors import LearnerError
 from swarmq.learner import main
 from swarmq.learner.feed.ipc import Idle, StopSignal
-from swarmq.learner.store.records import Batch, BatchRecord, Index, encode_record
+from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
 from swarmq.learner.teachers.served_teacher import ServedTeacher
 from swarmq.learner.teachers.tokenizer_checks import (
     MOST_MARKUP,
@@ -237,12 +237,12 @@ class Late:
 
     def __init__(self, engine: Tokenizing, *, idle: bool) -> None:
         self.engine, self._idle = engine, idle
-        record = BatchRecord(index=Index(record=1, version=1), episodes=tuple(make_group()), settings=TRAIN)
-        self._batches = [Batch(record=encode_record(record), replayed=False, figures={})]
+        record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(make_group()), settings=TRAIN)
+        self._batches = [BatchReady(record=encode_record(record), replayed=False, figures={})]
         self.pushed: list[int] = []
         self.failing: dict[str, str] = {}
 
-    def next(self, *, idle: Idle, idle_s: object) -> Batch | None:
+    def next(self, *, idle: Idle, idle_s: object) -> BatchReady | None:
         idle(again=False)
         self.engine.up = True
         if self._idle:

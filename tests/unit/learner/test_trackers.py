@@ -24,12 +24,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from support.episodes import make_group
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.feed.batch_summary import describe, tally
+from swarmq.learner.feed.batch_summary import batch_metrics, sum_episodes
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.store.records import Batch, BatchRecord, Index, encode_record
+from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, encode_record
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.tracker_packages import check_trackers
-from swarmq.learner.train.trackers import Trackers, flat, folders_of
+from swarmq.learner.train.trackers import Trackers, flatten, tracker_folders
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.push.pusher import PushReport
 
@@ -59,10 +59,12 @@ class OneBatch:
     """In the place of the I/O process: hands out one batch, then says that it was the last."""
 
     def __init__(self, record: BatchRecord) -> None:
-        self.left: list[Batch] = [Batch(record=encode_record(record), replayed=False, figures=describe(record, []))]
+        self.left: list[BatchReady] = [
+            BatchReady(record=encode_record(record), replayed=False, figures=batch_metrics(record, []))
+        ]
         self.told: list[object] = []
 
-    def next(self, **_: object) -> Batch | None:
+    def next(self, **_: object) -> BatchReady | None:
         return self.left.pop() if self.left else None
 
     def tell(self, message: object) -> None:
@@ -91,7 +93,9 @@ def test_every_figure_of_the_loop_reaches_a_tracker_under_a_name_that_all_tracke
         msgspec.structs.replace(e, kind="maths: 10 % (hard)//..", code_version="v1 (dirty) http://host:80")
         for e in make_group("a", (0.0, 1.0), success=True)
     )
-    record = BatchRecord(index=Index(record=1, version=1, tally=tally(episodes)), episodes=episodes, settings=train)
+    record = BatchRecord(
+        index=BatchIndex(record=1, version=1, tally=sum_episodes(episodes)), episodes=episodes, settings=train
+    )
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model=str(tiny_qwen), train=train)})
     learner = Learner(job, "main", pusher=TwoEngines(), stop=StopSignal())
     with capture_logs() as logs:
@@ -108,14 +112,14 @@ def test_trackers_write_into_the_run_folder_unless_the_user_says_where(
 ) -> None:
     """They are told by their own environment variables: W&B and SwanLab would write into the current directory."""
     folder = tmp_path / "trackers"
-    for name in folders_of(folder):
+    for name in tracker_folders(folder):
         monkeypatch.setenv(name, "")  # so that it is put back in the end
         monkeypatch.delenv(name)
     monkeypatch.setenv("WANDB_DIR", "/mine")
     Trackers(Accelerator(), Train(trackers=("tensorboard",)), run="r", policy="main", folder=folder).close()
-    told = {name: os.environ[name] for name in folders_of(folder)}
-    assert told == folders_of(folder) | {"WANDB_DIR": "/mine"}
-    assert all(str(folder) in place for place in folders_of(folder).values())
+    told = {name: os.environ[name] for name in tracker_folders(folder)}
+    assert told == tracker_folders(folder) | {"WANDB_DIR": "/mine"}
+    assert all(str(folder) in place for place in tracker_folders(folder).values())
 
 
 def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -123,10 +127,12 @@ def test_tensorboard_gets_every_figure_of_a_step(tiny_qwen: Path, tmp_path: Path
     first, *rest = group[0].turns
     turns = (first, *(msgspec.structs.replace(turn, branch="history_edited") for turn in rest))
     episodes = (msgspec.structs.replace(group[0], turns=turns), group[1])
-    record = BatchRecord(index=Index(record=1, version=1, tally=tally(episodes)), episodes=episodes, settings=TRAIN)
+    record = BatchRecord(
+        index=BatchIndex(record=1, version=1, tally=sum_episodes(episodes)), episodes=episodes, settings=TRAIN
+    )
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trackers = Trackers(trainer.accelerator, TRAIN, run="r", policy="main", folder=tmp_path)
-    trackers.log(1, describe(record, []) | trainer.step(record))
+    trackers.log(1, batch_metrics(record, []) | trainer.step(record))
     trackers.close()
     read = EventAccumulator(str(tmp_path / "r.main")).Reload()
     assert set(read.Tags()["scalars"]) >= LOGGED_EVERY_STEP
@@ -273,7 +279,7 @@ NAMES = st.text(max_size=12) | st.text(alphabet="./ _数", max_size=3) | st.text
 @given(st.lists(NAMES, unique=True), NAMES)
 def test_every_figure_arrives_whatever_users_call_their_kinds(kinds: list[str], text: str) -> None:
     """In trackers as strict as all of them together: MLflow refuses a whole step for one name, SwanLab cuts ends off."""
-    names = [name for name, _ in flat({"reward_by_kind": dict.fromkeys(kinds, 1.0), text: 1.0})]
+    names = [name for name, _ in flatten({"reward_by_kind": dict.fromkeys(kinds, 1.0), text: 1.0})]
     assert len(set(names)) == len(names) == len(kinds) + 1
     for name in names:
         assert NAME.fullmatch(name)
@@ -289,8 +295,8 @@ def test_names_that_all_trackers_take_stay_as_they_are() -> None:
         "pauses": {"engine_0": 0.1},
         "model": {"v1.5-a": 1.0},
     }
-    assert list(dict(flat(fields))) == ["gap_p99", "branches/history_edited", "pauses/engine_0", "model/v1.5-a"]
+    assert list(dict(flatten(fields))) == ["gap_p99", "branches/history_edited", "pauses/engine_0", "model/v1.5-a"]
 
 
 def test_numbers_in_dictionaries_get_a_path_and_texts_are_left_out() -> None:
-    assert dict(flat({"a": 1, "b": {"c": 2.5, "d": "x"}, "e": "rows", "f": True})) == {"a": 1, "b/c": 2.5, "f": 1}
+    assert dict(flatten({"a": 1, "b": {"c": 2.5, "d": "x"}, "e": "rows", "f": True})) == {"a": 1, "b/c": 2.5, "f": 1}

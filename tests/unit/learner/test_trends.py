@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from swarmq.learner.health.signs import Lookout, signs
-from swarmq.learner.health.trends import REWARD, TRENDS, mann_kendall, trends
+from swarmq.learner.health.signs import SignWatch, find_signs
+from swarmq.learner.health.trends import REWARD, TRENDS, find_trends, mann_kendall
 
 EPISODES = 16
 SHAPES: dict[str, Callable[[float], float]] = {
@@ -69,7 +69,7 @@ def still(count: int, dice: random.Random, *, memory: float = 0.0) -> list[dict[
 
 def told(steps: list[dict[str, Any]]) -> set[str]:
     """Trends that a learner warns of while it trains these steps."""
-    names, lookout = {trend.name for trend in (REWARD, *TRENDS)}, Lookout()
+    names, lookout = {trend.name for trend in (REWARD, *TRENDS)}, SignWatch()
     return {finding.check for fields in steps for finding in lookout.step(fields, 4)} & names
 
 
@@ -79,15 +79,15 @@ def test_the_run_of_the_trial_is_told_of_by_learner_and_doctor(shape: str, seed:
     steps = falling(17, shape, 0.05, random.Random(seed))
     names = {"falling reward", "fewer turns", "falling entropy"}
     assert told(steps) == names
-    assert {finding.check for finding in signs(steps, 4) if finding.level == "warning"} == names
+    assert {finding.check for finding in find_signs(steps, 4) if finding.level == "warning"} == names
 
 
 def test_evidence_is_the_figures_and_the_steps_that_were_compared() -> None:
-    (finding,) = (f for f in signs(falling(17, "straight", 0.0, random.Random(0)), 4) if f.check == "fewer turns")
+    (finding,) = (f for f in find_signs(falling(17, "straight", 0.0, random.Random(0)), 4) if f.check == "fewer turns")
     assert finding.line.startswith("fewer turns: turns per episode 5 -> 2.17")
     assert " from step 1 to 17 (-5" in finding.text
     assert "inspect RUN --step N" in finding.text
-    (sound,) = (f for f in trends([step(version) for version in range(1, 18)]) if f.check == "falling reward")
+    (sound,) = (f for f in find_trends([step(version) for version in range(1, 18)]) if f.check == "falling reward")
     assert sound.line == "reward 0.5 -> 0.5 from step 1 to 17 (z 0.0; falling reward from -10% and z below -4 on)"
 
 
@@ -110,14 +110,14 @@ def test_of_trainings_that_went_well_nothing_is_told() -> None:
             {"version": version, "reward": reward, "reward_by_kind": kinds, "entropy": entropy}
             for version, (reward, kinds, entropy) in enumerate(curve, 1)
         ]
-        lookout = Lookout()
+        lookout = SignWatch()
         assert [f.line for fields in figures for f in lookout.step(fields, 4)] == []
 
 
 def test_what_falls_slowly_is_seen_in_means_of_steps() -> None:
     dice = random.Random(0)
     slow = [step(n, reward=0.5 - n / 2000 + dice.gauss(0, 0.1)) for n in range(1, 321)]
-    (finding,) = (f for f in trends(slow) if f.check == "falling reward")
+    (finding,) = (f for f in find_trends(slow) if f.check == "falling reward")
     assert finding.level == "warning"
     assert "from step 1 to 320" in finding.text
 
@@ -178,7 +178,7 @@ def test_figures_that_are_missing_or_not_finite_make_no_trend() -> None:
         step(n) | dict.fromkeys(("entropy", "reward", "turns"), value) for n, value in enumerate([None, math.nan] * 20)
     ]
     assert told(broken) == set()
-    assert list(trends([{} for _ in range(40)])) == []
+    assert list(find_trends([{} for _ in range(40)])) == []
 
 
 @pytest.mark.parametrize(

@@ -16,9 +16,9 @@ import torch
 
 from support.episodes import make_group
 from swarmq.config import Loss, Train
-from swarmq.learner.algorithms.advantages import advantages
-from swarmq.learner.algorithms.loss_weights import token_weight, units
-from swarmq.learner.algorithms.losses import Tokens, policy_loss
+from swarmq.learner.algorithms.advantages import compute_advantages
+from swarmq.learner.algorithms.loss_weights import normalization_units, token_weight
+from swarmq.learner.algorithms.losses import LossInputs, policy_loss
 
 GOLDEN = json.loads(Path(__file__).with_name("trl_golden.json").read_text())
 GIVEN = GOLDEN["given"]
@@ -30,14 +30,16 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
     name, normalisation, *more = case.split(", ")
     lengths = GIVEN["lengths"]
     calls = torch.tensor([call for call, length in enumerate(lengths) for _ in range(length)])
-    theta, mu, reference = (torch.tensor(GIVEN[key], dtype=torch.float64) for key in ("theta", "mu", "reference"))
+    logprobs, behavior_logprobs, reference = (
+        torch.tensor(GIVEN[key], dtype=torch.float64) for key in ("theta", "mu", "reference")
+    )
     if name in {"sft", "distill"}:
-        theta = theta.clamp(max=-1e-3)
+        logprobs = logprobs.clamp(max=-1e-3)
     if more == ["kl"] or name == "distill":
-        mu = theta.clone()
-    theta.requires_grad_()
+        behavior_logprobs = logprobs.clone()
+    logprobs.requires_grad_()
     advantages = torch.tensor(GIVEN["advantages"], dtype=torch.float64)[calls]
-    tokens = Tokens(theta, mu, advantages, calls, len(lengths))
+    tokens = LossInputs(logprobs, behavior_logprobs, advantages, calls, len(lengths))
     if name == "distill":
         tokens = tokens._replace(teacher=reference)
     if "kl" in more:
@@ -52,15 +54,15 @@ def test_loss_and_gradient_are_trls(case: str) -> None:
         ],
         dtype=torch.float64,
     )[calls]
-    count = sum(lengths) if units(normalisation) == "tokens" else len(lengths)
+    count = sum(lengths) if normalization_units(normalisation) == "tokens" else len(lengths)
     loss = (policy_loss(tokens, rule).per_token * weights).sum() / count
     loss.backward()
     wanted = GOLDEN["computed"][case]
     assert loss.item() == pytest.approx(wanted["loss"], rel=1e-6)
-    assert theta.grad is not None
+    assert logprobs.grad is not None
     if "corrected" in more:
         return
-    assert theta.grad.tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
+    assert logprobs.grad.tolist() == pytest.approx(wanted["gradient"], rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", GOLDEN["advantages"])
@@ -68,7 +70,7 @@ def test_advantages_are_trls(name: Any) -> None:
     rewards, wanted = GIVEN["rewards"], GOLDEN["advantages"][name]
     size = len(rewards) // 2
     groups = [make_group("a", tuple(rewards[:size]), turns=1), make_group("b", tuple(rewards[size:]), turns=1)]
-    made = advantages(groups, Train(advantage=name))
+    made = compute_advantages(groups, Train(advantage=name))
     got = [made[episode.episode_id][0] for group in groups for episode in group]
     assert got == pytest.approx(wanted, rel=1e-3)  # to the epsilon beside the deviation
 

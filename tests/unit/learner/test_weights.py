@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import advantages, credited_by, groups_of
-from swarmq.learner.batching.micro_batches import Pass, Traits, Weigher, work_of
-from swarmq.learner.feed.batch_summary import describe
-from swarmq.learner.store.records import BatchRecord, Index
+from swarmq.learner.algorithms.advantages import compute_advantages, count_credited, group_by_slot
+from swarmq.learner.batching.micro_batches import MicroBatch, ModelProfile, Weigher, build_rank_batch
+from swarmq.learner.feed.batch_summary import batch_metrics
+from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.messages import Rollout, Turn
 from swarmq.timeline import Cost, PrefixTree, fold, lay_rows, resolve, unfold
 from swarmq.token_drift import Drift
 
-TRAITS = Traits(cost=Cost(token=1.0, pair=1.0))
+TRAITS = ModelProfile(cost=Cost(token=1.0, pair=1.0))
 Laid = dict[tuple[int, int, int], tuple[float, float]]
 
 
@@ -36,7 +36,7 @@ def batches(draw: st.DrawFn) -> list[Rollout]:
     return made
 
 
-def laid(passes: list[Pass]) -> Laid:
+def laid(passes: list[MicroBatch]) -> Laid:
     """(episode, turn, offset) -> weight and advantage; each is there once."""
     found: Laid = {}
     for one in passes:
@@ -60,7 +60,7 @@ def test_weight_and_advantage_of_a_token_are_those_of_the_oracle_however_it_is_l
     train = Train(normalisation=normalisation, advantage=advantage, micro_batch_tokens=budget)
     weigh = Weigher(batch, train)
     oracle = laid([weigh(lay_rows([(e, row) for row in unfold(resolve(one.turns))])) for e, one in enumerate(batch)])
-    credit = advantages(groups_of(batch), train)
+    credit = compute_advantages(group_by_slot(batch), train)
     if normalisation == "episode":
         trained = sum(any(a is not None for a in of) for of in credit.values())
         assert abs(sum(weight for weight, _ in oracle.values()) - trained) < 1e-4
@@ -72,7 +72,7 @@ def test_weight_and_advantage_of_a_token_are_those_of_the_oracle_however_it_is_l
         passes = [
             one
             for rank in range(world)
-            for one in work_of(batch, own, TRAITS, rank=rank, world=world).passes
+            for one in build_rank_batch(batch, own, TRAITS, rank=rank, world=world).passes
             if not one.idle
         ]
         assert laid(passes) == oracle
@@ -116,8 +116,10 @@ def test_figures_say_what_turns_are_credited_by_and_drift_as_everywhere_else() -
     group[0] = msgspec.structs.replace(
         group[0], turns=turns, call_rewards={"c1": 1.0}, agent_rewards={"a": 0.5, "nobody": 9.0}
     )
-    assert credited_by(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
-    figures = describe(BatchRecord(index=Index(record=1, version=1), episodes=tuple(group), settings=Train()), [])
+    assert count_credited(group, Train()) == ["agent", "call", "episode", "episode", *["episode"] * 4]
+    figures = batch_metrics(
+        BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(group), settings=Train()), []
+    )
     assert figures["credited"] == {"agent": 1 / 8, "call": 1 / 8, "episode": 6 / 8}
     assert figures["reward_credited"] == {"agent": 0.5, "call": 1.0}
     assert figures["drifted"] == Drift.of(turn for e in group for turn in e.turns).rate == 1 / 6

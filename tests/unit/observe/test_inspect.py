@@ -19,11 +19,11 @@ from support.families import BY_NAME, FamilyEngine, tokenizer_of
 from swarmq.cli import main
 from swarmq.config import RunFolder, SwarmJob
 from swarmq.errors import EpisodeError
-from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.store import token_trace
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.records import BatchRecord, Identity, Index
-from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
+from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
+from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import new_id, pack_floats, unpack_floats, unpack_ids
 from swarmq.observe.inspect.html import render_page
 from swarmq.observe.inspect.read import BatchRow, EpisodeRow, EpisodeView, build_view, decode_tokens, find_episode
@@ -37,10 +37,10 @@ def spoken(ids):
 
 def seen_of(episode, advantage=0.5, left_out=b""):
     """What training would have recorded: the sampled log-probability and a quarter more."""
-    return EpisodeTokens(
+    return EpisodeTrace(
         episode_id=episode.episode_id,
         turns=tuple(
-            TurnTokens(
+            TurnTrace(
                 call_id=turn.call_id,
                 advantage=advantage,
                 logprobs=pack_floats([value + 0.25 for value in unpack_floats(turn.logprobs)]),
@@ -110,7 +110,8 @@ def test_a_token_that_a_filter_left_out_contributes_nothing():
 
 
 @pytest.mark.parametrize(
-    ("effect", "share"), [(Effect.MASKED, 0.0), (Effect.CLIPPED, 0.0), (Effect.TRUNCATED, 1.0), (Effect.WHOLE, 1.0)]
+    ("effect", "share"),
+    [(LossEffect.MASKED, 0.0), (LossEffect.CLIPPED, 0.0), (LossEffect.TRUNCATED, 1.0), (LossEffect.WHOLE, 1.0)],
 )
 def test_a_token_whose_gradient_the_loss_cut_contributes_nothing(effect, share):
     episode = make_episode("g0", turns=2)
@@ -154,7 +155,7 @@ def test_a_contribution_that_is_not_finite_takes_no_colour_from_the_others(broke
 
 def test_a_record_from_before_effects_were_kept_can_be_read():
     old = {"call_id": "c", "advantage": 0.5, "logprobs": b"\0" * 4}
-    turn = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=TurnTokens)
+    turn = msgspec.msgpack.decode(msgspec.msgpack.encode(old), type=TurnTrace)
     assert (turn.advantage, turn.advantages, turn.effects) == (0.5, b"", b"")
 
 
@@ -307,7 +308,7 @@ def run(tmp_path):
     tokenizer_of("chatml").save(str(model / "tokenizer.json"))
     job = SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": str(model)}}})
     folder = job.run_folder
-    log = BatchLog(folder.batch_log("main"), Identity.of(job, "main"))
+    log = BatchLog(folder.batch_log("main"), RunIdentity.of(job, "main"))
     for number, name in ((1, "first"), (2, "second")):
         episodes = tuple(make_group(name, (0.0, 1.0), turns=3))
         drifted = msgspec.structs.replace(episodes[0].turns[1], repaired=True)
@@ -316,11 +317,13 @@ def run(tmp_path):
         ids = tuple(episode.episode_id for episode in episodes)
         dropped = {"stale-11": "stale", "long-12": "over_budget"} if number == 2 else {}
         log.append(
-            BatchRecord(index=Index(record=number, version=number, trained=ids, dropped=dropped), episodes=episodes)
+            BatchRecord(
+                index=BatchIndex(record=number, version=number, trained=ids, dropped=dropped), episodes=episodes
+            )
         )
-    log.append(BatchRecord(index=Index(record=3, version=2, dropped={"old-13": "stale"})))
+    log.append(BatchRecord(index=BatchIndex(record=3, version=2, dropped={"old-13": "stale"})))
     log.close()
-    token_trace.write(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
+    token_trace.write_trace(folder.token_log("main"), 2, 0, [seen_of(episode) for episode in episodes])
     (folder.path / "resolved.toml").write_text(job.to_toml())
     return folder.path
 

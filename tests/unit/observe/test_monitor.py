@@ -15,7 +15,7 @@ from rich.console import Console
 
 from swarmq.config import SwarmJob
 from swarmq.learner.feed.step_events import StepEvents
-from swarmq.learner.health.signs import signs
+from swarmq.learner.health.signs import find_signs
 from swarmq.messages import Event, EventName
 from swarmq.observe.curves import read_events
 from swarmq.observe.monitor import draw_once, follow, follow_pace, record_events
@@ -65,7 +65,7 @@ async def test_signs_are_read_past_figures_that_were_not_finite(broken: float, t
         await steps.add(Event(run="r", source="learner.main", name="step", at=0.0, fields=fields))
     read = [one.fields for one in read_events(tmp_path / "events.jsonl")]
     assert read[14]["grad_norm"] is None
-    found = {finding.check: finding for finding in signs(read, 4)}
+    found = {finding.check: finding for finding in find_signs(read, 4)}
     assert {name for name, finding in found.items() if finding.level != "ok"} == {"mismatch", "steps skipped"}
     assert found["gradient growing"].text.startswith("gradient norm over that of the first 10 steps 1 (")
 

@@ -15,7 +15,7 @@ from swarmq.broker.node import files
 from swarmq.config import EngineSettings, Lora, Loss, Policy, SwarmJob, Train
 from swarmq.errors import BrokerError, ConfigError, SetUpError, SwarmqError
 from swarmq.learner.checkpoint.discovery import MANIFEST, File, Manifest
-from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, Identity
+from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, RunIdentity
 from swarmq.up import deploy
 
 ELSEWHERE = EngineSettings(urls=("http://127.0.0.1:9",))
@@ -85,7 +85,7 @@ def checkpoint(job: SwarmJob, lora: Lora) -> Path:
     save_file({"a": np.zeros(1, np.float32)}, path / ADAPTER_FILE, metadata=settings)
     manifest = Manifest(
         schema=SCHEMA,
-        identity=Identity.of(job, "main"),
+        identity=RunIdentity.of(job, "main"),
         version=7,
         files={str(ADAPTER_FILE): File(size=(path / ADAPTER_FILE).stat().st_size, sha256="of no importance")},
         written_at=0.0,

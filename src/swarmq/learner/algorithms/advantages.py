@@ -29,7 +29,7 @@ Baselines = dict[str, float]
 Of = Mapping[str, Mapping[str, float]]
 """Episode -> call, or "" for what is no call's -> reward or advantage."""
 Values = dict[Tag, Of]
-Credit = Mapping[str, Sequence[float | None]]
+TurnAdvantages = Mapping[str, Sequence[float | None]]
 """episode_id -> one advantage per turn; None for a turn that is not to be trained."""
 
 
@@ -41,28 +41,28 @@ def leave_one_out(rewards: Of) -> Of:
     return {e: {call: reward - others[e] for call, reward in of.items()} for e, of in rewards.items()}
 
 
-def centered(rewards: Of) -> Of:
+def center(rewards: Of) -> Of:
     """(k - 1)/k of that for k episodes: where each has one value, that against the mean of all (2503.20783)."""
     return _scaled(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
-def standardised(rewards: Of) -> Of:
+def standardize(rewards: Of) -> Of:
     """Centred and divided by the standard deviation of the values, n - 1 in its denominator (2402.03300)."""
     deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
-    return _scaled(centered(rewards), 1 / (deviation + GRPO_EPSILON))
+    return _scaled(center(rewards), 1 / (deviation + GRPO_EPSILON))
 
 
 WITHIN_GROUP: dict[str, Callable[[Of], Of]] = {
     "rloo": leave_one_out,
-    "centered": centered,
-    "grpo": standardised,
-    "batch_norm": centered,
+    "centered": center,
+    "grpo": standardize,
+    "batch_norm": center,
 }
 """`batch_norm` is also divided by the batch's standard deviation of all centred values (2501.03262). `ema` is not
 here: it compares with the past (2506.24119)."""
 
 
-def advantages(
+def compute_advantages(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float | None]]:
     """Credit by the method of each group's kind. `baselines` are those that `ema` has before this batch."""
@@ -98,7 +98,7 @@ def _by_method(
     }
 
 
-def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
+def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
     """The `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
     rewards = [_rewards(group, train) for group in groups]
     after = _begun(baselines, groups, rewards)
@@ -112,10 +112,10 @@ def updated(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]],
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
     """Whether any turn of the group would get an advantage other than 0, or needs none."""
-    return not train.needs_baseline or any(_compared(of, centered) for of in _rewards(group, train).values())
+    return not train.needs_baseline or any(_compared(of, center) for of in _rewards(group, train).values())
 
 
-def groups_of(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
+def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
     """The groups of a batch, whose members stand together."""
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
@@ -128,7 +128,7 @@ def length_penalty(episode: Rollout, train: Train) -> float:
     return rule.weight * min(max((sampled - rule.free) / (rule.full - rule.free), 0.0), 1.0)
 
 
-def credited_by(group: Sequence[Rollout], train: Train) -> list[str]:
+def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
     """What the reward of each turn of the group is that of: `call`, `agent` or `episode`."""
     return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
 
@@ -156,7 +156,7 @@ def _against_the_past(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]
 ) -> list[Values]:
     """What has no past is centred within the batch, because A = R would teach only to be rewarded."""
-    first = {name: _compared(of, centered) for name, of in _by_name(groups, rewards).items() if name not in baselines}
+    first = {name: _compared(of, center) for name, of in _by_name(groups, rewards).items() if name not in baselines}
 
     def against(name: str, of: Of) -> Of:
         if name in first:

@@ -8,30 +8,30 @@ import torch
 from torch import Tensor
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, Tokens
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, WITHOUT_RATIO, LossInputs
 
 
-class Kept(NamedTuple):
+class FilterResult(NamedTuple):
     tokens: Tensor  # [S] bool, those that are left of `among`
     calls_out: Tensor  # scalar, model calls left out whole
     tokens_out: Tensor  # scalar, tokens left out of calls that stay
 
 
-def filters(train: Train) -> bool:
+def has_filters(train: Train) -> bool:
     """Whether any filter applies; none does to a loss that does not ask with what probability a token was sampled."""
     return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
-def keep(tokens: Tokens, train: Train, among: Tensor) -> Kept | None:
+def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResult | None:
     """What is left of the tokens `among` [S] bool, which are whole model calls. None when no filter applies.
 
     Calls go by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long ones; then
     tokens by the band of rho. A call is whole in every layout, as a row or an episode is not, so the layout cannot change
     what is left out.
     """
-    if not filters(train):
+    if not has_filters(train):
         return None
-    gap = (tokens.theta.detach() - tokens.mu).clamp(max=MAX_LOG_RATIO)
+    gap = (tokens.logprobs.detach() - tokens.behavior_logprobs).clamp(max=MAX_LOG_RATIO)
     ratio, kept = gap.exp(), among
     bad_calls = torch.zeros(tokens.num_calls, dtype=torch.bool, device=gap.device)
     if train.row_k3_max:
@@ -45,4 +45,4 @@ def keep(tokens: Tokens, train: Train, among: Tensor) -> Kept | None:
     if train.ratio_band is not None:
         low, high = train.ratio_band
         in_band = kept & (ratio >= low) & (ratio <= high)
-    return Kept(in_band, bad_calls.sum(), (kept & ~in_band).sum())
+    return FilterResult(in_band, bad_calls.sum(), (kept & ~in_band).sum())

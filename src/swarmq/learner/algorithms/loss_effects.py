@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 
-class Effect(IntEnum):
+class LossEffect(IntEnum):
     WHOLE = 0
     MASKED = 1
     """No gradient is left: the probability has already moved far enough (`tis_mask`)."""
@@ -16,4 +16,4 @@ class Effect(IntEnum):
 
     @property
     def cuts(self) -> bool:
-        return self in {Effect.MASKED, Effect.CLIPPED}
+        return self in {LossEffect.MASKED, LossEffect.CLIPPED}

@@ -25,5 +25,5 @@ def token_weight(name: str, *, episode_tokens: int, constant_length: int) -> flo
             raise AssertionError(name)
 
 
-def units(name: str) -> Units:
+def normalization_units(name: str) -> Units:
     return "tokens" if name == "token" else "episodes"

@@ -1,6 +1,6 @@
-"""Policy losses per token. `theta` carries the gradient; everything else is constant.
+"""Policy losses per token. `logprobs` carries the gradient; everything else is constant.
 
-theta, mu: log-probability under the learner's and the engine's weights; rho = exp(theta - mu); A: advantage.
+logprobs, behavior_logprobs: log-probability under the learner's and the engine's weights; rho = exp(logprobs - behavior_logprobs); A: advantage.
 `policy_loss` puts together what a step asks for: the loss by name, the correction for several steps per batch, the
 divergence from a reference.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from swarmq.config import Loss
-from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.algorithms.loss_effects import LossEffect
 
 CISPO_HIGH = 4.0
 PPO_LOW, PPO_HIGH = 0.2, 0.28
@@ -25,18 +25,20 @@ PULL_REACH = 3.0
 """Nats, where `ratio_cap` is by default: a token that is further away is not pulled harder."""
 
 
-class Tokens(NamedTuple):
+class LossInputs(NamedTuple):
     """The S trained tokens of a pass."""
 
-    theta: Tensor  # [S] float32, with gradient
-    mu: Tensor  # [S] float32
+    logprobs: Tensor  # [S] float32, with gradient
+    behavior_logprobs: Tensor  # [S] float32
     advantages: Tensor  # [S] float32
     calls: Tensor  # [S] int64, which model call of the pass
     num_calls: int
     proximal: Tensor | None = None  # [S] float32, log-probability before the first optimizer step of this batch
     reference: Tensor | None = None  # [S] float32, under the reference model
     teacher: Tensor | None = None  # [S] float32, under the teacher
-    held: Tensor | None = None  # [S] bool, sampled under a grammar: mu is normalised over the tokens that it allowed
+    held: Tensor | None = (
+        None  # [S] bool, sampled under a grammar: behavior_logprobs is normalised over the tokens that it allowed
+    )
 
 
 class TokenLoss(NamedTuple):
@@ -45,20 +47,22 @@ class TokenLoss(NamedTuple):
     advantages: Tensor | None  # [S] those that the loss used, constant; None where it uses none
 
 
-def tis_mask(tokens: Tokens, loss: Loss) -> TokenLoss:
+def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Truncated importance weight, masked where the probability already moved far enough (2602.04879)."""
-    theta = tokens.theta.detach()
-    moved = theta.exp() - tokens.mu.exp()
+    logprobs = tokens.logprobs.detach()
+    moved = logprobs.exp() - tokens.behavior_logprobs.exp()
     masked = ((tokens.advantages > 0) & (moved > loss.mask_delta)) | (
         (tokens.advantages < 0) & (moved < -loss.mask_delta)
     )
-    ratio = _ratio(theta, tokens.mu)
+    ratio = _ratio(logprobs, tokens.behavior_logprobs)
     weight = ratio.clamp(max=loss.ratio_cap) * ~masked
-    pull = loss.logratio_penalty * _pull(tokens.theta - tokens.mu)
+    pull = loss.logratio_penalty * _pull(tokens.logprobs - tokens.behavior_logprobs)
     if tokens.held is not None:
-        pull = pull * ~tokens.held  # mu is another distribution's: to close the gap would raise what the grammar forced
-    effects = ((ratio > loss.ratio_cap) * Effect.TRUNCATED).masked_fill(masked, Effect.MASKED)
-    return TokenLoss(-weight * tokens.advantages * tokens.theta + pull, effects, tokens.advantages)
+        pull = (
+            pull * ~tokens.held
+        )  # behavior_logprobs is another distribution's: to close the gap would raise what the grammar forced
+    effects = ((ratio > loss.ratio_cap) * LossEffect.TRUNCATED).masked_fill(masked, LossEffect.MASKED)
+    return TokenLoss(-weight * tokens.advantages * tokens.logprobs + pull, effects, tokens.advantages)
 
 
 def _pull(gap: Tensor) -> Tensor:
@@ -67,56 +71,56 @@ def _pull(gap: Tensor) -> Tensor:
     return near * (2 * gap - near)
 
 
-def ppo_clip(tokens: Tokens, loss: Loss) -> TokenLoss:
+def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Clipped ratio, wider upwards, with a second clip for A < 0 (1707.06347, 2503.14476)."""
-    ratio = _ratio(tokens.theta, tokens.mu)
+    ratio = _ratio(tokens.logprobs, tokens.behavior_logprobs)
     limited = ratio.clamp(1 - _or(loss.clip_low, PPO_LOW), 1 + _or(loss.clip_high, PPO_HIGH))
     a = tokens.advantages
     objective = torch.minimum(ratio * a, limited * a)
     objective = torch.where(a < 0, torch.maximum(objective, loss.dual_clip * a), objective)
     clipped = (limited * a < ratio * a) | ((a < 0) & (ratio > loss.dual_clip))
-    return TokenLoss(-objective, clipped * Effect.CLIPPED, a)
+    return TokenLoss(-objective, clipped * LossEffect.CLIPPED, a)
 
 
-def cispo(tokens: Tokens, loss: Loss) -> TokenLoss:
+def cispo(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """Every token keeps a gradient, with its weight clipped from above (2506.13585)."""
-    ratio = _ratio(tokens.theta.detach(), tokens.mu)
+    ratio = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
     high = 1 + _or(loss.clip_high, CISPO_HIGH)
     return _weighted(tokens, ratio, high)
 
 
-def gspo(tokens: Tokens, loss: Loss) -> TokenLoss:
+def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """One ratio per sequence, the mean over its tokens in the exponent (2507.18071). A sequence is what one model call
     sampled: that is whole however turns are laid out."""
-    size = torch.zeros(tokens.num_calls, dtype=tokens.mu.dtype, device=tokens.mu.device).index_add_(
-        0, tokens.calls, torch.ones_like(tokens.mu)
-    )
-    total = torch.zeros_like(size).index_add_(0, tokens.calls, tokens.theta.detach() - tokens.mu)
+    size = torch.zeros(
+        tokens.num_calls, dtype=tokens.behavior_logprobs.dtype, device=tokens.behavior_logprobs.device
+    ).index_add_(0, tokens.calls, torch.ones_like(tokens.behavior_logprobs))
+    total = torch.zeros_like(size).index_add_(0, tokens.calls, tokens.logprobs.detach() - tokens.behavior_logprobs)
     sequence = (total / size.clamp(min=1)).clamp(max=MAX_LOG_RATIO).exp()[tokens.calls]
-    ratio = sequence * (tokens.theta - tokens.theta.detach()).exp()
+    ratio = sequence * (tokens.logprobs - tokens.logprobs.detach()).exp()
     limited = ratio.clamp(1 - _or(loss.clip_low, GSPO_LOW), 1 + _or(loss.clip_high, GSPO_HIGH))
     a = tokens.advantages
-    return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a) * Effect.CLIPPED, a)
+    return TokenLoss(-torch.minimum(ratio * a, limited * a), (limited * a < ratio * a) * LossEffect.CLIPPED, a)
 
 
-def reinforce(tokens: Tokens, loss: Loss) -> TokenLoss:
+def reinforce(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """The policy gradient with a truncated importance weight."""
-    return _weighted(tokens, _ratio(tokens.theta.detach(), tokens.mu), loss.ratio_cap)
+    return _weighted(tokens, _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs), loss.ratio_cap)
 
 
-def sft(tokens: Tokens, _: Loss) -> TokenLoss:
+def sft(tokens: LossInputs, _: Loss) -> TokenLoss:
     """Cross-entropy on demonstrations."""
-    return TokenLoss(-tokens.theta, torch.zeros_like(tokens.theta, dtype=torch.int64), None)
+    return TokenLoss(-tokens.logprobs, torch.zeros_like(tokens.logprobs, dtype=torch.int64), None)
 
 
-def distill(tokens: Tokens, loss: Loss) -> TokenLoss:
+def distill(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """On-policy distillation: the policy gradient whose advantage is the teacher's log-probability less our own, an
     unbiased estimate of the reverse KL divergence's gradient."""
     assert tokens.teacher is not None
-    return reinforce(tokens._replace(advantages=tokens.teacher - tokens.theta.detach()), loss)
+    return reinforce(tokens._replace(advantages=tokens.teacher - tokens.logprobs.detach()), loss)
 
 
-LOSSES: dict[str, Callable[[Tokens, Loss], TokenLoss]] = {
+LOSSES: dict[str, Callable[[LossInputs, Loss], TokenLoss]] = {
     "tis_mask": tis_mask,
     "ppo_clip": ppo_clip,
     "cispo": cispo,
@@ -130,39 +134,39 @@ WITHOUT_RATIO = {"sft"}
 """Losses that do not ask with what probability a token was sampled."""
 
 
-def policy_loss(tokens: Tokens, loss: Loss) -> TokenLoss:
+def policy_loss(tokens: LossInputs, loss: Loss) -> TokenLoss:
     """The loss of `loss.name` and all that belongs to it.
 
     With `proximal` the loss compares with those weights instead of the engine's, and each token is weighted by
-    min(exp(proximal - mu), ratio_cap) for having been sampled by the engine (decoupled PPO, 2505.24298).
+    min(exp(proximal - behavior_logprobs), ratio_cap) for having been sampled by the engine (decoupled PPO, 2505.24298).
     """
     if tokens.proximal is None or loss.name in WITHOUT_RATIO:
         result = LOSSES[loss.name](tokens, loss)
     else:
-        behaviour = _ratio(tokens.proximal, tokens.mu).clamp(max=loss.ratio_cap)
-        result = LOSSES[loss.name](tokens._replace(mu=tokens.proximal), loss)
+        behaviour = _ratio(tokens.proximal, tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
+        result = LOSSES[loss.name](tokens._replace(behavior_logprobs=tokens.proximal), loss)
         result = result._replace(per_token=behaviour * result.per_token)
     if tokens.reference is None:
         return result
     return result._replace(per_token=result.per_token + loss.kl * divergence(tokens, loss))
 
 
-def divergence(tokens: Tokens, loss: Loss) -> Tensor:
-    """k3 from the reference, [S]: e^d - d - 1 with d = reference - theta, for tokens the engine sampled."""
+def divergence(tokens: LossInputs, loss: Loss) -> Tensor:
+    """k3 from the reference, [S]: e^d - d - 1 with d = reference - logprobs, for tokens the engine sampled."""
     assert tokens.reference is not None
-    d = (tokens.reference - tokens.theta).clamp(max=MAX_LOG_RATIO)
-    weight = _ratio(tokens.theta.detach(), tokens.mu).clamp(max=loss.ratio_cap)
+    d = (tokens.reference - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
+    weight = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
     return weight * (d.exp() - d - 1)
 
 
-def _weighted(tokens: Tokens, ratio: Tensor, cap: float) -> TokenLoss:
+def _weighted(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
     """The policy gradient, weighted by the ratio up to `cap`."""
     a = tokens.advantages
-    return TokenLoss(-ratio.clamp(max=cap) * a * tokens.theta, (ratio > cap) * Effect.TRUNCATED, a)
+    return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)
 
 
-def _ratio(theta: Tensor, mu: Tensor) -> Tensor:
-    return (theta - mu).clamp(max=MAX_LOG_RATIO).exp()
+def _ratio(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+    return (logprobs - behavior_logprobs).clamp(max=MAX_LOG_RATIO).exp()
 
 
 def _or(setting: float | None, default: float) -> float:

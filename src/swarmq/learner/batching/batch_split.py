@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from swarmq.learner.algorithms.advantages import groups_of
+from swarmq.learner.algorithms.advantages import group_by_slot
 from swarmq.messages import Rollout
 
 ADDED = frozenset(
@@ -22,18 +22,18 @@ COMPARED = frozenset(
 """Those of the others that are averaged over the tokens before filters."""
 
 
-def parts_of(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout, ...]]:
+def split_groups(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout, ...]]:
     """The batch in at most `steps` parts of whole groups, as even in groups as can be, in the batch's order.
 
     Every episode is in exactly one of them.
     """
-    groups = groups_of(episodes)
+    groups = group_by_slot(episodes)
     steps = min(steps, len(groups))
     edges = [round(i * len(groups) / steps) for i in range(steps + 1)] if steps else []
     return [tuple(episode for group in groups[a:b] for episode in group) for a, b in pairwise(edges)]
 
 
-def merged(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def merge_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a batch from those of its steps."""
     if len(steps) == 1:
         return steps[0]

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
-from swarmq.learner.algorithms.loss_weights import token_weight, units
+from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
+from swarmq.learner.algorithms.loss_weights import normalization_units, token_weight
 from swarmq.learner.batching.sampling_checks import is_comparable
 from swarmq.messages import Rollout
 from swarmq.timeline import (
@@ -39,7 +39,7 @@ UNEVEN = 1.05
 """Ranks get passes of their even share and a little more, because cuts repeat tokens and packing leaves gaps."""
 
 
-class Traits(msgspec.Struct, frozen=True, kw_only=True):
+class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
     """What the model that computes the passes is like."""
 
     cost: Cost
@@ -49,7 +49,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens that keep it busy, where larger passes of packed rows are slower for it; None where they are not."""
 
 
-class Pass(msgspec.Struct, frozen=True, kw_only=True):
+class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One forward and backward, and what its S sampled tokens weigh."""
 
     layout: Layout
@@ -66,42 +66,42 @@ class Pass(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.layout.episodes[0]) < 0
 
 
-class Totals(msgspec.Struct, frozen=True, kw_only=True):
+class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
     """Of what has credit, over the whole batch and all ranks, before any filter."""
 
     tokens: int
     episodes: int
 
     def of(self, normalisation: str) -> int:
-        return max(self.tokens if units(normalisation) == "tokens" else self.episodes, 1)
+        return max(self.tokens if normalization_units(normalisation) == "tokens" else self.episodes, 1)
 
 
-class Work(msgspec.Struct, frozen=True, kw_only=True):
+class RankBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch laid out, and one rank's part of it."""
 
-    passes: list[Pass]
+    passes: list[MicroBatch]
     """As many as every other rank has."""
     plan: Plan
     """Of all ranks."""
     num_episodes: int
-    totals: Totals
+    totals: BatchTotals
 
 
-def credited_tokens(episode: Rollout, credit: Credit) -> int:
+def count_credited_tokens(episode: Rollout, credit: TurnAdvantages) -> int:
     """Sampled tokens of the turns that have an advantage."""
     turns = zip(episode.turns, credit[episode.episode_id], strict=True)
     return sum(turn.num_sampled for turn, value in turns if value is not None)
 
 
-def work_of(
+def build_rank_batch(
     episodes: Sequence[Rollout],
     train: Train,
-    traits: Traits,
+    traits: ModelProfile,
     *,
     rank: int = 0,
     world: int = 1,
-    credit: Credit | None = None,
-) -> Work:
+    credit: TurnAdvantages | None = None,
+) -> RankBatch:
     """What `rank` of `world` computes. `credit` is that of the whole batch where `episodes` are a part of it.
 
     Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
@@ -114,8 +114,8 @@ def work_of(
     mine = _dealt(whole.layouts, world)
     weigh = Weigher(episodes, train, credit)
     passes = [weigh(layout) for layout in mine[rank]]
-    passes += [idle()] * (max(map(len, mine)) - len(passes))
-    return Work(
+    passes += [idle_micro_batch()] * (max(map(len, mine)) - len(passes))
+    return RankBatch(
         passes=_in_step(passes, mine) if traits.rows_only else passes,
         plan=whole,
         num_episodes=len(episodes),
@@ -123,11 +123,11 @@ def work_of(
     )
 
 
-def idle() -> Pass:
+def idle_micro_batch() -> MicroBatch:
     """A pass that trains nothing, for a rank that has fewer than another."""
     (layout,) = row_layouts([[standalone([0], [0], [0.0])]], budget=2)
     nothing = np.zeros(1, np.float32)
-    return Pass(
+    return MicroBatch(
         layout=msgspec.structs.replace(layout, episodes=np.full(1, -1, np.int32)),
         advantages=nothing,
         weights=nothing,
@@ -139,7 +139,7 @@ def idle() -> Pass:
     )
 
 
-def reweighed(work: Work, train: Train, tokens: Sequence[int]) -> Work:
+def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
     """With the weights that episodes have of which `tokens` are left."""
     weights = np.array(
         [
@@ -157,10 +157,10 @@ def reweighed(work: Work, train: Train, tokens: Sequence[int]) -> Work:
     )
 
 
-def without(work: Work, episodes: Sequence[int]) -> Work:
+def without_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
     """As if these episodes, by their index, had nothing to learn from, nor any number that cannot be computed with."""
 
-    def cleaned(one: Pass) -> Pass:
+    def cleaned(one: MicroBatch) -> MicroBatch:
         out = np.isin(one.layout.episodes, episodes)
         logprobs, advantages, weights = (
             np.where(out, 0, values).astype(np.float32) for values in (one.layout.logprobs, one.advantages, one.weights)
@@ -175,13 +175,13 @@ def without(work: Work, episodes: Sequence[int]) -> Work:
 class Weigher:
     """Knows what every turn of a batch weighs."""
 
-    def __init__(self, episodes: Sequence[Rollout], train: Train, credit: Credit | None = None) -> None:
-        by_id = credit or advantages(groups_of(episodes), train)
+    def __init__(self, episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages | None = None) -> None:
+        by_id = credit or compute_advantages(group_by_slot(episodes), train)
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]
         """Episode -> its first turn among the turns of all."""
-        counts = [credited_tokens(episode, by_id) for episode in episodes]
-        self.totals = Totals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
+        counts = [count_credited_tokens(episode, by_id) for episode in episodes]
+        self.totals = BatchTotals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
         weights = [
             token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
             for count in counts
@@ -194,10 +194,10 @@ class Weigher:
         self.held = np.array([bool(turn.sampling.grammar) for turn in every], np.bool_)
         self.plain = np.array([is_comparable(turn) for turn in every], np.bool_)
 
-    def __call__(self, layout: Layout) -> Pass:
+    def __call__(self, layout: Layout) -> MicroBatch:
         turn = self.first[layout.episodes] + layout.turns
         which, calls = np.unique(turn, return_inverse=True)
-        return Pass(
+        return MicroBatch(
             layout=layout,
             advantages=self.advantages[turn],
             weights=self.weights[turn],
@@ -209,7 +209,7 @@ class Weigher:
         )
 
 
-def _planned(folded: Folded, train: Train, traits: Traits, budget: int) -> Plan:
+def _planned(folded: Folded, train: Train, traits: ModelProfile, budget: int) -> Plan:
     if train.layout != "auto":
         return plan_layouts(
             folded,
@@ -232,10 +232,13 @@ def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[Reso
     return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
 
 
-def _in_step(passes: Sequence[Pass], dealt: Sequence[Sequence[Layout]]) -> list[Pass]:
+def _in_step(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) -> list[MicroBatch]:
     """With as many rows as the same pass has on any rank: computed one by one, each gathers the layers that ranks share out, and
     who waits for another's collective waits for ever."""
-    rows = [max(len(layout.node_starts) for layout in side) for side in zip_longest(*dealt, fillvalue=idle().layout)]
+    rows = [
+        max(len(layout.node_starts) for layout in side)
+        for side in zip_longest(*dealt, fillvalue=idle_micro_batch().layout)
+    ]
     return [
         msgspec.structs.replace(one, layout=with_rows(one.layout, count))
         for one, count in zip(passes, rows, strict=True)

@@ -9,51 +9,53 @@ import torch
 from torch import Tensor
 
 from swarmq.learner.algorithms.losses import TokenLoss
-from swarmq.learner.batching.micro_batches import Pass
-from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
+from swarmq.learner.batching.micro_batches import MicroBatch
+from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout
 
 
-class Seen:
+class TraceBuilder:
     """Collects on the device what the passes of a step scored; copied once, at the end."""
 
     def __init__(self) -> None:
-        self._passes: list[Pass] = []
+        self._passes: list[MicroBatch] = []
         self._scored: list[Tensor] = []
         self._judged = True
 
-    def add(self, one: Pass, theta: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
-        """`theta` [S] log-probabilities, `left_out` [S] whether a filter took the token."""
+    def add(self, one: MicroBatch, logprobs: Tensor, loss: TokenLoss, left_out: Tensor) -> None:
+        """`logprobs` [S] log-probabilities, `left_out` [S] whether a filter took the token."""
         self._judged = loss.advantages is not None
-        used = torch.zeros_like(theta) if loss.advantages is None else loss.advantages
+        used = torch.zeros_like(logprobs) if loss.advantages is None else loss.advantages
         self._passes.append(one)
-        self._scored.append(torch.stack([theta.detach().float(), left_out.float(), used.float(), loss.effects.float()]))
+        self._scored.append(
+            torch.stack([logprobs.detach().float(), left_out.float(), used.float(), loss.effects.float()])
+        )
 
-    def by_episode(self, episodes: Sequence[Rollout]) -> list[EpisodeTokens]:
+    def by_episode(self, episodes: Sequence[Rollout]) -> list[EpisodeTrace]:
         """`episodes` are those that the passes' indices mean."""
         if not self._passes:
             return []
-        theta, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
+        logprobs, left_out, used, effects = torch.cat(self._scored, dim=1).cpu().numpy()
         whose, turn, offset = (
             np.concatenate([getattr(one.layout, name) for one in self._passes])
             for name in ("episodes", "turns", "offsets")
         )
         order = np.lexsort((offset, turn, whose))
         edges = np.flatnonzero(np.diff(whose[order]) | np.diff(turn[order])) + 1
-        turns: dict[int, list[TurnTokens]] = {}
+        turns: dict[int, list[TurnTrace]] = {}
         for part in np.split(order, edges):
             index, apart = int(whose[part[0]]), bool((used[part] != used[part[0]]).any())
             turns.setdefault(index, []).append(
-                TurnTokens(
+                TurnTrace(
                     call_id=episodes[index].turns[turn[part[0]]].call_id,
                     advantage=float(used[part[0]]) if self._judged and not apart else None,
-                    logprobs=_floats(theta[part]),
+                    logprobs=_floats(logprobs[part]),
                     left_out=_flags(left_out[part]),
                     advantages=_floats(used[part]) if apart else b"",
                     effects=_flags(effects[part]),
                 )
             )
-        return [EpisodeTokens(episode_id=episodes[i].episode_id, turns=tuple(of)) for i, of in turns.items()]
+        return [EpisodeTrace(episode_id=episodes[i].episode_id, turns=tuple(of)) for i, of in turns.items()]
 
 
 def _floats(values: np.ndarray) -> bytes:

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from swarmq.config import Lora
 from swarmq.errors import SetUpError
 from swarmq.learner.store.durable_files import sha256
-from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, Identity
+from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY, SCHEMA, RunIdentity
 
 log = structlog.get_logger()
 
@@ -26,7 +26,7 @@ class File(msgspec.Struct, frozen=True, kw_only=True):
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
-    identity: Identity
+    identity: RunIdentity
     version: int
     """Weight version; the batch log goes on after it."""
     files: dict[str, File]
@@ -41,7 +41,7 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     version: int
 
 
-def newest(folder: Path, identity: Identity, *, hashed: bool = True) -> Checkpoint | None:
+def newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> Checkpoint | None:
     """The newest sound checkpoint, if any; `hashed` as for `check`.
 
     Raises LearnerError when one is of another run, policy or model, or from a newer swarmq: that is no damage.

@@ -47,8 +47,8 @@ from swarmq.learner.checkpoint.model_files import HostCopies, ModelFiles, NotGra
 from swarmq.learner.distributed.sharding import WholeState, is_sharded
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
-from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, mapped, sha256
-from swarmq.learner.store.records import SCHEMA, Identity
+from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, map_os_errors, sha256
+from swarmq.learner.store.records import SCHEMA, RunIdentity
 from swarmq.runtime.files import fsync_folder
 from swarmq.weights.format.packing import NamedTensors
 
@@ -93,7 +93,7 @@ class TrainerState(Protocol):
         ...
 
 
-def save(folder: Path, trainer: TrainerState, identity: Identity, *, model: str, keep: int) -> int:
+def save(folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, keep: int) -> int:
     """Both, at once: on rank 0 the version of the oldest checkpoint kept. Every rank calls it. Raises LearnerError."""
     draft = draw(folder, trainer, identity, model=model)
     oldest = finish(draft, keep=keep) if trainer.accelerator.is_main_process else 0
@@ -105,7 +105,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint in the making, which a crash may still take away."""
 
     path: Path
-    identity: Identity
+    identity: RunIdentity
     version: int
     writing: tuple[Callable[[], None], ...] = ()
     """What puts the files there that are not there yet. On rank 0 alone."""
@@ -118,7 +118,7 @@ class Draft(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def draw(
-    folder: Path, trainer: TrainerState, identity: Identity, *, model: str, copies: HostCopies | None = None
+    folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, copies: HostCopies | None = None
 ) -> Draft:
     """A draft of the trainer's state. Drafts that are there already are removed.
 
@@ -144,7 +144,7 @@ def draw(
     return msgspec.structs.replace(draft, writing=tuple(writing))
 
 
-def _begun(folder: Path, version: int, identity: Identity, accelerator: Accelerator) -> Draft:
+def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
     """The same on every rank: nothing yet, in a folder of its own, for another learner of the same run may be writing, too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
     draft = Draft(path=path, identity=identity, version=version)
@@ -291,7 +291,7 @@ def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
 def _told(draft: Draft) -> Iterator[None]:
     """Raises LearnerError for what keeps a draft from being written, also where torch and safetensors say so in errors of their
     own, neither of which tells a full disk from another."""
-    with mapped(draft.path.parent):
+    with map_os_errors(draft.path.parent):
         try:
             yield
         except (OSError, SafetensorError, RuntimeError) as error:

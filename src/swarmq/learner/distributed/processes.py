@@ -22,7 +22,7 @@ import structlog
 
 from swarmq.config import SwarmJob
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.runtime.files import write_atomically
 from swarmq.runtime.processes import die_with_parent
 
@@ -140,7 +140,7 @@ def _how(status: int) -> str:
 def job_file(job: SwarmJob, policy: str) -> Path:
     """The job as the children read it; it may hold the broker's password. Raises LearnerError where it cannot be written."""
     path = job.run_folder.path / policy / "job.toml"
-    with mapped(path):
+    with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, job.to_toml().encode())
     return path

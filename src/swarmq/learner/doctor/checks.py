@@ -9,11 +9,11 @@ import numpy as np
 
 from swarmq.config import Policy, Train
 from swarmq.engine.server.arguments import overriding
-from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
+from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
 from swarmq.learner.algorithms.loss_weights import token_weight
-from swarmq.learner.batching.micro_batches import Pass, Traits, credited_tokens, work_of
+from swarmq.learner.batching.micro_batches import MicroBatch, ModelProfile, build_rank_batch, count_credited_tokens
 from swarmq.learner.batching.sampling_checks import find_altered_sampling
-from swarmq.learner.health.findings import Finding, judged
+from swarmq.learner.health.findings import Finding, judge_value
 from swarmq.learner.store.records import BatchRecord
 from swarmq.messages import Rollout, Turn, unpack_floats, unpack_ids
 from swarmq.token_drift import Drift
@@ -21,7 +21,7 @@ from swarmq.token_drift import Drift
 LOST_LIMIT = 0.05
 
 
-def checks(policy: Policy, records: Sequence[BatchRecord], traits: Traits, vocab: int) -> Iterator[Finding]:
+def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile, vocab: int) -> Iterator[Finding]:
     """Of the batches of one policy; `traits` and `vocab` are those of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
@@ -61,7 +61,7 @@ def _sampling(turns: Sequence[Turn]) -> Finding:
             "what it allowed, the learner's are not, so their ratios are too small; ask for structured outputs in "
             "evaluation, or let the reward judge the form",
         )
-    return judged(
+    return judge_value(
         "whole distribution sampled",
         bad=bad > 0,
         ok=f"no truncation, penalty or bias in any of {len(turns)} turns; temperatures {dict(temperatures)}",
@@ -73,7 +73,7 @@ def _sampling(turns: Sequence[Turn]) -> Finding:
 def _logprobs(turns: Sequence[Turn]) -> Finding:
     values = [value for turn in turns for value in unpack_floats(turn.logprobs)]
     zeros = sum(value == 0.0 for value in values) / max(len(values), 1)
-    return judged(
+    return judge_value(
         "log-probabilities are those of samples",
         bad=zeros > 0.5,
         ok=f"mean {np.mean(values or [0.0]):.3f}; {zeros:.1%} are exactly 0",
@@ -84,7 +84,7 @@ def _logprobs(turns: Sequence[Turn]) -> Finding:
 
 def _versions(turns: Sequence[Turn]) -> Finding:
     without = sum(not turn.versions for turn in turns)
-    return judged(
+    return judge_value(
         "every token names its weights",
         bad=without > 0,
         ok="each sampled token has a weight version",
@@ -96,7 +96,7 @@ def _versions(turns: Sequence[Turn]) -> Finding:
 
 def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
     beyond = sum(max([*unpack_ids(t.prompt_ids), *unpack_ids(t.sampled_ids)], default=0) >= vocab for t in turns)
-    return judged(
+    return judge_value(
         "same tokens in engine and learner",
         bad=beyond > 0,
         ok=f"all ids are below the learner's {vocab}",
@@ -107,7 +107,7 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 def _drift(turns: Sequence[Turn]) -> Finding:
     """Recorded tokens that were kept are what is wanted; who lost them computes its whole context again."""
     drift = Drift.of(turns)
-    return judged(
+    return judge_value(
         "conversations go on token by token",
         bad=drift.lost > LOST_LIMIT,
         ok=f"of {drift.continued} turns with one to continue {drift.repaired} kept its tokens where a rendering has others; "
@@ -119,13 +119,17 @@ def _drift(turns: Sequence[Turn]) -> Finding:
     )
 
 
-def _weights(records: Sequence[BatchRecord], traits: Traits) -> Iterator[Finding]:
+def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[Finding]:
     """Folded, packed and dealt out, each sampled token is there once, with what its episode gave it before that."""
     tokens = apart = 0
     for record in records:
         train = record.settings or Train()
-        credit = advantages(groups_of(record.episodes), train, record.baselines)
-        laid = [key for one in work_of(record.episodes, train, traits, credit=credit).passes for key in _placed(one)]
+        credit = compute_advantages(group_by_slot(record.episodes), train, record.baselines)
+        laid = [
+            key
+            for one in build_rank_batch(record.episodes, train, traits, credit=credit).passes
+            for key in _placed(one)
+        ]
         wanted = set(_unfolded(record.episodes, train, credit))
         if len(laid) != len(wanted) or {key[:3] for key in laid} != {key[:3] for key in wanted}:
             yield Finding(
@@ -138,7 +142,7 @@ def _weights(records: Sequence[BatchRecord], traits: Traits) -> Iterator[Finding
         tokens += len(laid)
         apart += len(set(laid) - wanted)
     yield Finding(level="ok", check="each token trained once", text=f"all {tokens} of {len(records)} batches")
-    yield judged(
+    yield judge_value(
         "weights are set before folding",
         bad=apart > 0,
         ok=f"weight and advantage of all {tokens} tokens are those of their episodes and calls",
@@ -150,15 +154,15 @@ Key = tuple[int, int, int, float, float]
 """Episode, turn, offset, weight, advantage."""
 
 
-def _placed(one: Pass) -> Iterator[Key]:
+def _placed(one: MicroBatch) -> Iterator[Key]:
     layout = one.layout
     columns = (layout.episodes, layout.turns, layout.offsets, one.weights, one.advantages)
     return zip(*(column.tolist() for column in columns), strict=True)
 
 
-def _unfolded(episodes: Sequence[Rollout], train: Train, credit: Credit) -> Iterator[Key]:
+def _unfolded(episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages) -> Iterator[Key]:
     for e, episode in enumerate(episodes):
-        tokens = credited_tokens(episode, credit)
+        tokens = count_credited_tokens(episode, credit)
         weight = token_weight(train.normalisation, episode_tokens=tokens, constant_length=train.constant_length)
         for t, (turn, value) in enumerate(zip(episode.turns, credit[episode.episode_id], strict=True)):
             for offset in range(len(turn.sampled_ids) // 4):

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from swarmq.config import RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
-from swarmq.learner.batching.micro_batches import work_of
+from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import discovery
 from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.mismatch import compare, explain
-from swarmq.learner.health.findings import Finding, judged
+from swarmq.learner.health.findings import Finding, judge_value
 from swarmq.learner.memory import plan
 from swarmq.learner.model.layout_model import Placed
 from swarmq.learner.store import batch_log
-from swarmq.learner.store.records import BatchRecord, Identity
-from swarmq.learner.train.gpu_errors import gpu_errors
+from swarmq.learner.store.records import BatchRecord, RunIdentity
+from swarmq.learner.train.gpu_errors import map_gpu_errors
 from swarmq.learner.train.trainer import Trainer, load_trainer
 from swarmq.messages import Rollout
 from swarmq.timeline import resolve, row_layouts
@@ -38,7 +38,7 @@ LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
 def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) -> Iterator[Finding]:
     """Findings about the newest `batches` that can be replayed; that none can is one, too. Writes nothing."""
     try:
-        with gpu_errors("the replay"):
+        with map_gpu_errors("the replay"):
             yield from _replayed(job, policy, folder, batches)
     except LearnerError as error:
         aside = "; beside a running engine or learner: --device cpu" if torch.cuda.is_available() else ""
@@ -47,13 +47,13 @@ def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) 
 
 def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> Iterator[Finding]:
     """Raises LearnerError without stored batches, or when the model does not fit."""
-    identity, settings = Identity.of(job, policy), job.policies[policy]
-    places = [p for p in batch_log.scan(folder.batch_log(policy), identity) if p.index.trained]
+    identity, settings = RunIdentity.of(job, policy), job.policies[policy]
+    places = [p for p in batch_log.scan_log(folder.batch_log(policy), identity) if p.index.trained]
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
     trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
-    stored = [batch_log.read(p) for p in places if p.index.version > trainer.version][:batches]
+    stored = [batch_log.read_record(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
             f"no stored batch goes on from version {trainer.version}: train a few steps more, or keep_batches"
@@ -74,7 +74,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     yield from explain(compared)
 
 
-def _start(folder: Path, identity: Identity, last: int, batches: int) -> discovery.Checkpoint | None:
+def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> discovery.Checkpoint | None:
     """The newest sound checkpoint that `batches` were trained after; None for the initial model."""
     sound = []
     for path in sorted(folder.glob("step-*")):
@@ -111,7 +111,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
         finally:
             policy.head_apart, policy.head_chunk = True, None
     apart, limit = float((chunked - whole).abs().max()), HEAD_LIMIT[trainer.accelerator.mixed_precision]
-    return judged(
+    return judge_value(
         check,
         bad=not apart <= limit or chunked.dtype != torch.float32,
         ok=f"{len(whole)} log-probabilities in FP32, {chunk} at a time, within {apart:.2g} of those of whole logits",
@@ -129,7 +129,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
     apart = sum(float(((a - b) ** 2).sum()) for a, b in zip(first, second, strict=True)) ** 0.5
     size = sum(float((a**2).sum()) for a in first) ** 0.5
     relative, limit = apart / max(size, 1e-30), LAYOUT_LIMIT[trainer.accelerator.mixed_precision]
-    return judged(
+    return judge_value(
         "layout changes nothing",
         bad=not relative <= limit,  # nor is NaN
         ok=f"gradients of two layouts differ by {relative:.2g} relative",
@@ -139,7 +139,7 @@ def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
 
 def _gradient(trainer: Trainer, group: list[Rollout], train: Train) -> list[Tensor]:
     trainer.optimizer.zero_grad()
-    work = work_of(group, train, trainer.traits)
+    work = build_rank_batch(group, train, trainer.traits)
     trainer.consult(group, work, train)
     trainer.accumulate(work, train)
     made = [p.grad.detach().clone() for p in trainer.model.parameters() if p.grad is not None]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from swarmq.learner.batching.micro_batches import Pass, work_of
+from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
 from swarmq.learner.health.findings import Finding, Level
 from swarmq.learner.model.layout_model import Placed
 from swarmq.learner.store.records import BatchRecord
@@ -38,34 +38,34 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int
     k3: float
     mean_gap: float
-    """Of theta - mu."""
+    """Of logprobs - behavior_logprobs."""
     p99: float
-    """Of |theta - mu|."""
+    """Of |logprobs - behavior_logprobs|."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
     """All sampled tokens of a batch, [N] each."""
 
-    theta: Floats
+    logprobs: Floats
     """Log-probability under the weights before the batch's step."""
     at_one: Floats
     """The same at temperature 1."""
-    mu: Floats
+    behavior_logprobs: Floats
     lag: NDArray[np.int64]
-    """Steps between the weights that sampled a token and those of `theta`."""
+    """Steps between the weights that sampled a token and those of `logprobs`."""
     pushed: NDArray[np.bool_]
     """Sampled after a weight push in the middle of its answer."""
     repaired: NDArray[np.bool_]
     held: NDArray[np.bool_]
-    """Sampled under a grammar: mu is normalised over what it allowed, theta over all tokens."""
+    """Sampled under a grammar: behavior_logprobs is normalised over what it allowed, logprobs over all tokens."""
 
 
 def compare(trainer: Trainer, record: BatchRecord) -> Compared:
     """The learner's view of a batch whose step it is about to take."""
-    passes = work_of(record.episodes, trainer.settings(record), trainer.traits).passes
-    theta = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
+    passes = build_rank_batch(record.episodes, trainer.settings(record), trainer.traits).passes
+    logprobs = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
     warm = any((one.temperatures != 1).any() for one in passes)
-    at_one = [_score(trainer, one, torch.ones(len(one.temperatures))) for one in passes] if warm else theta
+    at_one = [_score(trainer, one, torch.ones(len(one.temperatures))) for one in passes] if warm else logprobs
     turns = [
         record.episodes[e].turns[t]
         for one in passes
@@ -74,9 +74,9 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
     versions = np.concatenate([one.layout.versions for one in passes]).astype(np.int64)
     first = np.array([turn.versions[0].version if turn.versions else 0 for turn in turns])
     return Compared(
-        theta=np.concatenate(theta),
+        logprobs=np.concatenate(logprobs),
         at_one=np.concatenate(at_one),
-        mu=np.concatenate([one.layout.logprobs for one in passes]).astype(np.float64),
+        behavior_logprobs=np.concatenate([one.layout.logprobs for one in passes]).astype(np.float64),
         lag=trainer.version - np.maximum(versions, 0),
         pushed=versions != first,
         repaired=np.array([turn.repaired for turn in turns]),
@@ -86,9 +86,9 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
     """Disjoint groups of tokens, the least disturbed first."""
-    theta, mu, lag, pushed, repaired, held = (
+    logprobs, behavior_logprobs, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
-        for name in ("theta", "mu", "lag", "pushed", "repaired", "held")
+        for name in ("logprobs", "behavior_logprobs", "lag", "pushed", "repaired", "held")
     )
     pushed, repaired = pushed & ~held, repaired & ~held
     plain = ~pushed & ~repaired & ~held
@@ -99,7 +99,7 @@ def causes(batches: Sequence[Compared]) -> list[Cause]:
         "repaired prompt": repaired,
         HELD: held,
     }
-    return [_cause(name, theta[which] - mu[which]) for name, which in groups.items() if which.any()]
+    return [_cause(name, logprobs[which] - behavior_logprobs[which]) for name, which in groups.items() if which.any()]
 
 
 def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
@@ -130,15 +130,16 @@ def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
 
 
 def _suspects(batches: Sequence[Compared], same: Cause) -> Iterator[Finding]:
-    theta, at_one, mu, lag, held = (
-        np.concatenate([getattr(each, name) for each in batches]) for name in ("theta", "at_one", "mu", "lag", "held")
+    logprobs, at_one, behavior_logprobs, lag, held = (
+        np.concatenate([getattr(each, name) for each in batches])
+        for name in ("logprobs", "at_one", "behavior_logprobs", "lag", "held")
     )
     now = (lag == 0) & ~held
-    raw = _cause("", at_one[now] - mu[now])
+    raw = _cause("", at_one[now] - behavior_logprobs[now])
     if raw.k3 < EXPLAINS * same.k3:
         text = f"k3 is {raw.k3:.2g} at temperature 1: the engine reports raw log-probabilities; --logprobs-mode processed_logprobs"
         yield Finding(level="error", check="cause: temperature", text=text)
-    elif np.quantile(theta[now] - mu[now], 0.9) < 0:
+    elif np.quantile(logprobs[now] - behavior_logprobs[now], 0.9) < 0:
         text = (
             "nearly every token is likelier to the engine than to the learner: it samples from a part of the "
             "vocabulary (top-p, top-k, min-p, penalties); serve with --generation-config vllm and without them"
@@ -164,7 +165,7 @@ def _cause(name: str, gap: Floats) -> Cause:
     )
 
 
-def _score(trainer: Trainer, one: Pass, temperatures: torch.Tensor) -> Floats:
+def _score(trainer: Trainer, one: MicroBatch, temperatures: torch.Tensor) -> Floats:
     device = trainer.accelerator.device
     with torch.no_grad():
         scored = trainer.model(Placed.of(one.layout, device), temperatures.to(device)).logprobs

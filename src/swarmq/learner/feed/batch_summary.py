@@ -8,41 +8,41 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swarmq.config import Train
-from swarmq.learner.algorithms.advantages import credited_by, groups_of, length_penalty
-from swarmq.learner.store.records import BatchRecord, Index, Tally
+from swarmq.learner.algorithms.advantages import count_credited, group_by_slot, length_penalty
+from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import Rollout
 from swarmq.token_drift import Drift
 
 
-def tally(episodes: Iterable[Rollout]) -> dict[str, Tally]:
+def sum_episodes(episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
     """Kind -> sums."""
-    sums: dict[str, Tally] = {}
+    sums: dict[str, EpisodeSums] = {}
     for episode in episodes:
-        one = Tally(
+        one = EpisodeSums(
             episodes=1,
             reward=episode.reward,
             judged=int(episode.success is not None),
             successes=int(bool(episode.success)),
         )
-        sums[episode.kind] = sums.get(episode.kind, Tally()) + one
+        sums[episode.kind] = sums.get(episode.kind, EpisodeSums()) + one
     return sums
 
 
-def add_tallies(tallies: Iterable[dict[str, Tally]]) -> dict[str, Tally]:
-    sums: dict[str, Tally] = {}
+def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums]:
+    sums: dict[str, EpisodeSums] = {}
     for each in tallies:
         for kind, value in each.items():
-            sums[kind] = sums.get(kind, Tally()) + value
+            sums[kind] = sums.get(kind, EpisodeSums()) + value
     return sums
 
 
-def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]:
+def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict[str, Any]:
     """The figures of one trained batch. `since_last` are the records of drops since the batch before, whose episodes count for `reward`,
     `equal_groups` and `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
-    sums = add_tallies(index.tally for index in indices)
+    sums = add_sums(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
-    grouped = groups_of(episodes)
+    grouped = group_by_slot(episodes)
     groups = len({episode.group_id for episode in episodes})
     equal = sum(index.groups_equal for index in indices)
     turns = [turn for episode in episodes for turn in episode.turns]
@@ -77,7 +77,7 @@ def describe(record: BatchRecord, since_last: Sequence[Index]) -> dict[str, Any]
 
 def _credited(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
     """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
-    counts = Counter(level for group in groups_of(episodes) for level in credited_by(group, train))
+    counts = Counter(level for group in group_by_slot(episodes) for level in count_credited(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 

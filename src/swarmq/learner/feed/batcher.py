@@ -20,10 +20,10 @@ import msgspec
 
 from swarmq.config import TEACHER_TEMPERATURE, Train
 from swarmq.errors import TimelineError
-from swarmq.learner.algorithms.advantages import groups_of, has_signal, updated
+from swarmq.learner.algorithms.advantages import group_by_slot, has_signal, update_baselines
 from swarmq.learner.batching.sampling_checks import find_altered_sampling
-from swarmq.learner.feed.batch_summary import add_tallies, newest_version, oldest_version, tally
-from swarmq.learner.store.records import BatchRecord, Index, Tally
+from swarmq.learner.feed.batch_summary import add_sums, newest_version, oldest_version, sum_episodes
+from swarmq.learner.store.records import BatchIndex, BatchRecord, EpisodeSums
 from swarmq.messages import EQUAL_REWARDS, Rollout
 from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
@@ -38,7 +38,7 @@ WINDOWS_KNOWN = 4
 collector processes reports it lets no more than a window of further episodes be finished."""
 
 
-class Limits(msgspec.Struct, frozen=True, kw_only=True):
+class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a batch is made of."""
 
     groups_per_batch: int
@@ -80,7 +80,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return self.stretches or (Stretch(from_step=0, mix=self.mix),)
 
 
-class Group(msgspec.Struct, frozen=True, kw_only=True):
+class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
     """A complete group. Its drops are recorded with it, never before: redelivered, it must be complete again."""
 
     usable: list[Rollout]
@@ -90,12 +90,12 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     newest: int
 
 
-class Intake:
+class Batcher:
     """Episodes that are in memory and in no record yet."""
 
-    def __init__(self, limits: Limits, logged: Iterable[Index] = ()) -> None:
+    def __init__(self, limits: BatchLimits, logged: Iterable[BatchIndex] = ()) -> None:
         """`logged` are the indices of the batch log: what is in it is never taken again."""
-        self._ready: dict[str, list[Group]] = {}
+        self._ready: dict[str, list[PendingGroup]] = {}
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
         self.known: OrderedDict[str, None] = OrderedDict()
@@ -104,12 +104,12 @@ class Intake:
         self._incomplete: dict[str, dict[str, Rollout]] = {}
         self._waiting: set[str] = set()
         self._dropped: dict[str, str] = {}
-        self._tally: dict[str, Tally] = {}
+        self._tally: dict[str, EpisodeSums] = {}
         self._groups_equal = 0
         self._reasons: set[str] = set()
         self._news: list[str] = []
 
-    def change(self, limits: Limits) -> None:
+    def change(self, limits: BatchLimits) -> None:
         """Other limits from the next batch on; groups that wait for it are judged by them."""
         self.limits, ready = limits, self._ready
         self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
@@ -117,7 +117,7 @@ class Intake:
             for group in groups:
                 self._judge(kind, group.usable, group.dropped)
 
-    def note(self, index: Index) -> None:
+    def note(self, index: BatchIndex) -> None:
         """A record is in the log."""
         self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
         for episode_id in (*index.trained, *index.dropped):
@@ -207,11 +207,11 @@ class Intake:
                 self._tell("group_too_small", f"{why}: take larger groups, or 'ema'")
         elif not has_signal(usable, train):
             self._groups_equal += 1
-            self._tally = add_tallies([self._tally, tally(usable)])
+            self._tally = add_sums([self._tally, sum_episodes(usable)])
             self._drop(dropped | _all(usable, EQUAL_REWARDS))
         else:
             oldest, newest = min(map(oldest_version, usable)), max(map(newest_version, usable))
-            self._ready[kind].append(Group(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
+            self._ready[kind].append(PendingGroup(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
     def _least(self, usable: list[Rollout]) -> int:
         """Members that a group must have; the collector lets smaller ones through that never had more."""
@@ -255,7 +255,7 @@ class Intake:
                 fresh = [episode for episode in group.usable if episode not in (*ahead, *stale)]
                 self._make_ready(kind, fresh, group.dropped | _all(stale, "stale") | _all(ahead, "version_unknown"))
 
-    def _oldest(self, kind: str, count: int) -> list[Group]:
+    def _oldest(self, kind: str, count: int) -> list[PendingGroup]:
         """Take so many out."""
         groups = sorted(self._ready[kind], key=lambda group: group.oldest)
         self._ready[kind] = groups[count:]
@@ -274,14 +274,14 @@ class Intake:
         settings: Train | None = None,
     ) -> BatchRecord:
         before = self.baselines
-        index = Index(
+        index = BatchIndex(
             record=self.record + 1,
             version=version,
             trained=tuple(episode.episode_id for episode in episodes),
             dropped=self._dropped,
             carry=dict(carry),
             baselines=_baselines(before, episodes, settings) if settings else dict(before),
-            tally=add_tallies([self._tally, tally(episodes)]),
+            tally=add_sums([self._tally, sum_episodes(episodes)]),
             groups_equal=self._groups_equal,
             at=at,
             control=self.limits.control,
@@ -294,8 +294,10 @@ class Intake:
 
 def _baselines(before: Mapping[str, float], episodes: tuple[Rollout, ...], train: Train) -> dict[str, float]:
     """The `ema` baselines after a batch, of the kinds that have one."""
-    groups = groups_of(episodes)
-    return updated(before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train)
+    groups = group_by_slot(episodes)
+    return update_baselines(
+        before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train
+    )
 
 
 def _why_unknown(episode: Rollout, version: int) -> str:

@@ -13,13 +13,13 @@ import msgspec
 
 from swarmq import live_settings
 from swarmq.config import SwarmJob, Train
-from swarmq.learner.feed.batcher import Limits
-from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.feed.batcher import BatchLimits
+from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.messages import Control
 from swarmq.runtime.files import read_or_reset, write_atomically
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class StoredControl(msgspec.Struct, frozen=True, kw_only=True):
     """The file."""
 
     state: Control
@@ -27,16 +27,16 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     """Of those that were asked for, so many are written."""
 
 
-DECODER = msgspec.msgpack.Decoder(Kept)
+DECODER = msgspec.msgpack.Decoder(StoredControl)
 
 
-class Orders:
+class ControlState:
     """The control state as this learner has it. Raises LearnerError where the disk refuses."""
 
     def __init__(self, path: Path, file: SwarmJob, policy: str) -> None:
         self._path, self._file, self._policy = path, file, policy
-        with mapped(path):
-            nothing = Kept(state=Control(run=file.run, number=0))
+        with map_os_errors(path):
+            nothing = StoredControl(state=Control(run=file.run, number=0))
             self._kept = read_or_reset(
                 path, DECODER.decode, nothing, consequence="the collector sends it again at its start"
             )
@@ -61,10 +61,10 @@ class Orders:
         """The checkpoints up to this one are written."""
         self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
 
-    def limits(self, *, vocab_size: int | None, max_length: int | None) -> Limits:
+    def limits(self, *, vocab_size: int | None, max_length: int | None) -> BatchLimits:
         """What batches are made of now."""
         groups, changes = self.job.groups, self.state.changes
-        return Limits(
+        return BatchLimits(
             groups_per_batch=groups.groups_per_batch,
             mix=self.job.mix,
             stretches=live_settings.mix_stretches(
@@ -106,8 +106,8 @@ class Orders:
             "changes": changes,
         }
 
-    def _write(self, kept: Kept) -> None:
-        with mapped(self._path):
+    def _write(self, kept: StoredControl) -> None:
+        with map_os_errors(self._path):
             write_atomically(self._path, msgspec.msgpack.encode(kept))
         self._kept = kept
         self._settle()

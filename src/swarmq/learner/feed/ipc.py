@@ -62,7 +62,7 @@ class StopSignal:
         self.ask()
 
 
-class Link:
+class FeederLink:
     """Use as a context manager. `hello` says, at every start, what the trainer has."""
 
     def __init__(
@@ -83,7 +83,7 @@ class Link:
             self._process.kill()
             self._process.wait()
 
-    def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.Batch | records.Save | None:
+    def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.BatchReady | records.SaveCheckpoint | None:
         """Wait for what to do next; None when asked to stop or the last step is done. `idle` is called when the wait begins (nothing is left to
         replay, no batch is full) and again every `idle_s()` seconds.
 
@@ -92,7 +92,7 @@ class Link:
         asked: subprocess.Popen[bytes] | None = None
         while not self._stop.asked:
             if asked is not self._process:  # it may have died since, also while `idle` told it something
-                self._send(records.Next())
+                self._send(records.RequestBatch())
                 asked = self._process
             with selectors.DefaultSelector() as selector:
                 selector.register(self._socket, selectors.EVENT_READ)
@@ -100,11 +100,11 @@ class Link:
                 ready = [key.fileobj for key, _ in selector.select(idle_s())]
             if self._socket in ready:
                 match self._receive():
-                    case records.Batch() | records.Save() as message:
+                    case records.BatchReady() | records.SaveCheckpoint() as message:
                         return message
-                    case records.Halt():
+                    case records.TrainingDone():
                         return None
-                    case records.Waiting():
+                    case records.QueueEmpty():
                         idle(again=False)
             elif not ready:
                 idle(again=True)
@@ -128,7 +128,7 @@ class Link:
         except EOFError:
             self._restart()
             return None
-        if isinstance(message, records.Failed):
+        if isinstance(message, records.FeederFailed):
             raise _told(message)
         return message
 
@@ -144,7 +144,7 @@ class Link:
         """What a process that ended on purpose had to say stands in the socket still."""
         with contextlib.suppress(EOFError, OSError):
             while True:
-                if isinstance(message := frames.receive(self._socket), records.Failed):
+                if isinstance(message := frames.receive(self._socket), records.FeederFailed):
                     raise _told(message)
 
     def _start(self, *, again: bool) -> None:
@@ -170,5 +170,5 @@ class Link:
         self._start(again=True)
 
 
-def _told(message: records.Failed) -> LearnerError:
+def _told(message: records.FeederFailed) -> LearnerError:
     return (SetUpError if message.for_good else LearnerError)(message.text)

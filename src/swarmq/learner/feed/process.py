@@ -34,17 +34,17 @@ from swarmq.broker.amqp import AmqpBroker, first_wait_s
 from swarmq.config import resolve_amqp_url
 from swarmq.errors import BrokerLostError, LearnerError, SetUpError, SwarmqError, UnroutableError
 from swarmq.learner.feed import frames
-from swarmq.learner.feed.batch_summary import describe
-from swarmq.learner.feed.batcher import Intake
-from swarmq.learner.feed.control_state import Orders
+from swarmq.learner.feed.batch_summary import batch_metrics
+from swarmq.learner.feed.batcher import Batcher
+from swarmq.learner.feed.control_state import ControlState
 from swarmq.learner.feed.step_events import StepEvents
-from swarmq.learner.health.signs import Lookout
+from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.store import records
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.durable_files import DiskFullError, mapped
-from swarmq.learner.store.records import BatchRecord, Hello, Identity, Index
-from swarmq.learner.store.report_offsets import Reports
-from swarmq.learner.store.writer_lock import Fence, exclusive
+from swarmq.learner.store.durable_files import DiskFullError, map_os_errors
+from swarmq.learner.store.records import BatchIndex, BatchRecord, Hello, RunIdentity
+from swarmq.learner.store.report_offsets import ReportOffsets
+from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.messages import Control, Event, EventName, Rollout, StepReport
 from swarmq.runtime import logs
 
@@ -78,22 +78,22 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
     return AmqpBroker.open(url, name=name, deadline_s=None if hello.again else first_wait_s())
 
 
-def main(open_broker: OpenBroker = open_amqp, *, desk: type[Desk] | None = None) -> None:
+def main(open_broker: OpenBroker = open_amqp, *, desk: type[BatchFeeder] | None = None) -> None:
     """Entry of the process; its last argument is the number of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
     with contextlib.suppress(EOFError):
-        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, desk or Desk))
+        asyncio.run(_run(socket.socket(fileno=int(sys.argv[-1])), open_broker, desk or BatchFeeder))
 
 
-async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -> None:
+async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[BatchFeeder]) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     hello = await frames.read(reader)
     assert isinstance(hello, Hello)
     logs.configure(role=f"learner-io.{hello.policy}", run=hello.job.run)
     folder = hello.job.run_folder.batch_log(hello.policy)
     try:
-        with mapped(folder), exclusive(folder / "lock", wait_s=PREDECESSOR_S):
+        with map_os_errors(folder), hold_lock(folder / "lock", wait_s=PREDECESSOR_S):
             async with asyncio.TaskGroup() as tasks:
                 said: asyncio.Queue[records.ToIO] = asyncio.Queue()
                 listening = tasks.create_task(_listen(reader, said))
@@ -106,7 +106,7 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[Desk]) -
         errors = list(_leaves(group))
         for_good = any(isinstance(error, SetUpError) for error in errors)
         with contextlib.suppress(ConnectionError):
-            await frames.write(writer, records.Failed(text="; ".join(map(str, errors)), for_good=for_good))
+            await frames.write(writer, records.FeederFailed(text="; ".join(map(str, errors)), for_good=for_good))
     finally:
         writer.close()
 
@@ -121,26 +121,26 @@ class StoppedError(Exception):
     """The trainer asked to stop and everything owed is sent; ends the task group."""
 
 
-class Desk:
+class BatchFeeder:
     """Everything that happens between the queue, the log and the trainer."""
 
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
         self.job, self.policy, self.broker, self.writer = job, policy, broker, writer
         self.fence = Fence(folder / "lock")
-        self.log = BatchLog(folder, Identity.of(job, policy), needed=hello.version)
-        self.orders = Orders(folder / "control", job, policy)
+        self.log = BatchLog(folder, RunIdentity.of(job, policy), needed=hello.version)
+        self.orders = ControlState(folder / "control", job, policy)
         self.steps = StepEvents(job.run_folder.events, broker)
-        self.reports = Reports(folder / "reported", self.log)
+        self.reports = ReportOffsets(folder / "reported", self.log)
         self.version = hello.version
         self.replay = self.log.after(hello.version)
         self.reach = {"vocab_size": hello.vocab_size, "max_length": hello.max_length}
-        self.intake = Intake(self.orders.limits(**self.reach), self.log.indices)
+        self.intake = Batcher(self.orders.limits(**self.reach), self.log.indices)
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
         self.figures = dict[int, dict[str, Any]]()
         """Version -> what the batch handed over says of itself."""
-        self.lookout = Lookout()
+        self.lookout = SignWatch()
         self.wanted_since: float | None = None
         """When the trainer asked for a batch; None while it has one."""
         self.orders_due = 0
@@ -174,19 +174,19 @@ class Desk:
     async def _obey(self, hear: Hear) -> None:
         while True:
             match await hear():
-                case records.Next():
+                case records.RequestBatch():
                     self.wanted_since = time.monotonic()
                     await self._serve()
                     if self.wanted_since is not None:
-                        await frames.write(self.writer, records.Waiting())
-                case records.Stepped() as stepped:
+                        await frames.write(self.writer, records.QueueEmpty())
+                case records.StepDone() as stepped:
                     await self._stepped(stepped)
-                case records.Phase(phase=phase):
+                case records.PhaseChange(phase=phase):
                     self.phase = phase
                     await self._state()
                 case records.Warn(text=text):
                     await self._emit("warning", {"text": text})
-                case records.Kept(oldest=oldest, asked=asked):
+                case records.CheckpointSaved(oldest=oldest, asked=asked):
                     if not self.orders.train.keep_batches:
                         self.fence.check()
                         spare = self.intake.limits.num_known
@@ -261,10 +261,10 @@ class Desk:
             elif replayed := next((record for record in self.replay if record.index.version > self.version), None):
                 await self._hand_over(replayed, replayed=True)
             elif self.orders.checkpoint_due:
-                await self._say(records.Save(asked=self.orders.state.checkpoints))
+                await self._say(records.SaveCheckpoint(asked=self.orders.state.checkpoints))
             elif limit and self.version >= limit:
                 if self.orders_due <= 0:
-                    await self._say(records.Halt())
+                    await self._say(records.TrainingDone())
             elif self.orders.state.pace != "paused" and (
                 record := self.intake.take(version=self.version, at=time.time(), settings=self.orders.train)
             ):
@@ -307,20 +307,20 @@ class Desk:
 
     async def _hand_over(self, record: BatchRecord, *, replayed: bool) -> None:
         version = record.index.version
-        self.figures = {version: describe(*self.log.step(version))}
+        self.figures = {version: batch_metrics(*self.log.step(version))}
         await self._say(
-            records.Batch(record=records.encode_record(record), replayed=replayed, figures=self.figures[version])
+            records.BatchReady(record=records.encode_record(record), replayed=replayed, figures=self.figures[version])
         )
 
-    async def _say(self, message: records.Batch | records.Save | records.Halt) -> None:
+    async def _say(self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone) -> None:
         """The trainer has something to do."""
         self.wanted_since = None
         await frames.write(self.writer, message)
 
-    async def _stepped(self, stepped: records.Stepped) -> None:
+    async def _stepped(self, stepped: records.StepDone) -> None:
         self.version = stepped.version
         self.owed.set()
-        figures = self.figures.get(stepped.version) or describe(*self.log.step(stepped.version))
+        figures = self.figures.get(stepped.version) or batch_metrics(*self.log.step(stepped.version))
         fields = {**figures, **stepped.fields, "version": stepped.version}
         await self.steps.add(self._event("step", fields))
         for sign in self.lookout.step(fields, self.intake.limits.max_staleness):
@@ -342,7 +342,7 @@ class Desk:
                 with contextlib.suppress(DiskFullError):  # known here; the next number that fits covers it
                     self.reports.confirm(index.record)
 
-    async def _tell(self, index: Index) -> None:
+    async def _tell(self, index: BatchIndex) -> None:
         await self._to_inbox(
             StepReport(
                 run=self.job.run,

@@ -40,5 +40,5 @@ def verdict(found: Sequence[Finding]) -> Finding:
     return Finding(level="ok", check="verdict", text="sound: nothing wrong was found")
 
 
-def judged(check: str, *, bad: bool, ok: str, wrong: str, level: Level = "error") -> Finding:
+def judge_value(check: str, *, bad: bool, ok: str, wrong: str, level: Level = "error") -> Finding:
     return Finding(level=level if bad else "ok", check=check, text=wrong if bad else ok)

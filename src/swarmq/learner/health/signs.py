@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from swarmq.learner.health.findings import Finding, Level
-from swarmq.learner.health.trends import LONGEST, reward_rises, trends
+from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 
 WINDOW = 10
 """Steps at the beginning and at the end that are compared."""
@@ -167,7 +167,7 @@ SIGNS = (
 )  # fmt: skip
 
 
-def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
+def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
     """One finding for every sign that the steps have figures for."""
     if not steps:
         yield Finding(
@@ -177,10 +177,10 @@ def signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
         )
         return
     yield from _judged([{**step, "max_staleness": max_staleness} for step in steps])
-    yield from trends(steps)
+    yield from find_trends(steps)
 
 
-class Lookout:
+class SignWatch:
     """The same, while the training goes on: a sign is told when it begins to show, and again after WINDOW steps without it."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Lookout:
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:
             del self._steps[WINDOW]
-        found = [*_judged(self._steps), *trends(self._steps, only_signs=True)]
+        found = [*_judged(self._steps), *find_trends(self._steps, only_signs=True)]
         found = [f for f in found if f.level == "error" or (f.level != "ok" and self._count >= WINDOW)]
         fresh = [f for f in found if self._count - self._showed.get(f.check, -WINDOW) > WINDOW]
         self._showed |= {f.check: self._count for f in found}

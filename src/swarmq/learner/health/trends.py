@@ -118,7 +118,7 @@ REWARD = Trend(
 )  # fmt: skip
 
 
-def trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
+def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
     """One finding for every trend that there are steps enough to see, or for those that are signs."""
     steps = steps[-LONGEST:]
     steps = steps[_newest_code(steps) :]

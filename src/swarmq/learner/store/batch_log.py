@@ -23,8 +23,8 @@ import structlog
 import zstandard
 
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.store.durable_files import mapped
-from swarmq.learner.store.records import SCHEMA, BatchRecord, Identity, Index, decode_record, encode_record
+from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.learner.store.records import SCHEMA, BatchIndex, BatchRecord, RunIdentity, decode_record, encode_record
 from swarmq.runtime.files import fsync_folder, write_atomically
 
 log = structlog.get_logger()
@@ -38,40 +38,40 @@ SEGMENT_RECORDS = 256
 """A segment that has grown beyond either is followed by a new one, so that old ones can go."""
 
 
-class Head(msgspec.Struct, frozen=True, kw_only=True):
+class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
     """Written at the start of every segment."""
 
     schema: int
-    identity: Identity
+    identity: RunIdentity
 
 
-class Place(msgspec.Struct, frozen=True):
+class RecordPlace(msgspec.Struct, frozen=True):
     """Where a record lies."""
 
     segment: Path
     offset: int
     size: int
-    index: Index
+    index: BatchIndex
 
 
 class BatchLog:
     """An open log. `append` is the only way in; `indices` is what is kept of it in memory."""
 
     def __init__(
-        self, folder: Path, identity: Identity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
+        self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
         """Open for writing, setting a torn tail aside; what is there then is on disk. Raises LearnerError: of another run, newer,
         damaged, not writable; also when the tail holds a batch up to version `needed`, which a checkpoint has seen."""
         self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
         self._descriptor: int | None = None
-        with mapped(folder):
+        with map_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            self.places = scan(folder, identity, needed=needed)
+            self.places = scan_log(folder, identity, needed=needed)
             if segments := _segments(folder):
                 self._open(segments[-1])
 
     @property
-    def last(self) -> Index | None:
+    def last(self) -> BatchIndex | None:
         return self.places[-1].index if self.places else None
 
     @property
@@ -80,7 +80,7 @@ class BatchLog:
         return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
     @property
-    def indices(self) -> Iterator[Index]:
+    def indices(self) -> Iterator[BatchIndex]:
         return (place.index for place in self.places)
 
     def append(self, record: BatchRecord) -> None:
@@ -88,7 +88,7 @@ class BatchLog:
         expected = self.last.record + 1 if self.last else 1
         assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
         data = _pack(record)
-        with mapped(self.folder):
+        with map_os_errors(self.folder):
             if self._descriptor is None or self._is_full(record.index.record):
                 self._start_segment(record.index.record)
             assert self._descriptor is not None
@@ -99,7 +99,7 @@ class BatchLog:
                 os.ftruncate(self._descriptor, self._size)
                 os.fsync(self._descriptor)
                 raise
-        self.places.append(Place(self._path, self._size, len(data), record.index))
+        self.places.append(RecordPlace(self._path, self._size, len(data), record.index))
         self._size += len(data)
 
     def after(self, version: int) -> Iterator[BatchRecord]:
@@ -115,15 +115,15 @@ class BatchLog:
                 f"{self.folder}: the checkpoint is of version {version}, the log ends with {versions[-1] if versions else 0}:"
                 " the log was removed or belongs elsewhere; bring it back, or start a run of another name"
             )
-        return (read(place) for place in self.places if place.index.trained and place.index.version > version)
+        return (read_record(place) for place in self.places if place.index.trained and place.index.version > version)
 
-    def step(self, version: int) -> tuple[BatchRecord, list[Index]]:
+    def step(self, version: int) -> tuple[BatchRecord, list[BatchIndex]]:
         """The batch that made `version`, and the records of drops between it and the batch before."""
         at = next((n for n in reversed(range(len(self.places))) if self._makes(n, version)), None)
         if at is None:
             raise LearnerError(f"{self.folder}: the log has no batch of version {version}")
         before = (place.index for place in reversed(self.places[:at]))
-        return read(self.places[at]), list(takewhile(lambda index: not index.trained, before))
+        return read_record(self.places[at]), list(takewhile(lambda index: not index.trained, before))
 
     def prune(self, version: int, *, reported: int, spare: int) -> int:
         """Remove whole segments of which nobody needs anything any more; how many.
@@ -137,7 +137,7 @@ class BatchLog:
                 needed.add(place.segment)
             spare -= len(place.index.trained) + len(place.index.dropped)
         gone = list(takewhile(lambda path: path not in needed, _segments(self.folder)[:-1]))
-        with mapped(self.folder):
+        with map_os_errors(self.folder):
             for path in gone:
                 path.unlink()
             if gone:
@@ -167,20 +167,20 @@ class BatchLog:
 
     def _start_segment(self, record: int) -> None:
         """Complete before it gets its name, so a segment never has half a head."""
-        head = msgspec.msgpack.encode(Head(schema=SCHEMA, identity=self.identity))
+        head = msgspec.msgpack.encode(SegmentHeader(schema=SCHEMA, identity=self.identity))
         path = self.folder / f"{record:012d}.log"
         write_atomically(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
         self._open(path)
 
 
-def scan(folder: Path, identity: Identity | None = None, *, needed: int | None = None) -> list[Place]:
+def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int | None = None) -> list[RecordPlace]:
     """Every record's place and index. A torn tail is left out, and with `needed` moved from the log into a file beside it, if the batches
     up to that version are all there without it.
 
     Raises LearnerError when the log cannot be read, is damaged, newer than this reader, or not of `identity`.
     """
-    places: list[Place] = []
-    with mapped(folder):
+    places: list[RecordPlace] = []
+    with map_os_errors(folder):
         segments = _segments(folder)
         for segment in segments:
             end = _scan_segment(segment, identity, places, is_last=segment == segments[-1])
@@ -195,7 +195,7 @@ def scan(folder: Path, identity: Identity | None = None, *, needed: int | None =
     return places
 
 
-def _set_aside(segment: Path, end: int, places: list[Place], needed: int) -> None:
+def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) -> None:
     """A tail that a crash tore was never acknowledged; a checkpoint that has seen it shows that this one is damage of another kind."""
     last = max((place.index.version for place in places if place.index.trained), default=0)
     if last < needed:
@@ -209,9 +209,9 @@ def _set_aside(segment: Path, end: int, places: list[Place], needed: int) -> Non
         os.fsync(file.fileno())
 
 
-def read(place: Place) -> BatchRecord:
+def read_record(place: RecordPlace) -> BatchRecord:
     """The whole record. Raises LearnerError when its checksum is wrong."""
-    with mapped(place.segment), place.segment.open("rb") as file:
+    with map_os_errors(place.segment), place.segment.open("rb") as file:
         file.seek(place.offset)
         data = file.read(place.size)
     if len(data) < place.size or not _sound(data):
@@ -223,12 +223,12 @@ def read(place: Place) -> BatchRecord:
         raise _damaged(place.segment, place.offset, str(error)) from error
 
 
-def records(folder: Path) -> Iterator[BatchRecord]:
+def read_records(folder: Path) -> Iterator[BatchRecord]:
     """All records of a log that nobody need own: for inspection and replay. Writes nothing."""
-    return (read(place) for place in scan(folder))
+    return (read_record(place) for place in scan_log(folder))
 
 
-def _scan_segment(segment: Path, identity: Identity | None, places: list[Place], *, is_last: bool) -> int:
+def _scan_segment(segment: Path, identity: RunIdentity | None, places: list[RecordPlace], *, is_last: bool) -> int:
     """Append the segment's places; the offset where sound records end."""
     size = segment.stat().st_size
     with segment.open("rb") as file:
@@ -246,18 +246,18 @@ def _scan_segment(segment: Path, identity: Identity | None, places: list[Place],
                     return offset
                 raise _damaged(segment, offset, "wrong checksum in the middle of the log")
             index = _decode_index(data[RECORD.size : RECORD.size + lengths[0]], segment, offset)
-            places.append(Place(segment, offset, RECORD.size + sum(lengths), index))
+            places.append(RecordPlace(segment, offset, RECORD.size + sum(lengths), index))
             offset += RECORD.size + sum(lengths)
     return offset
 
 
-def _check_head(data: bytes, segment: Path, identity: Identity | None) -> int:
+def _check_head(data: bytes, segment: Path, identity: RunIdentity | None) -> int:
     try:
         magic, size, checksum = SEGMENT.unpack_from(data)
         raw = data[SEGMENT.size : SEGMENT.size + size]
         if magic != SEGMENT_MAGIC or zlib.crc32(raw) != checksum:
             raise _damaged(segment, 0, "not a segment of a batch log")
-        head = msgspec.msgpack.decode(raw, type=Head)
+        head = msgspec.msgpack.decode(raw, type=SegmentHeader)
     except (struct.error, msgspec.MsgspecError) as error:
         raise _damaged(segment, 0, f"its head cannot be read: {error}") from error
     if head.schema > SCHEMA:
@@ -315,9 +315,9 @@ def _later_record(file: BinaryIO, offset: int, size: int) -> bool:
     return False
 
 
-def _decode_index(raw: bytes, segment: Path, offset: int) -> Index:
+def _decode_index(raw: bytes, segment: Path, offset: int) -> BatchIndex:
     try:
-        return msgspec.msgpack.decode(raw, type=Index)
+        return msgspec.msgpack.decode(raw, type=BatchIndex)
     except msgspec.MsgspecError as error:
         raise _damaged(segment, offset, str(error)) from error
 

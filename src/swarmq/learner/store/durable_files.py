@@ -18,7 +18,7 @@ class DiskFullError(LearnerError):
 
 
 @contextlib.contextmanager
-def mapped(path: Path) -> Iterator[None]:
+def map_os_errors(path: Path) -> Iterator[None]:
     """Raise LearnerError for an OSError at `path`, DiskFullError where it is one of room."""
     try:
         yield

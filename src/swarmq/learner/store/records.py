@@ -22,7 +22,7 @@ ADAPTER_SETTINGS_KEY = "train.lora"
 """Key of the LoRA settings in the metadata of the adapters' file."""
 
 
-class Identity(msgspec.Struct, frozen=True, kw_only=True):
+class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Whose batch log or checkpoint this is."""
 
     run: str
@@ -30,11 +30,11 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     model: str
 
     @classmethod
-    def of(cls, job: SwarmJob, policy: str) -> Identity:
+    def of(cls, job: SwarmJob, policy: str) -> RunIdentity:
         model = job.policies[policy].model
         return cls(run=job.run, policy=policy, model=str(Path(model).resolve()) if Path(model).is_dir() else model)
 
-    def difference(self, other: Identity) -> str:
+    def difference(self, other: RunIdentity) -> str:
         """What differs, in words; empty when both are the same."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
         return ", ".join(
@@ -42,7 +42,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-class Tally(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Sums over the scored episodes of one kind that the learner consumed, those dropped for equal rewards included."""
 
     episodes: int = 0
@@ -51,8 +51,8 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Episodes with a success flag."""
     successes: int = 0
 
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(
+    def __add__(self, other: EpisodeSums) -> EpisodeSums:
+        return EpisodeSums(
             episodes=self.episodes + other.episodes,
             reward=self.reward + other.reward,
             judged=self.judged + other.judged,
@@ -60,7 +60,7 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         )
 
 
-class Index(msgspec.Struct, frozen=True, kw_only=True):
+class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a log record that is read at every start: small, not compressed."""
 
     record: int
@@ -74,7 +74,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     """Kind -> groups the task mix still owes it."""
     baselines: dict[str, float] = {}
     """What the `ema` advantage compares with after this record."""
-    tally: dict[str, Tally] = {}
+    tally: dict[str, EpisodeSums] = {}
     groups_equal: int = 0
     """Groups dropped because their rewards were equal."""
     at: float = 0.0
@@ -88,7 +88,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of the batch log. `episodes` and `settings` are empty in a record of drops alone."""
 
-    index: Index
+    index: BatchIndex
     episodes: tuple[Rollout, ...] = ()
     """The members of a group stand together."""
     settings: Train | None = None
@@ -109,18 +109,18 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """An I/O process of this trainer has run before, so a broker that is away is waited for."""
 
 
-class Next(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
+class RequestBatch(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
     """The trainer is free."""
 
 
-class Stepped(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
+class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
     """The batch of `version` is trained and its weights are pushed."""
 
     version: int
     fields: dict[str, Any] = {}
 
 
-class Phase(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
+class PhaseChange(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
     phase: str
 
 
@@ -130,7 +130,7 @@ class Warn(msgspec.Struct, frozen=True, kw_only=True, tag="warn"):
     text: str
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
+class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
     """A checkpoint was written; the oldest one kept is `oldest`."""
 
     oldest: int
@@ -142,7 +142,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """Publish what is owed, then end."""
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
+class BatchReady(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     record: bytes
     """A `BatchRecord`, encoded."""
     replayed: bool
@@ -151,17 +151,17 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     """Of the batch alone, for the trackers."""
 
 
-class Save(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
+class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
     """Write a checkpoint now."""
 
     asked: int
 
 
-class Halt(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
+class TrainingDone(msgspec.Struct, frozen=True, kw_only=True, tag="halt"):
     """The last step is done."""
 
 
-class Waiting(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
+class QueueEmpty(msgspec.Struct, frozen=True, kw_only=True, tag="waiting"):
     """Everything logged is replayed, and the next batch is not full yet."""
 
 
@@ -169,7 +169,7 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
     pass
 
 
-class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
+class FeederFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """The I/O process cannot go on, for a reason a person must see."""
 
     text: str
@@ -177,8 +177,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
     """Nor could another one in its place."""
 
 
-ToIO = Hello | Next | Stepped | Phase | Warn | Kept | Stop
-ToTrainer = Batch | Save | Halt | Waiting | Stopped | Failed
+ToIO = Hello | RequestBatch | StepDone | PhaseChange | Warn | CheckpointSaved | Stop
+ToTrainer = BatchReady | SaveCheckpoint | TrainingDone | QueueEmpty | Stopped | FeederFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _record = msgspec.msgpack.Decoder(BatchRecord)

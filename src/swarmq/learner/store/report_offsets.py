@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from swarmq.learner.store.batch_log import BatchLog
-from swarmq.learner.store.durable_files import mapped
-from swarmq.learner.store.records import Index
+from swarmq.learner.store.durable_files import map_os_errors
+from swarmq.learner.store.records import BatchIndex
 from swarmq.runtime.files import write_atomically
 
 
-class Reports:
+class ReportOffsets:
     """All records up to `through` are confirmed; some after it may be, and are told again after a restart."""
 
     def __init__(self, path: Path, log: BatchLog) -> None:
@@ -18,7 +18,7 @@ class Reports:
         self.through = max(_number(path), log.places[0].index.record - 1 if log.places else 0)
         self._confirmed: set[int] = set()
 
-    def due(self, version: int) -> list[Index]:
+    def due(self, version: int) -> list[BatchIndex]:
         """Records to tell about now that the weights are of `version`, in order."""
         if not self.log.last or self.log.last.record == self.through:
             return []
@@ -30,9 +30,9 @@ class Reports:
             if place.index.version <= version and place.index.record not in self._confirmed
         ]
 
-    def told(self, num_episodes: int) -> list[Index]:
+    def told(self, num_episodes: int) -> list[BatchIndex]:
         """The newest records that were told of, oldest first, as many as hold `num_episodes`."""
-        newest: list[Index] = []
+        newest: list[BatchIndex] = []
         for place in reversed(self.log.places):
             index = place.index
             if num_episodes <= 0:
@@ -51,7 +51,7 @@ class Reports:
         while self.through + 1 in self._confirmed:
             self.through += 1
             self._confirmed.discard(self.through)
-        with mapped(self.path):
+        with map_os_errors(self.path):
             write_atomically(self.path, str(self.through).encode())
 
 

@@ -20,7 +20,7 @@ SUFFIX = ".msgpack.zst"
 log = structlog.get_logger()
 
 
-class TurnTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TurnTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The sampled tokens of one turn."""
 
     call_id: str
@@ -36,12 +36,12 @@ class TurnTokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One byte per sampled token, what the loss did to its policy gradient (algorithms/effects.py); empty where nothing."""
 
 
-class EpisodeTokens(msgspec.Struct, frozen=True, kw_only=True):
+class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
     episode_id: str
-    turns: tuple[TurnTokens, ...]
+    turns: tuple[TurnTrace, ...]
 
 
-def write(folder: Path, version: int, rank: int, episodes: Sequence[EpisodeTokens]) -> None:
+def write_trace(folder: Path, version: int, rank: int, episodes: Sequence[EpisodeTrace]) -> None:
     """Best effort: a full disk costs the record, not the run."""
     path = folder / f"{version:09d}.{rank}{SUFFIX}"
     draft = path.with_suffix(".new")
@@ -53,23 +53,23 @@ def write(folder: Path, version: int, rank: int, episodes: Sequence[EpisodeToken
         log.warning("token_log_not_written", path=str(path), error=str(error))
 
 
-def find(folder: Path, version: int, episode_id: str) -> EpisodeTokens | None:
+def find_trace(folder: Path, version: int, episode_id: str) -> EpisodeTrace | None:
     """What the step to `version` saw of an episode, whose turns several ranks may have computed; None where it was
     not recorded or cannot be read."""
     turns = [turn for one in _read(folder, version) if one.episode_id == episode_id for turn in one.turns]
-    return EpisodeTokens(episode_id=episode_id, turns=tuple(turns)) if turns else None
+    return EpisodeTrace(episode_id=episode_id, turns=tuple(turns)) if turns else None
 
 
-def prune(folder: Path, version: int) -> None:
+def prune_traces(folder: Path, version: int) -> None:
     """Remove the records of steps up to `version`."""
     for path in folder.glob(f"*{SUFFIX}"):
         if int(path.name.partition(".")[0]) <= version:
             path.unlink(missing_ok=True)
 
 
-def _read(folder: Path, version: int) -> Iterator[EpisodeTokens]:
+def _read(folder: Path, version: int) -> Iterator[EpisodeTrace]:
     for path in sorted(folder.glob(f"{version:09d}.*{SUFFIX}")):
         try:
-            yield from msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()), type=list[EpisodeTokens])
+            yield from msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()), type=list[EpisodeTrace])
         except (OSError, zstandard.ZstdError, msgspec.MsgspecError) as error:
             log.warning("token_log_not_readable", path=str(path), error=str(error))

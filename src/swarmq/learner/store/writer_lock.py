@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from swarmq.errors import LearnerError
-from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.durable_files import map_os_errors
 
 LOOK_S = 0.05
 
@@ -38,10 +38,10 @@ class Fence:
 
 
 @contextlib.contextmanager
-def exclusive(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
+def hold_lock(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
     """Hold the lock file `path`. Raises LearnerError that names the holder when it is not free within `wait_s`, and where it cannot
     be opened."""
-    with mapped(path):
+    with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:

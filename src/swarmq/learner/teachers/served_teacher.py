@@ -20,7 +20,7 @@ from torch import Tensor
 from swarmq.config import TEACHER_TEMPERATURE
 from swarmq.engine.auth import authorized
 from swarmq.errors import LearnerError
-from swarmq.learner.batching.micro_batches import Pass, Work
+from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch
 from swarmq.learner.model.layout_attention import placed
 from swarmq.learner.teachers.availability import base_of, teacher_key
 from swarmq.learner.teachers.tokenizer_checks import check_served_judge
@@ -69,7 +69,7 @@ class ServedTeacher:
         self._policy = policy
         self._url = base_of(url)
 
-    def scores(self, episodes: Sequence[Rollout], work: Work) -> Scores:
+    def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> Scores:
         """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
         wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
         for index in wanted:
@@ -138,7 +138,7 @@ class Scores:
             for turn in np.unique(row.turns[row.trained]):
                 self._turns[episode, int(turn)] = values[row.turns == turn]
 
-    def of(self, one: Pass, device: torch.device) -> Tensor:
+    def of(self, one: MicroBatch, device: torch.device) -> Tensor:
         """[S] float32, natural log, of the layout's targets; 0 in a pass that trains nothing."""
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)

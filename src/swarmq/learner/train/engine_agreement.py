@@ -20,7 +20,7 @@ FEWEST = 100
 """Tokens that make a mean."""
 
 
-def limit_of(policy: Policy, *, cuda: bool) -> float:
+def agreement_limit(policy: Policy, *, cuda: bool) -> float:
     """Nats that the mean difference may come to; 0: any. Without engines nobody could be told."""
     train, engine = policy.train, policy.engine
     if not engine.urls:
@@ -31,7 +31,7 @@ def limit_of(policy: Policy, *, cuda: bool) -> float:
     return EXACT if exact and train.precision(cuda=cuda) == "no" else ROUNDED
 
 
-def check(fields: Mapping[str, Any], limit: float, family: str) -> None:
+def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> None:
     """Raises LearnerError when the figures of a step, not taken yet, show that the engine samples from another model."""
     gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
     if not limit or tokens < FEWEST or not gap > limit:  # a step whose numbers are not finite is skipped later

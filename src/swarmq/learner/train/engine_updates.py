@@ -24,7 +24,7 @@ from swarmq.weights.format.packing import NamedTensors, Weight
 log = structlog.get_logger()
 
 
-class PushReport(Protocol):
+class PushTimings(Protocol):
     """Seconds of one weight push."""
 
     @property
@@ -37,7 +37,7 @@ class PushReport(Protocol):
     def replaced(self) -> tuple[str, ...]: ...
 
 
-class Pusher(Protocol):
+class WeightPusherProtocol(Protocol):
     """Brings weights to the engines of a policy. All but `sleep` and `wake` raise EngineError when none took them."""
 
     @property
@@ -45,7 +45,7 @@ class Pusher(Protocol):
         """Engine url -> why it does not serve the newest version that it was offered."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
-    def ensure(self, named_tensors: NamedTensors, version: int) -> PushReport: ...
+    def ensure(self, named_tensors: NamedTensors, version: int) -> PushTimings: ...
     def repair(self, named_tensors: NamedTensors, version: int) -> None: ...
     def sleep(self) -> None: ...
     def wake(self) -> None: ...
@@ -59,16 +59,16 @@ class Weights(Protocol):
     def weights_to_push(self) -> Iterable[tuple[str, Weight]]: ...
 
 
-class Tells(Protocol):
+class WarningSink(Protocol):
     """Takes what people should hear of."""
 
     def tell(self, message: records.ToIO) -> None: ...
 
 
-class Engines:
+class EngineUpdates:
     """Raises LearnerError, before an engine is touched, when another learner has taken this one's place."""
 
-    def __init__(self, pusher: Pusher | None, *, policy: str, take_turns: bool, fence: Fence) -> None:
+    def __init__(self, pusher: WeightPusherProtocol | None, *, policy: str, take_turns: bool, fence: Fence) -> None:
         """`take_turns`: engines give their memory back while the learner computes."""
         self._pusher, self._policy, self._take_turns, self._fence = pusher, policy, take_turns, fence
         self._current = False
@@ -92,7 +92,7 @@ class Engines:
             self._fence.check()  # engines that are paused may be in the other learner's push
             self._pusher.wake()
 
-    def push(self, weights: Weights, to: Tells, *, replayed: bool) -> dict[str, Any]:
+    def push(self, weights: Weights, to: WarningSink, *, replayed: bool) -> dict[str, Any]:
         """The step's figures of the push, in seconds: `push_s`, `pause_s` and, by engine, `pauses`.
 
         An engine that cannot be reached does not stop the training: it is brought up to date while waiting. Weights that a replay
@@ -102,7 +102,7 @@ class Engines:
         self._current = False
         if self._pusher is None or replayed:
             return _not_pushed(0.0)
-        to.tell(records.Phase(phase="pushing"))
+        to.tell(records.PhaseChange(phase="pushing"))
         began = time.monotonic()
         try:
             report = self._pusher.push(weights.weights_to_push(), weights.version)
@@ -115,7 +115,7 @@ class Engines:
         self._current = True
         return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
 
-    def ensure(self, weights: Weights, to: Tells, *, again: bool) -> None:
+    def ensure(self, weights: Weights, to: WarningSink, *, again: bool) -> None:
         """Engines that were restarted, or that a failed push left behind, get the current weights. `again`: also where all had
         them when this was last asked."""
         if self._pusher is None or (self._current and not again):
@@ -145,7 +145,7 @@ class Engines:
         except EngineError as error:
             log.warning("engines_not_repaired", version=weights.version, error=str(error))
 
-    def _tell_failing(self, to: Tells) -> None:
+    def _tell_failing(self, to: WarningSink) -> None:
         """Once when an engine falls behind, and once when it no longer is."""
         assert self._pusher
         failing = self._pusher.failing

@@ -20,7 +20,7 @@ FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
 
 
 @contextmanager
-def gpu_errors(doing: str) -> Iterator[None]:
+def map_gpu_errors(doing: str) -> Iterator[None]:
     """Raises LearnerError for a GPU that has too little memory, has failed, or whose neighbours do not answer."""
     try:
         yield

@@ -35,15 +35,15 @@ from swarmq.errors import EngineError, LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.distributed.accelerator import COMMAND_TIMEOUT, make_accelerator
-from swarmq.learner.feed.ipc import Link, StopSignal
+from swarmq.learner.feed.ipc import FeederLink, StopSignal
 from swarmq.learner.store import records, token_trace
 from swarmq.learner.store.durable_files import DiskFullError
-from swarmq.learner.store.records import Identity
+from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.store.writer_lock import Fence
 from swarmq.learner.teachers.availability import trouble_of
 from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers
 from swarmq.learner.train import engine_agreement
-from swarmq.learner.train.engine_updates import Engines, Pusher
+from swarmq.learner.train.engine_updates import EngineUpdates, WeightPusherProtocol
 from swarmq.learner.train.trackers import Trackers
 from swarmq.learner.train.trainer import Trainer, load_trainer
 
@@ -61,7 +61,7 @@ ROOM_S = 10.0
 """Between tries of a checkpoint that was asked for, while the disk has no room for it."""
 
 
-class Command(NamedTuple):
+class RankCommand(NamedTuple):
     """What rank 0 tells the other ranks to do next."""
 
     name: str
@@ -96,7 +96,7 @@ class Learner:
         job: SwarmJob,
         policy: str,
         *,
-        pusher: Pusher | None,
+        pusher: WeightPusherProtocol | None,
         stop: StopSignal,
         tokenizers: EngineTokenizers | None = None,
     ) -> None:
@@ -104,10 +104,12 @@ class Learner:
         self.job, self.policy, self.stop = job, policy, stop
         self._tokenizers = tokenizers
         self.settings = job.policies[policy]
-        self.identity = Identity.of(job, policy)
+        self.identity = RunIdentity.of(job, policy)
         self.folder, self._tokens = job.run_folder.checkpoints(policy), job.run_folder.token_log(policy)
         self.fence = Fence(self.folder.parent / "lock")
-        self.engines = Engines(pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence)
+        self.engines = EngineUpdates(
+            pusher, policy=policy, take_turns=bool(self.settings.engine.sleep), fence=self.fence
+        )
         self.trainer = self._load()
         self.saved = self.trainer.version
         """On rank 0: the version of the newest checkpoint that is whole."""
@@ -139,7 +141,7 @@ class Learner:
         self.engines.sleep()
         self._meet()
         try:
-            limit = engine_agreement.limit_of(settings, cuda=accelerator.device.type == "cuda")
+            limit = engine_agreement.agreement_limit(settings, cuda=accelerator.device.type == "cuda")
             trainer = load_trainer(found, settings, accelerator, engine_gap_max=limit)
         except LearnerError:
             self.engines.wake()  # the next start may be long in coming
@@ -158,14 +160,14 @@ class Learner:
             max_length=self.trainer.max_length,
         )
 
-    def run(self, link: Link | None) -> None:
+    def run(self, link: FeederLink | None) -> None:
         """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
         try:
             self._run(link)
         finally:  # the lock is held as long as anything is written
             self._beside.shutdown(cancel_futures=True)
 
-    def _run(self, link: Link | None) -> None:
+    def _run(self, link: FeederLink | None) -> None:
         if link:
             self.engines.repair(self.trainer)
             if trouble := self._teacher_trouble():
@@ -180,7 +182,9 @@ class Learner:
                 continue
             self._step(link, command, wait_s=time.monotonic() - began, began=began)
             if tokens := self.trainer.tokens:
-                token_trace.write(self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens)
+                token_trace.write_trace(
+                    self._tokens, self.trainer.version, self.trainer.accelerator.process_index, tokens
+                )
             self._save_if_due(link)
         self._save_last(link)
         self._trackers.close()
@@ -190,26 +194,26 @@ class Learner:
             log.info("ended", version=self.trainer.version, why="asked to" if self.stop.asked else "train.max_steps")
             link.finish()
 
-    def _next(self, link: Link) -> Command:
+    def _next(self, link: FeederLink) -> RankCommand:
         self._saved(link)
         if self.stop.asked:
-            return Command("stop")
-        link.tell(records.Phase(phase="waiting"))
+            return RankCommand("stop")
+        link.tell(records.PhaseChange(phase="waiting"))
         match link.next(idle=partial(self._while_waiting, link), idle_s=self._idle_s):
-            case records.Batch(record=record, replayed=replayed, figures=figures):
+            case records.BatchReady(record=record, replayed=replayed, figures=figures):
                 self._check_tokenizers()
                 if not self._teacher_answers(link):
-                    return Command("stop")  # the batch is in the log
+                    return RankCommand("stop")  # the batch is in the log
                 self.engines.sleep()
-                return Command("step", record, replayed, figures=figures)
-            case records.Save(asked=asked):
-                return Command("save", asked=asked)
+                return RankCommand("step", record, replayed, figures=figures)
+            case records.SaveCheckpoint(asked=asked):
+                return RankCommand("save", asked=asked)
             case None:
-                return Command("stop")
+                return RankCommand("stop")
 
-    def _step(self, link: Link | None, command: Command, *, wait_s: float, began: float) -> None:
+    def _step(self, link: FeederLink | None, command: RankCommand, *, wait_s: float, began: float) -> None:
         if link:
-            link.tell(records.Phase(phase="training"))
+            link.tell(records.PhaseChange(phase="training"))
         record = records.decode_record(command.body)
         self._train = record.settings or self._train
         fields = self.trainer.step(record)
@@ -222,7 +226,7 @@ class Learner:
         fields |= {"wait_s": wait_s, **self.engines.push(self.trainer, link, replayed=command.replayed)}
         fields |= {"step_s": time.monotonic() - began, "replayed": command.replayed}
         fields["folding"] = command.figures.get("tokens_unfolded", 0) / max(fields["tokens_computed"], 1)
-        link.tell(records.Stepped(version=self.trainer.version, fields=fields))
+        link.tell(records.StepDone(version=self.trainer.version, fields=fields))
         self._trackers.log(self.trainer.version, command.figures | fields)
         log.info(
             "step",
@@ -251,7 +255,7 @@ class Learner:
     def _idle_s(self) -> float:
         return BEHIND_EVERY_S if self.engines.behind else ENSURE_EVERY_S
 
-    def _while_waiting(self, link: Link, *, again: bool) -> None:
+    def _while_waiting(self, link: FeederLink, *, again: bool) -> None:
         self._saved(link)
         self._check_tokenizers()
         self.engines.ensure(self.trainer, link, again=again)
@@ -270,7 +274,7 @@ class Learner:
         url = self.settings.train.teacher_url
         return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
 
-    def _teacher_answers(self, link: Link) -> bool:
+    def _teacher_answers(self, link: FeederLink) -> bool:
         """Wait until it does; False when the learner is stopped first. People are told again and again, and engines are seen to."""
         told = -TEACHER_TOLD_S
         while trouble := self._teacher_trouble():
@@ -283,25 +287,25 @@ class Learner:
             select.select([self.stop.wakeup], [], [], ENSURE_EVERY_S)
         return True
 
-    def _warn(self, link: Link, what: str) -> None:
+    def _warn(self, link: FeederLink, what: str) -> None:
         log.warning("teacher_away", what=what)
         link.tell(records.Warn(text=f"learner {self.policy}: {what}"))
 
-    def _save_if_due(self, link: Link | None) -> None:
+    def _save_if_due(self, link: FeederLink | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
         if link and self._reserving is None and since >= interval // 2:
             self._reserving = self._beside.submit(save_load.reserve(self.trainer, self._copies))
         if since == 0:
             self._save(link)
 
-    def _save(self, link: Link | None, *, asked: int = 0) -> None:
+    def _save(self, link: FeederLink | None, *, asked: int = 0) -> None:
         """Copy a checkpoint, which is written while training goes on."""
         if link:
             self._saved(link, wait=True)
         with self._without_room(link, self.trainer.version, asked=asked):
             self._draw(link, asked=asked)
 
-    def _draw(self, link: Link | None, *, asked: int = 0) -> None:
+    def _draw(self, link: FeederLink | None, *, asked: int = 0) -> None:
         began = time.monotonic()
         if self._reserving:
             self._reserving.result()
@@ -312,7 +316,7 @@ class Learner:
             oldest = self._beside.submit(save_load.finish, draft, keep=keep, check=self.fence.check)
             self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
 
-    def _saved(self, link: Link, *, wait: bool = False) -> None:
+    def _saved(self, link: FeederLink, *, wait: bool = False) -> None:
         """Report the checkpoint that is being written, if it is whole by now; wait for it if told to, or if somebody asked for it.
 
         Raises LearnerError where it cannot be written.
@@ -323,18 +327,18 @@ class Learner:
         with self._without_room(link, now.version, asked=now.asked):
             self._keep(link, now)
 
-    def _keep(self, link: Link, now: _Finishing) -> None:
+    def _keep(self, link: FeederLink, now: _Finishing) -> None:
         self._finishing = None  # also of one that cannot be: what it holds is given back
         oldest = now.oldest.result()
         self.saved, self._no_room = now.version, None
-        link.tell(records.Kept(oldest=oldest, asked=now.asked))
+        link.tell(records.CheckpointSaved(oldest=oldest, asked=now.asked))
         if not self.settings.train.keep_batches:
-            token_trace.prune(self._tokens, oldest)
+            token_trace.prune_traces(self._tokens, oldest)
         seconds = {"training_waited_s": now.drawn_s, "seconds": time.monotonic() - now.began}
         log.info("checkpoint", version=now.version, **{name: round(value, 3) for name, value in seconds.items()})
 
     @contextlib.contextmanager
-    def _without_room(self, link: Link | None, version: int, *, asked: int) -> Iterator[None]:
+    def _without_room(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
         """People are told of a checkpoint for which the disk has no room; the next one that is due is tried. One that somebody asked for
         is tried until there is room or the learner is stopped, and nothing is trained before that."""
         try:
@@ -350,19 +354,19 @@ class Learner:
             self.fence.check()  # a learner that has taken our place removes the drafts that it finds
             raise
 
-    def _say_no_room(self, link: Link, version: int, error: DiskFullError, *, asked: int) -> None:
+    def _say_no_room(self, link: FeederLink, version: int, error: DiskFullError, *, asked: int) -> None:
         due = self.trainer.version + 1
         due += -due % self._train.checkpoint_every
         then = "it is tried again until there is room" if asked else f"training goes on, and that of {due} is tried"
         log.warning("checkpoint_without_room", version=version, error=str(error), consequence=then)
         link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
 
-    def _save_last(self, link: Link | None) -> None:
+    def _save_last(self, link: FeederLink | None) -> None:
         """What was trained since the newest checkpoint that is whole. Raises LearnerError when it cannot be written."""
         if link:
             self._saved(link, wait=True)
         due = "save" if self.trainer.version > self.saved else "stop"
-        if self._broadcast(Command(due) if link else None).name == "stop":
+        if self._broadcast(RankCommand(due) if link else None).name == "stop":
             return
         try:
             self._draw(link)
@@ -374,7 +378,7 @@ class Learner:
                 "batch log"
             ) from error
 
-    def _broadcast(self, command: Command | None) -> Command:
+    def _broadcast(self, command: RankCommand | None) -> RankCommand:
         """Rank 0's command, on every rank."""
         if self._control is None:
             assert command is not None

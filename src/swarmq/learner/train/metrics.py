@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarmq.learner.algorithms.loss_effects import Effect
-from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, TokenLoss, Tokens
+from swarmq.learner.algorithms.loss_effects import LossEffect
+from swarmq.learner.algorithms.losses import MAX_LOG_RATIO, LossInputs, TokenLoss
 
 NAMES = (
-    "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "theta", "positive", "negative",
+    "tokens", "compared", "loss", "k3", "ratio", "ratio_squared", "entropy", "logprobs", "positive", "negative",
     "masked_positive", "masked_negative", "clipped_positive", "clipped_negative", "calls_left_out", "tokens_left_out",
     "filtered_positive", "filtered_negative", "divergence", "same_tokens", "same_gap",
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
-"""log10 of |theta - mu|: ten bins a decade, so the quantile is right to 26 %."""
+"""log10 of |logprobs - behavior_logprobs|: ten bins a decade, so the quantile is right to 26 %."""
 
 
-class Sums:
+class MetricSums:
     """Running sums of one optimizer step on one rank."""
 
     def __init__(self, device: torch.device) -> None:
@@ -32,11 +32,13 @@ class Sums:
         for name, value in values.items():
             self.values[name] = self.values[name] + value
 
-    def add_mismatch(self, tokens: Tokens, among: Tensor) -> None:
+    def add_mismatch(self, tokens: LossInputs, among: Tensor) -> None:
         """`among` [S] bool: the tokens that weigh something, also those that a filter takes, which would hide what it is there for."""
         if tokens.held is not None:
-            among = among & ~tokens.held  # mu is normalised over what a grammar allowed: no fault of the engine
-        gap = tokens.theta.detach() - tokens.mu
+            among = (
+                among & ~tokens.held
+            )  # behavior_logprobs is normalised over what a grammar allowed: no fault of the engine
+        gap = tokens.logprobs.detach() - tokens.behavior_logprobs
         held = gap.clamp(max=MAX_LOG_RATIO)
         ratio = held.exp()
         self.add(
@@ -48,19 +50,19 @@ class Sums:
         place = (gap.abs().double().log10() - GAP_LOW) * (GAP_BINS / (GAP_HIGH - GAP_LOW))
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
 
-    def add_same(self, logprobs: Tensor, mu: Tensor, same: Tensor) -> None:
+    def add_same(self, logprobs: Tensor, behavior_logprobs: Tensor, same: Tensor) -> None:
         """`logprobs` [S] are those under the weights that sampled the tokens `same` [S] bool."""
-        gap = (logprobs.detach() - mu).abs()
+        gap = (logprobs.detach() - behavior_logprobs).abs()
         self.add(same_tokens=same.sum(), same_gap=torch.where(same, gap, 0).sum(dtype=torch.float64))
 
-    def add_tokens(self, tokens: Tokens, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
+    def add_tokens(self, tokens: LossInputs, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
         """`kept` [S] bool: the tokens that are trained and that weigh something."""
-        theta, (up, down) = tokens.theta.detach(), _signs(loss, kept)
-        masked, clipped = loss.effects == Effect.MASKED, loss.effects > Effect.MASKED
+        logprobs, (up, down) = tokens.logprobs.detach(), _signs(loss, kept)
+        masked, clipped = loss.effects == LossEffect.MASKED, loss.effects > LossEffect.MASKED
         self.add(
             tokens=kept.sum(),
             entropy=(entropy * kept).sum(dtype=torch.float64),
-            theta=(theta * kept).sum(dtype=torch.float64),
+            logprobs=(logprobs * kept).sum(dtype=torch.float64),
             positive=up.sum(),
             negative=down.sum(),
             masked_positive=(masked & up).sum(),
@@ -69,7 +71,7 @@ class Sums:
             clipped_negative=(clipped & down).sum(),
         )
         if tokens.reference is not None:
-            d = (tokens.reference - theta).clamp(max=MAX_LOG_RATIO)
+            d = (tokens.reference - logprobs).clamp(max=MAX_LOG_RATIO)
             self.add(divergence=((d.exp() - d - 1) * kept).sum(dtype=torch.float64))
 
     def add_filtered(self, loss: TokenLoss, left_out: Tensor) -> None:
@@ -95,7 +97,7 @@ class Sums:
             "same_weights_tokens": int(total["same_tokens"]),
             "same_weights_gap": total["same_gap"] / max(total["same_tokens"], 1.0),
             "entropy": total["entropy"] / count,
-            "logprob": total["theta"] / count,
+            "logprob": total["logprobs"] / count,
             "masked_positive": total["masked_positive"] / max(total["positive"], 1.0),
             "masked_negative": total["masked_negative"] / max(total["negative"], 1.0),
             "clipped_positive": total["clipped_positive"] / max(total["positive"], 1.0),

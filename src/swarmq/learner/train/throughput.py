@@ -12,19 +12,19 @@ from torch import Tensor
 from swarmq.timeline import Cost, Layout
 
 
-def model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
+def count_model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
     """Floating-point operations of forward and backward; what gradient checkpointing computes again is not counted. `head`: of both,
     per token whose logits are computed."""
     return cost.training(layouts) + head * sum(layout.num_trained for layout in layouts)
 
 
-def head_flops(weight: Tensor) -> float:
+def count_head_flops(weight: Tensor) -> float:
     """Of forward and backward, per token."""
     return (3 if weight.requires_grad else 2) * 2.0 * weight.numel()
 
 
 @functools.cache
-def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
+def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a large square matrix product, the best of a few."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)  # a small one is slower than those of a model
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))

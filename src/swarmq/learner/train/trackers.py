@@ -22,7 +22,7 @@ from accelerate.tracking import filter_trackers
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.store.durable_files import mapped
+from swarmq.learner.store.durable_files import map_os_errors
 from swarmq.learner.train.tracker_packages import check_trackers
 
 log = structlog.get_logger()
@@ -37,7 +37,7 @@ SELDOM = 64
 """Failed steps after which it is tried again in any case; before, after 1, 2, 4, 8 and so on. Each leaves an empty file."""
 
 
-def folders_of(folder: Path) -> dict[str, str]:
+def tracker_folders(folder: Path) -> dict[str, str]:
     """Environment variables that say where trackers write; without them some use the current directory. The user's own win."""
     return {
         "WANDB_DIR": str(folder),
@@ -58,14 +58,14 @@ class Trackers:
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
             return
-        with mapped(folder):
+        with map_os_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         accelerator.project_configuration.set_directories(str(folder))
-        for name, place in folders_of(folder).items():
+        for name, place in tracker_folders(folder).items():
             os.environ.setdefault(name, place)
         accelerator.log_with = filter_trackers(list(train.trackers), str(folder))
         try:
-            accelerator.init_trackers(f"{run}.{policy}", config=dict(flat(msgspec.to_builtins(train), texts=True)))
+            accelerator.init_trackers(f"{run}.{policy}", config=dict(flatten(msgspec.to_builtins(train), texts=True)))
         except Exception as error:
             raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
 
@@ -73,7 +73,7 @@ class Trackers:
         """The numbers among `fields`; those in dictionaries as `name/key`."""
         if not self._on:
             return
-        values = dict(flat(fields))
+        values = dict(flatten(fields))
         for tracker in self._accelerator.trackers:
             try:
                 self._begin_again(tracker)
@@ -108,12 +108,12 @@ def _warn(tracker: Any, error: Exception, **what: Any) -> None:
     log.warning("tracker_failed", tracker=tracker.name, error=str(error), **what)
 
 
-def flat(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
+def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
     """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
     for raw, value in fields.items():
         name = _safe(raw)
         if isinstance(value, Mapping):
-            yield from flat(value, prefix=f"{prefix}{name}/", texts=texts)
+            yield from flatten(value, prefix=f"{prefix}{name}/", texts=texts)
         elif isinstance(value, int | float):
             yield prefix + name, float(value) if not texts else value
         elif texts:

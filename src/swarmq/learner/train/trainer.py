@@ -1,6 +1,6 @@
 """One optimizer step from one batch record, on as many ranks as accelerate brings.
 
-    episodes --work_of--> passes --LayoutModel--> theta --loss--> backward ... clip, AdamW
+    episodes --work_of--> passes --LayoutModel--> logprobs --loss--> backward ... clip, AdamW
 
 Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The
 gradient does not depend on ranks, passes, packing, folding or trees. A step whose gradient is not finite, or in
@@ -27,13 +27,20 @@ from torch import Tensor
 
 from swarmq.config import Policy, Train
 from swarmq.errors import MessageError, SetUpError
-from swarmq.learner.algorithms.advantages import Credit, advantages, groups_of
-from swarmq.learner.algorithms.filters import filters, keep
-from swarmq.learner.algorithms.loss_weights import units
-from swarmq.learner.algorithms.losses import WITHOUT_RATIO, Tokens, policy_loss
-from swarmq.learner.batching.batch_split import merged, parts_of
-from swarmq.learner.batching.micro_batches import Pass, Traits, Work, reweighed, without, work_of
-from swarmq.learner.batching.token_trace_builder import Seen
+from swarmq.learner.algorithms.advantages import TurnAdvantages, compute_advantages, group_by_slot
+from swarmq.learner.algorithms.filters import apply_filters, has_filters
+from swarmq.learner.algorithms.loss_weights import normalization_units
+from swarmq.learner.algorithms.losses import WITHOUT_RATIO, LossInputs, policy_loss
+from swarmq.learner.batching.batch_split import merge_metrics, split_groups
+from swarmq.learner.batching.micro_batches import (
+    MicroBatch,
+    ModelProfile,
+    RankBatch,
+    build_rank_batch,
+    reweight,
+    without_episodes,
+)
+from swarmq.learner.batching.token_trace_builder import TraceBuilder
 from swarmq.learner.checkpoint.discovery import Checkpoint, check_goes_on
 from swarmq.learner.checkpoint.model_files import Adapters, HostCopies, ModelFiles
 from swarmq.learner.checkpoint.save_load import restore
@@ -56,13 +63,13 @@ from swarmq.learner.model.layout_attention import placed
 from swarmq.learner.model.layout_model import LayoutModel, Placed
 from swarmq.learner.model.loading import load_lm, vocab_size
 from swarmq.learner.store.records import BatchRecord
-from swarmq.learner.store.token_trace import EpisodeTokens
+from swarmq.learner.store.token_trace import EpisodeTrace
 from swarmq.learner.teachers.reference_models import FrozenModels
 from swarmq.learner.teachers.served_teacher import Scores, ServedTeacher
 from swarmq.learner.train import engine_agreement
-from swarmq.learner.train.gpu_errors import gpu_errors
-from swarmq.learner.train.metrics import Sums
-from swarmq.learner.train.throughput import head_flops, matrix_rate, model_flops
+from swarmq.learner.train.gpu_errors import map_gpu_errors
+from swarmq.learner.train.metrics import MetricSums
+from swarmq.learner.train.throughput import count_head_flops, count_model_flops, measure_matrix_rate
 from swarmq.messages import Rollout, check
 from swarmq.timeline import resolve
 from swarmq.weights.format.packing import NamedTensors, Weight, made
@@ -125,17 +132,17 @@ class Trainer:
         if self.context.ranks > 1:
             _check_cut({source: policy.rows_only, **{f"the {role}": judge.rows_only for role, judge in judges.items()}})
         limits = [policy.rows_only, *(judge.rows_only for judge in judges.values())]
-        self.traits = Traits(
+        self.traits = ModelProfile(
             cost=policy.cost,
             rows_only=next(filter(None, limits), None),
             row_pass=CPU_ROW_PASS if self.accelerator.device.type == "cpu" else None,
         )
-        self._head_flops = head_flops(policy.model.get_output_embeddings().weight)
-        self.tokens: list[EpisodeTokens] = []
+        self._head_flops = count_head_flops(policy.model.get_output_embeddings().weight)
+        self.tokens: list[EpisodeTrace] = []
         """What the last step saw of this rank's episodes, where `train.token_log`."""
         self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: its weights for engines, gathered after the newest step."""
-        self._seen: Seen | None = None
+        self._seen: TraceBuilder | None = None
         self._taught: Scores | None = None
         """By a teacher that an engine serves, of the episodes of the optimizer step."""
         self._proximal: list[Tensor] | None = None
@@ -234,21 +241,21 @@ class Trainer:
         changed then.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
-        with gpu_errors(f"step {record.index.version}"):
+        with map_gpu_errors(f"step {record.index.version}"):
             return self._step(record)
 
     def _step(self, record: BatchRecord) -> dict[str, Any]:
         began = time.perf_counter()
         train, (rank, world) = self.settings(record), self.share
         sound = [episode for episode in record.episodes if _is_sound(episode)]
-        nothing: Credit = {episode.episode_id: [None] * len(episode.turns) for episode in record.episodes}
-        credit = {**nothing, **advantages(groups_of(sound), train, record.baselines)}
-        parts = parts_of(record.episodes, train.steps_per_batch)
-        works = [work_of(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
+        nothing: TurnAdvantages = {episode.episode_id: [None] * len(episode.turns) for episode in record.episodes}
+        credit = {**nothing, **compute_advantages(group_by_slot(sound), train, record.baselines)}
+        parts = split_groups(record.episodes, train.steps_per_batch)
+        works = [build_rank_batch(part, train, self.traits, rank=rank, world=world, credit=credit) for part in parts]
         proximal = [self._logprobs(work) for work in works[1:]]
         fields, self.tokens = [], []
         for number, (part, work) in enumerate(zip(parts, works, strict=True)):
-            self._seen = Seen() if train.token_log and self.context.is_first else None
+            self._seen = TraceBuilder() if train.token_log and self.context.is_first else None
             self._proximal = proximal[number - 1] if number else None
             self.consult(part, work, train)
             fields.append(self.optimize(work, train, step=record.index.version))
@@ -256,7 +263,7 @@ class Trainer:
         self._proximal = self._taught = None
         self.gather()
         self.version = record.index.version
-        whole = merged(fields)
+        whole = merge_metrics(fields)
         whole["episodes_left_out"] += len(record.episodes) - len(sound)
         return self._timed(whole, began)
 
@@ -285,31 +292,31 @@ class Trainer:
         }
 
     def _matrix_rate(self) -> float:
-        return matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
+        return measure_matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
 
-    def _logprobs(self, work: Work) -> list[Tensor]:
+    def _logprobs(self, work: RankBatch) -> list[Tensor]:
         """Of each pass [S], under the weights as they are."""
         with torch.no_grad():
             return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
 
-    def laid(self, one: Pass) -> Placed:
+    def laid(self, one: MicroBatch) -> Placed:
         """What this rank computes of a pass."""
         return Placed.of(one.layout, self.accelerator.device, context=self.context)
 
-    def optimize(self, work: Work, train: Train, *, step: int) -> dict[str, Any]:
+    def optimize(self, work: RankBatch, train: Train, *, step: int) -> dict[str, Any]:
         """One optimizer step on this rank's part of the work. Where the gradient is not finite, it is made once more without the episodes
         whose losses are not."""
         fields, left = self.accumulate(work, train)
-        engine_agreement.check(fields, self._engine_gap_max, type(self.lm).__name__)
+        engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, broken = self._clip(train), list[int]()
         if not np.isfinite(norm) and (broken := self._broken(work.num_episodes)):
             self.optimizer.zero_grad()
-            self._seen = self._seen and Seen()
-            fields, left = self.accumulate(without(work, broken), train)
+            self._seen = self._seen and TraceBuilder()
+            fields, left = self.accumulate(without_episodes(work, broken), train)
             norm = self._clip(train)
         return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
 
-    def consult(self, episodes: Sequence[Rollout], work: Work, train: Train) -> None:
+    def consult(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> None:
         """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
 
         Raises LearnerError when it does not answer."""
@@ -318,10 +325,10 @@ class Trainer:
             self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
         )
 
-    def accumulate(self, work: Work, train: Train) -> tuple[dict[str, Any], int]:
+    def accumulate(self, work: RankBatch, train: Train) -> tuple[dict[str, Any], int]:
         """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
         work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
-        sums = Sums(self.accelerator.device)
+        sums = MetricSums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
         self._infinite = []
         for index, one in enumerate(work.passes):
@@ -332,9 +339,9 @@ class Trainer:
             "layout_reason": work.plan.reason,
             "passes": len(work.plan.layouts),
             "tokens_computed": work.plan.tokens,
-            "flops": model_flops(work.plan.layouts, self.traits.cost, self._head_flops),
+            "flops": count_model_flops(work.plan.layouts, self.traits.cost, self._head_flops),
         }
-        if units(train.normalisation) == "tokens":
+        if normalization_units(train.normalisation) == "tokens":
             left = fields["tokens_trained"]
         else:
             left = int((self._sum(trained) > 0).sum())
@@ -345,32 +352,36 @@ class Trainer:
                     parameter.grad.mul_(total / left)
         return fields, left
 
-    def _as_filtered(self, work: Work, train: Train) -> Work:
+    def _as_filtered(self, work: RankBatch, train: Train) -> RankBatch:
         """With the weights of what filters leave of each episode, where that decides what its tokens weigh.
 
         What they leave depends on the weights as they are, and an episode may lie in several passes and on several ranks,
         whose gradients cannot be told apart later: so it takes a forward pass more.
         """
-        if train.normalisation != "episode" or not filters(train):
+        if train.normalisation != "episode" or not has_filters(train):
             return work
         left = torch.zeros(work.num_episodes, device=self.accelerator.device)
-        for one, theta in zip(work.passes, self._logprobs(work), strict=True):
-            mu, calls, weights = (self._placed(x) for x in (one.layout.logprobs, one.calls, one.weights))
-            filtered = keep(Tokens(theta, mu, mu, calls, one.num_calls), train, weights > 0)
+        for one, logprobs in zip(work.passes, self._logprobs(work), strict=True):
+            behavior_logprobs, calls, weights = (self._placed(x) for x in (one.layout.logprobs, one.calls, one.weights))
+            filtered = apply_filters(
+                LossInputs(logprobs, behavior_logprobs, behavior_logprobs, calls, one.num_calls), train, weights > 0
+            )
             if filtered and not one.idle:
                 left.index_add_(0, self._placed(one.layout.episodes), filtered.tokens.float())
-        return reweighed(work, train, self._sum(left).int().tolist())
+        return reweight(work, train, self._sum(left).int().tolist())
 
-    def _backward(self, index: int, one: Pass, train: Train, total: int, sums: Sums, trained: Tensor) -> None:
+    def _backward(
+        self, index: int, one: MicroBatch, train: Train, total: int, sums: MetricSums, trained: Tensor
+    ) -> None:
         """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
-        temperatures, mu, credit, calls, weights = (
+        temperatures, behavior_logprobs, credit, calls, weights = (
             self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
         laid = self.laid(one)
         scored = self.model(laid, temperatures)
-        tokens = Tokens(
+        tokens = LossInputs(
             scored.logprobs,
-            mu,
+            behavior_logprobs,
             credit,
             calls,
             one.num_calls,
@@ -385,9 +396,11 @@ class Trainer:
         sums.add_mismatch(tokens, kept)
         if train.loss.name not in WITHOUT_RATIO:
             same = one.plain & (one.layout.versions == self.version)
-            sums.add_same(tokens.theta if tokens.proximal is None else tokens.proximal, mu, self._placed(same))
+            sums.add_same(
+                tokens.logprobs if tokens.proximal is None else tokens.proximal, behavior_logprobs, self._placed(same)
+            )
         left_out = torch.zeros_like(kept)
-        if (filtered := keep(tokens, train, kept)) is not None:
+        if (filtered := apply_filters(tokens, train, kept)) is not None:
             left_out = kept & ~filtered.tokens
             kept, weights = filtered.tokens, weights * filtered.tokens
             sums.add_filtered(result, left_out)
@@ -402,7 +415,7 @@ class Trainer:
         trained.index_add_(0, whose, kept.float())
         self._infinite.append((whose, kept & ~result.per_token.detach().isfinite()))
         if self._seen:
-            self._seen.add(one, tokens.theta, result, left_out)
+            self._seen.add(one, tokens.logprobs, result, left_out)
 
     def _placed(self, values: np.ndarray) -> Tensor:
         return placed(values, self.accelerator.device)

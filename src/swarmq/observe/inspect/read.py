@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from swarmq.config import RunFolder
 from swarmq.errors import EpisodeError
-from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.learner.store import batch_log, token_trace
-from swarmq.learner.store.records import Index
-from swarmq.learner.store.token_trace import EpisodeTokens, TurnTokens
+from swarmq.learner.store.records import BatchIndex
+from swarmq.learner.store.token_trace import EpisodeTrace, TurnTrace
 from swarmq.messages import Rollout, unpack_floats, unpack_ids
 from swarmq.timeline import fold, resolve
 from swarmq.token_drift import Drift
@@ -48,7 +48,7 @@ class TokenRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Advantage in the loss; None if the loss uses none (`sft`) or it was not recorded."""
     left_out: bool = False
     """Whether a filter removed the token from the loss."""
-    effect: Effect = Effect.WHOLE
+    effect: LossEffect = LossEffect.WHOLE
     """Effect of the loss on the token's policy gradient."""
     version: int | None = None
     """Version of the weights that sampled the token."""
@@ -126,7 +126,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def read_batches(log: Path) -> Iterator[BatchRow]:
     """Yield the records of the log in order."""
-    for record in batch_log.records(log):
+    for record in batch_log.read_records(log):
         index, episodes = record.index, record.episodes
         yield BatchRow(
             step=index.version if index.trained else None,
@@ -143,7 +143,7 @@ def read_batches(log: Path) -> Iterator[BatchRow]:
 def read_step(log: Path, step: int) -> list[EpisodeRow]:
     """Return the episodes that a step trained, group by group, and those dropped before it. Raises EpisodeError if there are
     none."""
-    places = batch_log.scan(log)
+    places = batch_log.scan_log(log)
     rows, dropped = list[EpisodeRow](), list[EpisodeRow]()
     for place in places:
         if _step_of(place.index) != step:
@@ -161,7 +161,7 @@ def read_step(log: Path, step: int) -> list[EpisodeRow]:
                 orphan_turns=episode.orphan_turns,
                 sampled_tokens=sum(len(unpack_ids(turn.sampled_ids)) for turn in episode.turns),
             )
-            for episode in batch_log.read(place).episodes
+            for episode in batch_log.read_record(place).episodes
         ]
     if not rows and not dropped:
         there = sorted({_step_of(place.index) for place in places})
@@ -179,7 +179,7 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     """
     places = {
         episode_id: place
-        for place in batch_log.scan(folder.batch_log(policy))
+        for place in batch_log.scan_log(folder.batch_log(policy))
         for episode_id in (*place.index.trained, *place.index.dropped)
         if episode_id.startswith(part) or episode_id.endswith(part)
     }
@@ -197,11 +197,11 @@ def find_episode(folder: RunFolder, policy: str, part: str, decode: Decode) -> E
     step = _step_of(place.index)
     if reason := place.index.dropped.get(episode_id):
         raise EpisodeError(f"{episode_id}: dropped in step {step}: {reason}; tokens are kept of trained episodes alone")
-    episode = next(one for one in batch_log.read(place).episodes if one.episode_id == episode_id)
-    return build_view(episode, step, token_trace.find(folder.token_log(policy), step, episode_id), decode)
+    episode = next(one for one in batch_log.read_record(place).episodes if one.episode_id == episode_id)
+    return build_view(episode, step, token_trace.find_trace(folder.token_log(policy), step, episode_id), decode)
 
 
-def build_view(episode: Rollout, step: int, seen: EpisodeTokens | None, decode: Decode) -> EpisodeView:
+def build_view(episode: Rollout, step: int, seen: EpisodeTrace | None, decode: Decode) -> EpisodeView:
     """Build the view of an episode; `seen`: what training recorded of it, if anything."""
     drift = Drift.of(episode.turns)
     return EpisodeView(
@@ -262,12 +262,12 @@ def load_decoder(model: str) -> Decode:
     return decode
 
 
-def _step_of(index: Index) -> int:
+def _step_of(index: BatchIndex) -> int:
     """Return the step that trained a record's episodes, or before which they were dropped."""
     return index.version if index.trained else index.version + 1
 
 
-def _tokens(episode: Rollout, seen: dict[str, TurnTokens], decode: Decode) -> Iterator[TokenRow]:
+def _tokens(episode: Rollout, seen: dict[str, TurnTrace], decode: Decode) -> Iterator[TokenRow]:
     turns = resolve(episode.turns)
     for number, timeline in enumerate(fold(turns)):
         ids = timeline.token_ids.tolist()
@@ -286,7 +286,7 @@ def _tokens(episode: Rollout, seen: dict[str, TurnTokens], decode: Decode) -> It
             yield row
 
 
-def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool | Effect | None]:
+def _training(seen: TurnTrace | None, offset: int) -> dict[str, float | bool | LossEffect | None]:
     """Return what training recorded of the sampled token at `offset` of a turn, as fields of TokenRow."""
     if seen is None:
         return {}
@@ -294,7 +294,7 @@ def _training(seen: TurnTokens | None, offset: int) -> dict[str, float | bool | 
         "logprob_trained": _float_at(seen.logprobs, offset),
         "advantage": _float_at(seen.advantages, offset) if seen.advantages else seen.advantage,
         "left_out": bool(seen.left_out and seen.left_out[offset]),
-        "effect": Effect(seen.effects[offset]) if seen.effects else Effect.WHOLE,
+        "effect": LossEffect(seen.effects[offset]) if seen.effects else LossEffect.WHOLE,
     }
 
 

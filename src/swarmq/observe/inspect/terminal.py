@@ -17,7 +17,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from swarmq.learner.algorithms.loss_effects import Effect
+from swarmq.learner.algorithms.loss_effects import LossEffect
 from swarmq.observe.inspect.read import (
     BatchRow,
     EpisodeRow,
@@ -37,7 +37,12 @@ SHORT = 8
 """Number of last characters of an id, which are random and identify the episode."""
 PORTION = 256
 """Number of text pieces that are printed at once."""
-MARKS = {Effect.WHOLE: "1", Effect.MASKED: "masked", Effect.CLIPPED: "clipped", Effect.TRUNCATED: "trunc"}
+MARKS = {
+    LossEffect.WHOLE: "1",
+    LossEffect.MASKED: "masked",
+    LossEffect.CLIPPED: "clipped",
+    LossEffect.TRUNCATED: "trunc",
+}
 
 Styled = tuple[str, str]
 """Text and its style."""
