@@ -1,4 +1,5 @@
-"""Whole groups in, batch log, optimizer step, new weights out.
+"""The learner: takes whole groups of rollouts, logs each batch, takes optimizer steps, and pushes the new weights to the engines.
 
-I/O process (no torch):  io_process -> intake, batch_log      rank 0 and further ranks (torch):  loop -> trainer, checkpoint
+`swarmq-learner` runs `main`; each rank runs `train.loop`, and rank 0 has the batch feeder (`feed.process`) as a child process. Other
+packages may read `store` (batch log, token traces) and call `preflight`, `replay` and `doctor`.
 """

@@ -1,8 +1,8 @@
-"""Entry of `swarmq-learner`: locks the policy, starts collector, ranks and I/O process, trains, stops in order.
+"""Entry point of `swarmq-learner`: locks the policy, starts collector, ranks and batch feeder, trains, stops in order.
 
-    run ──> one GPU: the loop in this process          ──> I/O process
-        ──> more:    a process per rank (rank.py), rank 0 of them as above
-        ──> collector, unless one runs elsewhere
+  run ──> one GPU: the loop in this process          ──> batch feeder
+      ──> more:    a process per rank (rank.py), rank 0 of them as above
+      ──> collector, unless one runs elsewhere
 
 Under `accelerate launch` every process is a rank already.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool = True, no_push: bool = False) -> None:
-    """Train `policy` until stopped or `max_steps`. Raises LearnerError when it cannot go on.
+    """Train `policy` until stopped or `max_steps`, on `num_gpus` ranks (processes on a machine without GPU).
 
-    `num_gpus` ranks (on a machine without GPU: processes). `no_push` leaves the engines alone.
+    `no_push` leaves the engines alone. Raises LearnerError if training cannot go on.
     """
     if policy not in job.policies:
         raise ConfigError(f"policies: there is no {policy!r}; this job has {', '.join(job.policies)}")
@@ -46,7 +46,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """The loop of one rank; lock and collector are held already."""
+    """Run the loop of one rank; lock and collector are held already."""
     from swarmq.learner.distributed.accelerator import leave  # noqa: PLC0415  (torch comes with the loop, only where it trains)
 
     _train(job, policy, is_main=is_main, no_push=no_push)
@@ -54,7 +54,7 @@ def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
-    """Nothing of it is left when it returns."""
+    """Run the loop so that no model is left when it returns."""
     from swarmq.learner.feed.ipc import FeederLink, StopSignal  # noqa: PLC0415
     from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers  # noqa: PLC0415
     from swarmq.learner.train.gpu_errors import map_gpu_errors  # noqa: PLC0415
@@ -83,7 +83,7 @@ def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
 
 
 def _pusher(job: SwarmJob, policy: str) -> WeightPusher | None:
-    """None for a policy without engines, which is trained off line."""
+    """Return the weight pusher, or None for a policy without engines, which is trained offline."""
     from swarmq.weights.push.pusher import WeightPusher  # noqa: PLC0415
 
     urls = job.policies[policy].engine.urls

@@ -1,5 +1,5 @@
-"""What a learner refuses for good and can be told before anything is started: `swarmq up` looks first, the learner again. No torch in
-here."""
+"""Preflight checks shared by `swarmq up` and the learner: settings that a learner refuses, checked before anything starts.
+Without torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from swarmq.learner.train.tracker_packages import check_trackers
 
 
 def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
-    """Raises LearnerError for what the policy's learner, of so many ranks, would refuse. Models that judge are compared by their
-    tokenizers, for which alone transformers is loaded."""
+    """Raise LearnerError for anything that the policy's learner with this number of ranks would refuse. References and teachers
+    are compared by their tokenizers, for which alone transformers is loaded."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
     if found := discovery.newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
@@ -25,7 +25,7 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
 
 
 def check_settings(train: Train, ranks: int) -> None:
-    """Raises LearnerError for what no model has to be there for."""
+    """Raise LearnerError for settings that are wrong whatever the model."""
     check_trackers(train.trackers)
     check_rank_count(train, ranks)
     check_offload(train, ranks)

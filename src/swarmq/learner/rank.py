@@ -1,4 +1,4 @@
-"""Entry of one rank that `swarmq-learner --num-gpus N` started: `python -m swarmq.learner.rank JOB POLICY NO_PUSH`."""
+"""Entry point of one rank started by `swarmq-learner --num-gpus N`: `python -m swarmq.learner.rank JOB POLICY NO_PUSH`."""
 
 from __future__ import annotations
 

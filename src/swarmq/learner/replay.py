@@ -1,4 +1,4 @@
-"""Train again from a checkpoint and the batch log alone: no broker, no engine, nothing in the run folder is changed."""
+"""Replay: train again from a checkpoint and the batch log alone, without broker and engine, changing nothing in the run folder."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def replay(
     until: int | None = None,
     report: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> int:
-    """Write the checkpoint that training to version `until` (the log's end by default) gives; that version.
+    """Train to version `until` (by default the end of the log), write that checkpoint, and return its version.
 
-    Starts from the initial model without `from_checkpoint`. `report` gets the figures of every step. Raises
-    LearnerError when the checkpoint is not sound, or the log is empty or does not go on after it.
+    Without `from_checkpoint`, starts from the initial model. `report`: called with the metrics of every step. Raises
+    LearnerError if the checkpoint is invalid, or if the log is empty or does not continue from it.
     """
     identity, settings = RunIdentity.of(job, policy), job.policies[policy]
     if to_folder.exists() and (not to_folder.is_dir() or any(to_folder.iterdir())):

@@ -1,10 +1,10 @@
-"""Supervised warm start: a model learns from demonstrations what to sound like before rewards say what pays.
+"""Supervised warm start: a model learns the format of answers from demonstrations, before reinforcement learning.
 
-    demonstrations (JSON lines of chats) --template--> turns --fold, pack--> the trainer's own steps with the `sft` loss --> folder
+  demonstrations (JSON lines of chats) --template--> turns --fold, pack--> the trainer's own steps with the `sft` loss --> folder
 
-What the assistant says in a demonstration is trained as if the model had sampled it, in the context in which it would have:
-the prompt that the chat template makes of what came before. So everything that holds for training holds here: folding,
-sharding, accumulation, memory. Under `accelerate launch` every process is a rank.
+The assistant's messages are trained as if the model had sampled them after the prompt that the chat template renders from the
+messages before. Everything that holds for training therefore holds here: folding, sharding, accumulation, memory. Under
+`accelerate launch` every process is a rank.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Slot, Turn, VersionSpan, pack_floats, pack_ids
 
 NOBODY = "warm"
-"""Run and policy of what no run has sampled."""
+"""Name of run and policy in records that no run has sampled."""
 RATE = 2e-5
-"""Learning rate of a warm start, whatever the run's: supervision bears far more than a policy gradient, ..."""
+"""Learning rate of a warm start, whatever the run's: supervised training tolerates far more than a policy gradient."""
 ADAPTERS_RATE = 2e-4
-"""... and adapters more still."""
+"""Learning rate of a warm start with adapters, which tolerate still more."""
 RISE = 10
-"""The learning rate rises over at most this fraction of the steps."""
+"""Inverse of the largest fraction of the steps over which the learning rate rises."""
 ROLES = {"system", "user", "assistant", "tool"}
-"""That chat templates know."""
+"""Roles that chat templates know."""
 
 
 class Chat(msgspec.Struct, frozen=True):
-    """A demonstration as it is written down."""
+    """A demonstration as it stands in the file."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
 
 
 class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
-    """What to make of which model."""
+    """Plan of a warm start."""
 
     model: str
     demonstrations: Path
-    """JSON lines, each with `messages` as chat completions have them, and `tools` if the assistant was given any."""
+    """JSON lines, each with `messages` as in chat completions, and `tools` if the assistant has any."""
     out: Path
-    """A new folder that every engine and learner loads."""
+    """New folder that every engine and learner can load."""
     max_model_len: int | None = None
-    """Of the engine that will serve it; None: as much as the model was made for."""
+    """Context length of the engine that will serve the model; None: the model's own."""
     train: Train
-    """Optimizer, precision, sharding and pass size; the loss is `sft` whatever it says, and nobody sampled the tokens, so
-    what compares with an engine is left out."""
+    """Optimizer, precision, sharding and micro-batch size. The loss is always `sft`, and settings that compare with an engine
+    are ignored, because no engine sampled the tokens."""
     epochs: int = 1
     batch: int = 32
     """Demonstrations of an optimizer step."""
@@ -72,14 +72,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     """Mean negative log-probability of the assistant's tokens, in nats."""
     left_out: int
-    """Demonstrations that are longer than `max_length` ..."""
+    """Number of demonstrations longer than `max_length`."""
     max_length: int
-    """... tokens, which the model was made for and `train.micro_batch_tokens` lets a pass have."""
+    """Most tokens of a demonstration, limited by the model and by `train.micro_batch_tokens`."""
 
 
 def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
-    """Train and write `out`; of several ranks the first reports. Raises TaskError for demonstrations that cannot be used,
-    LearnerError for the model, for a step that would have done harm, and where `out` cannot be written."""
+    """Train and write `out`; the first rank reports. Raises TaskError for unusable demonstrations, LearnerError for the model,
+    for a step that would do harm, and if `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
     config = load_config(plan.model)  # which says best what is wrong with it
@@ -102,7 +102,8 @@ def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
 
 @contextlib.contextmanager
 def _draft(out: Path) -> Iterator[Path]:
-    """The folder that becomes `out` when all went well. Raises LearnerError where there can be none, or somebody else makes it."""
+    """Provide a folder that becomes `out` if all goes well. Raises LearnerError if it cannot be created, or another process
+    creates it."""
     workshop = out.with_name(f".{out.name}.partial")
     draft = workshop / "model"
     if not is_main():
@@ -127,7 +128,7 @@ def _draft(out: Path) -> Iterator[Path]:
 
 
 def _check_room(folder: Path, needed: int) -> None:
-    """Raises LearnerError where as many bytes cannot be written, before anything is trained for it."""
+    """Raise LearnerError if there is no room for so many bytes, before anything is trained."""
     if (free := shutil.disk_usage(folder).free) < needed:
         raise LearnerError(
             f"{folder}: {free / 1e9:.3g} GB are free there, and the model takes {needed / 1e9:.3g}: free space, or name another folder"
@@ -177,7 +178,7 @@ def _supervised(train: Train) -> Train:
 
 
 def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
-    """An episode for every line. Raises TaskError naming file and line."""
+    """Yield an episode for every line. Raises TaskError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
     except OSError as error:
@@ -190,8 +191,11 @@ def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[
 
 
 def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
-    """An episode with a turn for every message of the assistant, its prompt what the chat template makes of the messages before.
-    `ends`: the tokens that end an answer, beside the tokenizer's own. Raises TaskError, which begins with `where`."""
+    """Return an episode with a turn for every message of the assistant, each with the prompt that the chat template renders
+    before it.
+
+    `ends`: tokens that end an answer, besides the tokenizer's own. Raises TaskError, which begins with `where`.
+    """
     try:
         chat = msgspec.json.decode(line, type=Chat)
     except msgspec.MsgspecError as error:
@@ -222,13 +226,13 @@ def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int
 
 
 class _Spelling:
-    """A chat as the model's template writes it. Raises TaskError where the template cannot."""
+    """A chat as rendered by the model's template. Raises TaskError if the template fails."""
 
     def __init__(self, tokenizer: Any, chat: Chat, where: str) -> None:
         self._tokenizer, self._chat, self._where = tokenizer, chat, where
 
     def around(self, at: int) -> tuple[str, str]:
-        """The prompt that asks for message `at`, and the text up to that message's end, which begins with the prompt."""
+        """Return the prompt for message `at`, and the text up to that message's end, which begins with the prompt."""
         messages = self._chat.messages
         prompt, whole = self._spelled(messages[:at], prompt=True), self._spelled(messages[: at + 1], prompt=False)
         if not whole.startswith(prompt):
@@ -238,7 +242,7 @@ class _Spelling:
         return prompt, whole
 
     def leaves_out(self, at: int) -> bool:
-        """Whether the text is the same without message `at`."""
+        """Return whether the template ignores message `at`."""
         messages = self._chat.messages
         rest = messages[:at] + messages[at + 1 :]
         try:
@@ -257,7 +261,7 @@ class _Spelling:
 
 
 def longest(episode: Rollout) -> int:
-    """Tokens of its longest call."""
+    """Return the number of tokens of the episode's longest call."""
     return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 
 
@@ -276,7 +280,8 @@ def _turn(where: str, number: int, prompt: list[int], said: list[int]) -> Turn:
 
 
 def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt and of what follows it: spelled in its place, for some tokenizers put a space before a text's first word."""
+    """Return the tokens of the prompt and of the text after it, encoded in its place, because some tokenizers put a space
+    before the first word of a text."""
     asked, ids = _ids(tokenizer, prompt), _ids(tokenizer, whole)
     if ids[: len(asked)] == asked:
         return asked, ids[len(asked) :]
@@ -284,7 +289,7 @@ def _split(tokenizer: Any, prompt: str, whole: str) -> tuple[list[int], list[int
 
 
 def _up_to_end(tokenizer: Any, said: list[int], ends: Collection[int]) -> list[int]:
-    """Without what the template writes after the end of the turn, which a model never samples."""
+    """Remove what the template writes after the end of the turn, which a model never samples."""
     if (end := next((at for at, token in enumerate(said, start=1) if token in ends), None)) is not None:
         return said[:end]
     # a base model names no token that ends turns, yet its template has one, and white space after it
@@ -310,7 +315,7 @@ def _tokenizer(model: str) -> Any:
 
 
 def _ends(model: str, config: Any) -> set[int]:
-    """Tokens at which engines end an answer, beside the tokenizer's own."""
+    """Return the tokens at which engines end an answer, besides the tokenizer's own."""
     from transformers import GenerationConfig  # noqa: PLC0415 - slow to import
 
     try:

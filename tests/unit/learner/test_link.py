@@ -51,7 +51,7 @@ def link(script: str, stop: StopSignal | None = None, *, versions: list[int] | N
 def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
     idle = Idle()
     with link(
-        "hear(); say(records.Waiting()); say(records.Batch(record=b'x' * 3_000_000, replayed=False)); hear()"
+        "hear(); say(records.QueueEmpty()); say(records.BatchReady(record=b'x' * 3_000_000, replayed=False)); hear()"
     ) as one:
         batch = one.next(idle=idle, idle_s=lambda: 60)
     assert batch == BatchReady(record=b"x" * 3_000_000, replayed=False)
@@ -59,7 +59,7 @@ def test_a_batch_comes_back_and_idle_is_called_when_the_wait_begins() -> None:
 
 
 def test_a_process_that_dies_is_started_again_from_the_trainers_present_version() -> None:
-    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.Batch(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
+    script = "hear()\nif hello.version == 0: sys.exit(9)\nsay(records.BatchReady(record=b'%d %d' % (hello.version, hello.again), replayed=True)); hear()"
     with link(script, versions=[0, 5]) as one:
         batch = one.next(idle=Idle(), idle_s=lambda: 60)
     assert batch is not None
@@ -67,7 +67,7 @@ def test_a_process_that_dies_is_started_again_from_the_trainers_present_version(
 
 
 def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
-    script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.Batch(record=b'%d' % step.version, replayed=True)); hear()"
+    script = "if hello.version == 0: sys.exit(9)\nstep = hear(); say(records.BatchReady(record=b'%d' % step.version, replayed=True)); hear()"
     with link(script, versions=[0, 1]) as one:
         one._process.wait()
         one.tell(StepDone(version=7))
@@ -77,7 +77,7 @@ def test_what_was_told_to_a_dead_process_is_told_to_its_successor() -> None:
 
 
 def test_a_successor_that_dies_before_it_is_told_anything_has_one_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = "if hello.version < 2: sys.exit(9)\nstep = hear(); say(records.Batch(record=b'%d' % step.version, replayed=True)); hear()"
+    script = "if hello.version < 2: sys.exit(9)\nstep = hear(); say(records.BatchReady(record=b'%d' % step.version, replayed=True)); hear()"
     with link(script, versions=[0, 1, 2]) as one:
         start, successors = one._start, itertools.count(1)
 
@@ -98,9 +98,9 @@ def test_a_successor_is_asked_for_a_batch_also_if_the_death_is_noticed_while_som
     script = """
 first = hear()
 if hello.version == 0:
-    say(records.Waiting()); sys.exit(9)
-assert isinstance(first, records.Kept), first
-hear(); say(records.Batch(record=b'asked again', replayed=True)); hear()
+    say(records.QueueEmpty()); sys.exit(9)
+assert isinstance(first, records.CheckpointSaved), first
+hear(); say(records.BatchReady(record=b'asked again', replayed=True)); hear()
 """
     with link(script, versions=[0, 1]) as one:
 
@@ -119,7 +119,7 @@ def test_an_io_process_that_keeps_dying_is_given_up(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
-    script = "say(records.Failed(text='the disk is full'))"
+    script = "say(records.FeederFailed(text='the disk is full'))"
     with link(script) as one:
         one._process.wait()
         with pytest.raises(LearnerError, match="the disk is full"):
@@ -128,7 +128,7 @@ def test_a_reason_a_person_must_see_is_raised_in_the_trainer() -> None:
 
 def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> None:
     for for_good, kind in ((True, SetUpError), (False, LearnerError)):
-        with link(f"hear(); say(records.Failed(text='another run', for_good={for_good})); hear()") as one:
+        with link(f"hear(); say(records.FeederFailed(text='another run', for_good={for_good})); hear()") as one:
             with pytest.raises(LearnerError, match="another run") as failure:
                 one.next(idle=Idle(), idle_s=lambda: 60)
             assert failure.type is kind
@@ -137,7 +137,7 @@ def test_a_failure_that_no_other_io_process_could_mend_is_a_set_up_error() -> No
 def test_the_first_signal_ends_the_wait_and_the_second_would_kill() -> None:
     stop = StopSignal()
     idle = Idle(lambda: os.kill(os.getpid(), signal.SIGTERM))
-    with stop.installed(), link("hear(); say(records.Waiting()); hear(); say(records.Stopped())", stop) as one:
+    with stop.installed(), link("hear(); say(records.QueueEmpty()); hear(); say(records.Stopped())", stop) as one:
         assert one.next(idle=idle, idle_s=lambda: 60) is None
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
         one.finish()

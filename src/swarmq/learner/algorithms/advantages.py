@@ -1,10 +1,10 @@
-"""From the rewards of a group to one advantage per turn. Plain Python: the I/O process asks as well.
+"""Advantages: from the rewards of a group to one advantage per turn. Without torch, because the batch feeder uses it, too.
 
-A turn is credited by the narrowest reward it has: its call's, else its agent tag's, else its episode's. Values are
-compared within the group and within the same tag only, and with other episodes' alone: an episode's own later calls
-depend on what it did before. Fewer than two episodes give no baseline, and equal values nothing to learn: such turns have
-no advantage (None) and are left out of every mean. `ema` has a baseline for every turn: what the run has seen of the kind
-so far. Losses without a baseline leave no turn out.
+A turn is credited with the narrowest reward that it has: its call's, else its agent tag's, else its episode's. Values are
+compared within the group and the same tag, and with other episodes' values only, because an episode's own later calls depend on
+its earlier ones. Fewer than two episodes give no baseline, and equal values give nothing to learn: such turns have no advantage
+(None) and are left out of every mean. `ema` has a baseline for every turn, from the kind's rewards so far. Losses without a
+baseline leave no turn out.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from swarmq.config import Train
 from swarmq.messages import Rollout, Turn
 
 EQUAL = 1e-9
-"""Rewards closer than this are equal: nothing to learn from but rounding."""
+"""Difference below which rewards count as equal, because only rounding separates them."""
 GRPO_EPSILON = 1e-6
 
 Tag = tuple[str, str | None]
 Baselines = dict[str, float]
-"""Kind, and where a turn is credited apart also how: the `ema` baseline."""
+"""Kind (and tag of a separately credited turn) -> `ema` baseline."""
 Of = Mapping[str, Mapping[str, float]]
-"""Episode -> call, or "" for what is no call's -> reward or advantage."""
+"""Episode id -> call id, or "" for the episode's or agent's reward -> reward or advantage."""
 Values = dict[Tag, Of]
 TurnAdvantages = Mapping[str, Sequence[float | None]]
-"""episode_id -> one advantage per turn; None for a turn that is not to be trained."""
+"""Episode id -> one advantage per turn; None for a turn that is not trained."""
 
 
 def leave_one_out(rewards: Of) -> Of:
-    """Against the mean of the other episodes' values; unbiased for any two or more episodes (2402.14740)."""
+    """Return the difference to the mean of the other episodes' values; unbiased for two or more episodes (2402.14740)."""
     own = {episode: math.fsum(of.values()) for episode, of in rewards.items()}
     total, count = math.fsum(own.values()), sum(map(len, rewards.values()))
     others = {episode: (total - own[episode]) / (count - len(of)) for episode, of in rewards.items()}
@@ -42,12 +42,12 @@ def leave_one_out(rewards: Of) -> Of:
 
 
 def center(rewards: Of) -> Of:
-    """(k - 1)/k of that for k episodes: where each has one value, that against the mean of all (2503.20783)."""
+    """Return (k - 1)/k of `leave_one_out` for k episodes: with one value each, the difference to the mean of all (2503.20783)."""
     return _scaled(leave_one_out(rewards), (len(rewards) - 1) / len(rewards))
 
 
 def standardize(rewards: Of) -> Of:
-    """Centred and divided by the standard deviation of the values, n - 1 in its denominator (2402.03300)."""
+    """Return centred values divided by their standard deviation, with n - 1 in its denominator (2402.03300)."""
     deviation = statistics.stdev(reward for of in rewards.values() for reward in of.values())
     return _scaled(center(rewards), 1 / (deviation + GRPO_EPSILON))
 
@@ -58,14 +58,14 @@ WITHIN_GROUP: dict[str, Callable[[Of], Of]] = {
     "grpo": standardize,
     "batch_norm": center,
 }
-"""`batch_norm` is also divided by the batch's standard deviation of all centred values (2501.03262). `ema` is not
-here: it compares with the past (2506.24119)."""
+"""Methods within a group. `batch_norm` also divides by the batch's standard deviation of all centred values (2501.03262). `ema`
+is not here, because it compares with the past (2506.24119)."""
 
 
 def compute_advantages(
     groups: Sequence[Sequence[Rollout]], train: Train, baselines: Mapping[str, float] | None = None
 ) -> dict[str, list[float | None]]:
-    """Credit by the method of each group's kind. `baselines` are those that `ema` has before this batch."""
+    """Compute advantages by the method of each group's kind. `baselines`: those of `ema` before this batch."""
     methods = [train.of_kind(group[0].kind).advantage for group in groups]
     return {
         episode_id: values
@@ -99,7 +99,7 @@ def _by_method(
 
 
 def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], train: Train) -> Baselines:
-    """The `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
+    """Return the `ema` baselines after a batch: b <- alpha b + (1 - alpha) R for each of its rewards in turn."""
     rewards = [_rewards(group, train) for group in groups]
     after = _begun(baselines, groups, rewards)
     for group, by_tag in zip(groups, rewards, strict=True):
@@ -111,17 +111,17 @@ def update_baselines(baselines: Mapping[str, float], groups: Sequence[Sequence[R
 
 
 def has_signal(group: Sequence[Rollout], train: Train) -> bool:
-    """Whether any turn of the group would get an advantage other than 0, or needs none."""
+    """Return whether any turn of the group would get an advantage other than 0, or needs none."""
     return not train.needs_baseline or any(_compared(of, center) for of in _rewards(group, train).values())
 
 
 def group_by_slot(episodes: Sequence[Rollout]) -> list[list[Rollout]]:
-    """The groups of a batch, whose members stand together."""
+    """Return the groups of a batch, whose members are next to each other."""
     return [list(group) for _, group in groupby(episodes, key=lambda episode: episode.group_id)]
 
 
 def length_penalty(episode: Rollout, train: Train) -> float:
-    """What the episode's reward loses for its length; the soft punishment of 2503.14476."""
+    """Return the penalty for the episode's length (soft overlong punishment, 2503.14476)."""
     if (rule := train.length_penalty) is None:
         return 0.0
     sampled = sum(turn.num_sampled for turn in episode.turns)
@@ -129,12 +129,12 @@ def length_penalty(episode: Rollout, train: Train) -> float:
 
 
 def count_credited(group: Sequence[Rollout], train: Train) -> list[str]:
-    """What the reward of each turn of the group is that of: `call`, `agent` or `episode`."""
+    """Return for each turn of the group which reward credits it: `call`, `agent` or `episode`."""
     return [level for _, keys in _credits(group, train) for (level, _), _ in keys]
 
 
 def _compared(of: Of, within: Callable[[Of], Of]) -> Of:
-    """Empty where there is nothing to learn: one episode alone has such rewards, or all are equal."""
+    """Apply a method within the group; empty if only one episode has such rewards or all are equal."""
     rewards = _all(of)
     return within(of) if len(of) > 1 and max(rewards) - min(rewards) > EQUAL else {}
 
@@ -155,7 +155,8 @@ def _deviation(values: Sequence[Values]) -> float:
 def _against_the_past(
     baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]
 ) -> list[Values]:
-    """What has no past is centred within the batch, because A = R would teach only to be rewarded."""
+    """Return the differences to the baselines. Values without a past are centred within the batch, because A = R would teach
+    only to be rewarded."""
     first = {name: _compared(of, center) for name, of in _by_name(groups, rewards).items() if name not in baselines}
 
     def against(name: str, of: Of) -> Of:
@@ -170,12 +171,12 @@ def _against_the_past(
 
 
 def _begun(baselines: Mapping[str, float], groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> Baselines:
-    """The baselines; one that is new begins with the batch's own mean."""
+    """Return the baselines; a new one begins with the batch's own mean."""
     return {name: statistics.fmean(_all(of)) for name, of in _by_name(groups, rewards).items()} | dict(baselines)
 
 
 def _by_name(groups: Sequence[Sequence[Rollout]], rewards: Sequence[Values]) -> dict[str, Of]:
-    """All rewards of the batch that share an `ema` baseline."""
+    """Return all rewards of the batch that share an `ema` baseline."""
     together: dict[str, dict[str, dict[str, float]]] = {}
     for group, by_tag in zip(groups, rewards, strict=True):
         for tag, of in by_tag.items():
@@ -190,7 +191,7 @@ def _name(group: Sequence[Rollout], tag: Tag) -> str:
 
 
 def _rewards(group: Sequence[Rollout], train: Train) -> Values:
-    """All that credits a turn of the group."""
+    """Return all rewards that credit a turn of the group."""
     rewards: dict[Tag, dict[str, dict[str, float]]] = {}
     discounted = _discounted(group, train)
     for episode in group:
@@ -211,14 +212,14 @@ def _all_rewards(episode: Rollout, discounted: Sequence[str | None], train: Trai
 
 
 def _discounted(group: Sequence[Rollout], train: Train) -> list[str | None]:
-    """Agents whose calls are credited with returns: in all of the group where one call of theirs has a reward of its own."""
+    """Return the agents whose calls are credited with returns, because a call of theirs in the group has a reward of its own."""
     if train.call_discount is None:
         return []
     return list(dict.fromkeys(t.agent for episode in group for t in episode.turns if t.call_id in episode.call_rewards))
 
 
 def _returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tuple[str, float]]:
-    """G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
+    """Yield G_k = r_k + gamma G_(k+1) of each call of the agent, from its last request back.
 
     Choices of one request are one step: each has its own reward, and a request is worth the mean of its choices' G.
     """
@@ -231,7 +232,7 @@ def _returns(episode: Rollout, agent: str | None, train: Train) -> Iterator[tupl
 
 
 def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
-    """The agent's, each with its choices, in the order in which they began: turns come in that in which they ended."""
+    """Return the agent's requests, each with its choices, in the order of their begin; turns arrive in the order of their end."""
     requests: dict[str, list[Turn]] = {}
     for turn in sorted(episode.turns, key=lambda turn: turn.timings.began_at):
         if turn.agent == agent:
@@ -240,7 +241,7 @@ def _requests(episode: Rollout, agent: str | None) -> list[list[Turn]]:
 
 
 def _credits(group: Sequence[Rollout], train: Train) -> list[tuple[Rollout, list[tuple[Tag, str]]]]:
-    """Of each turn where its reward is found: under which tag, and of which call."""
+    """Return for each turn the tag and call under which its reward is found."""
     discounted = _discounted(group, train)
     return [(episode, [_credit(episode, turn, discounted) for turn in episode.turns]) for episode in group]
 

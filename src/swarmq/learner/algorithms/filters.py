@@ -1,4 +1,4 @@
-"""Which tokens of a pass are left out because engine and learner disagree about them."""
+"""Filters: tokens of a micro-batch that are left out because engine and learner disagree about them."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ class FilterResult(NamedTuple):
 
 
 def has_filters(train: Train) -> bool:
-    """Whether any filter applies; none does to a loss that does not ask with what probability a token was sampled."""
+    """Return whether any filter applies; none does to a loss without importance ratios."""
     return train.loss.name not in WITHOUT_RATIO and bool(train.row_k3_max or train.ratio_band)
 
 
 def apply_filters(tokens: LossInputs, train: Train, among: Tensor) -> FilterResult | None:
-    """What is left of the tokens `among` [S] bool, which are whole model calls. None when no filter applies.
+    """Return what filters leave of the tokens `among` [S] bool, which are whole model calls, or None if no filter applies.
 
-    Calls go by their mean k3 = rho - log rho - 1, never by the product of ratios, which would take the long ones; then
-    tokens by the band of rho. A call is whole in every layout, as a row or an episode is not, so the layout cannot change
-    what is left out.
+    Calls are judged by their mean k3 = rho - log rho - 1, never by the product of ratios, which would remove long calls; then
+    tokens by the band of rho. A call is whole in every layout, unlike a row or an episode, so the layout cannot change the
+    result.
     """
     if not has_filters(train):
         return None

@@ -1,4 +1,4 @@
-"""What a loss did to the policy gradient of a token, as steps count it and the token log keeps it. No torch in here."""
+"""Effects of a loss on the policy gradient of a token, for metrics and the token trace. Without torch."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from enum import IntEnum
 class LossEffect(IntEnum):
     WHOLE = 0
     MASKED = 1
-    """No gradient is left: the probability has already moved far enough (`tis_mask`)."""
+    """The gradient is 0, because the probability has already moved far enough (`tis_mask`)."""
     CLIPPED = 2
-    """No gradient is left: the ratio is beyond its bound (`ppo_clip`, `gspo`)."""
+    """The gradient is 0, because the ratio is beyond its bound (`ppo_clip`, `gspo`)."""
     TRUNCATED = 3
-    """The ratio is beyond its bound, and the bound takes its place as the gradient's weight."""
+    """The ratio is beyond its bound, and the bound weights the gradient in its place."""
 
     @property
     def cuts(self) -> bool:

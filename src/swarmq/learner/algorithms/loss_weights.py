@@ -1,8 +1,8 @@
-"""What one token weighs. Weights are set per episode before rows are made, so rows cannot change the objective.
+"""Weights of tokens in the loss, set per episode before layouts are made, so that layouts cannot change the objective.
 
-L = (1 / units) * sum of weight * loss over the tokens that no filter left out. The units are counted over the whole
-batch, all ranks included, after the filters: tokens for `token`, episodes with a token left for the others. So are the
-tokens of an episode, for `episode`: its weight is shared out among those that are left.
+L = (1 / units) * sum of weight * loss over the tokens that no filter left out. Units are counted over the whole batch and all
+ranks after filters: tokens for `token`, episodes with a token left for the others. For `episode`, an episode's weight is
+likewise divided among the tokens that are left.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Units = Literal["tokens", "episodes"]
 
 
 def token_weight(name: str, *, episode_tokens: int, constant_length: int) -> float:
-    """The weight of each of an episode's `episode_tokens` trained tokens."""
+    """Return the weight of each of an episode's `episode_tokens` trained tokens."""
     match name:
         case "token":
             return 1.0

@@ -1,8 +1,10 @@
 """Policy losses per token. `logprobs` carries the gradient; everything else is constant.
 
-logprobs, behavior_logprobs: log-probability under the learner's and the engine's weights; rho = exp(logprobs - behavior_logprobs); A: advantage.
-`policy_loss` puts together what a step asks for: the loss by name, the correction for several steps per batch, the
-divergence from a reference.
+logprobs, behavior_logprobs: log-probability under the learner's and the engine's weights;
+rho = exp(logprobs - behavior_logprobs); A: advantage.
+
+`policy_loss` combines what a step asks for: the loss by name, the correction for several steps per batch, and the divergence
+from a reference.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ CISPO_HIGH = 4.0
 PPO_LOW, PPO_HIGH = 0.2, 0.28
 GSPO_LOW, GSPO_HIGH = 3e-4, 4e-4
 MAX_LOG_RATIO = 20.0
-"""exp() of more overflows what follows; such a token is broken whatever its ratio."""
+"""Largest log-ratio. exp() of more overflows later computations, and such a token is broken whatever its ratio."""
 PULL_REACH = 3.0
-"""Nats, where `ratio_cap` is by default: a token that is further away is not pulled harder."""
+"""Log-ratio in nats, where `ratio_cap` is by default, beyond which the penalty of `tis_mask` grows linearly."""
 
 
 class LossInputs(NamedTuple):
-    """The S trained tokens of a pass."""
+    """Inputs of a loss for the S trained tokens of a micro-batch."""
 
     logprobs: Tensor  # [S] float32, with gradient
     behavior_logprobs: Tensor  # [S] float32
@@ -66,7 +68,7 @@ def tis_mask(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def _pull(gap: Tensor) -> Tensor:
-    """Its square, and from PULL_REACH on the tangent."""
+    """Return the square of the gap, continued by its tangent from PULL_REACH on."""
     near = gap.detach().clamp(-PULL_REACH, PULL_REACH)
     return near * (2 * gap - near)
 
@@ -83,15 +85,15 @@ def ppo_clip(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def cispo(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """Every token keeps a gradient, with its weight clipped from above (2506.13585)."""
+    """Clipped importance weight that leaves every token a gradient (2506.13585)."""
     ratio = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs)
     high = 1 + _or(loss.clip_high, CISPO_HIGH)
     return _weighted(tokens, ratio, high)
 
 
 def gspo(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """One ratio per sequence, the mean over its tokens in the exponent (2507.18071). A sequence is what one model call
-    sampled: that is whole however turns are laid out."""
+    """One ratio per sequence, the exponential of the mean log-ratio over its tokens (2507.18071). A sequence is one model call,
+    which is whole in every layout."""
     size = torch.zeros(
         tokens.num_calls, dtype=tokens.behavior_logprobs.dtype, device=tokens.behavior_logprobs.device
     ).index_add_(0, tokens.calls, torch.ones_like(tokens.behavior_logprobs))
@@ -114,7 +116,7 @@ def sft(tokens: LossInputs, _: Loss) -> TokenLoss:
 
 
 def distill(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """On-policy distillation: the policy gradient whose advantage is the teacher's log-probability less our own, an
+    """On-policy distillation: the policy gradient with the teacher's log-probability minus the learner's as advantage, an
     unbiased estimate of the reverse KL divergence's gradient."""
     assert tokens.teacher is not None
     return reinforce(tokens._replace(advantages=tokens.teacher - tokens.logprobs.detach()), loss)
@@ -131,14 +133,14 @@ LOSSES: dict[str, Callable[[LossInputs, Loss], TokenLoss]] = {
 }
 
 WITHOUT_RATIO = {"sft"}
-"""Losses that do not ask with what probability a token was sampled."""
+"""Losses without importance ratios."""
 
 
 def policy_loss(tokens: LossInputs, loss: Loss) -> TokenLoss:
-    """The loss of `loss.name` and all that belongs to it.
+    """Return the loss `loss.name` with its corrections.
 
-    With `proximal` the loss compares with those weights instead of the engine's, and each token is weighted by
-    min(exp(proximal - behavior_logprobs), ratio_cap) for having been sampled by the engine (decoupled PPO, 2505.24298).
+    With `proximal`, the loss compares with those weights in place of the engine's, and each token is weighted by
+    min(exp(proximal - behavior_logprobs), ratio_cap), because the engine sampled it (decoupled PPO, 2505.24298).
     """
     if tokens.proximal is None or loss.name in WITHOUT_RATIO:
         result = LOSSES[loss.name](tokens, loss)
@@ -152,7 +154,7 @@ def policy_loss(tokens: LossInputs, loss: Loss) -> TokenLoss:
 
 
 def divergence(tokens: LossInputs, loss: Loss) -> Tensor:
-    """k3 from the reference, [S]: e^d - d - 1 with d = reference - logprobs, for tokens the engine sampled."""
+    """Return the k3 estimate of the divergence from the reference, [S]: e^d - d - 1 with d = reference - logprobs."""
     assert tokens.reference is not None
     d = (tokens.reference - tokens.logprobs).clamp(max=MAX_LOG_RATIO)
     weight = _ratio(tokens.logprobs.detach(), tokens.behavior_logprobs).clamp(max=loss.ratio_cap)
@@ -160,7 +162,7 @@ def divergence(tokens: LossInputs, loss: Loss) -> Tensor:
 
 
 def _weighted(tokens: LossInputs, ratio: Tensor, cap: float) -> TokenLoss:
-    """The policy gradient, weighted by the ratio up to `cap`."""
+    """Return the policy gradient weighted by the ratio up to `cap`."""
     a = tokens.advantages
     return TokenLoss(-ratio.clamp(max=cap) * a * tokens.logprobs, (ratio > cap) * LossEffect.TRUNCATED, a)
 

@@ -1,4 +1,4 @@
-"""Several optimizer steps of one batch: which groups go into which, and their figures as those of one. Pure."""
+"""Several optimizer steps of one batch: the division of its groups, and the combination of the steps' metrics. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ ADDED = frozenset(
         *("episodes_left_out", "passes", "tokens_computed", "flops"),
     }
 )
-"""Figures that add up over the steps of a batch; other numbers are averaged over the tokens trained."""
+"""Metrics that add up over the steps of a batch; the others are averaged over trained tokens."""
 COMPARED = frozenset(
     {"kl_k3", "gap_p99", "same_weights_gap", "effective_samples", "filtered_positive", "filtered_negative"}
 )
-"""Those of the others that are averaged over the tokens before filters."""
+"""Averaged metrics that are weighted by tokens before filters."""
 
 
 def split_groups(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout, ...]]:
-    """The batch in at most `steps` parts of whole groups, as even in groups as can be, in the batch's order.
+    """Split the batch into at most `steps` parts of whole groups, as even as possible, in the batch's order.
 
-    Every episode is in exactly one of them.
+    Every episode is in exactly one part.
     """
     groups = group_by_slot(episodes)
     steps = min(steps, len(groups))
@@ -34,7 +34,7 @@ def split_groups(episodes: Sequence[Rollout], steps: int) -> list[tuple[Rollout,
 
 
 def merge_metrics(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The figures of a batch from those of its steps."""
+    """Combine the metrics of a batch's steps."""
     if len(steps) == 1:
         return steps[0]
     whole = dict(steps[-1])

@@ -1,8 +1,8 @@
-"""From the episodes of a batch to the passes that train them, and which rank computes which. Pure; numpy only.
+"""Division of a batch into micro-batches and ranks. Pure, numpy only.
 
-Weights and advantages are set per episode first; only then are turns laid out, as packed rows or as trees, whichever
-is less work (swarmq.timeline.layout_plan), over all episodes at once, so that ranks share out a batch whose shared beginnings
-are already found. Every rank makes the same plan and takes its part.
+Weights and advantages are set per episode first. Only then are turns laid out as packed rows or trees, whichever is less work
+(swarmq.timeline.layout_plan), over all episodes at once, so that ranks divide a batch whose shared beginnings are already
+found. Every rank computes the same plan and takes its part.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from swarmq.timeline import (
 FloatArray = NDArray[np.float32]
 
 UNEVEN = 1.05
-"""Ranks get passes of their even share and a little more, because cuts repeat tokens and packing leaves gaps."""
+"""Factor by which a rank's micro-batches may exceed an even share, because splits repeat tokens and packing leaves gaps."""
 
 
 class ModelProfile(msgspec.Struct, frozen=True, kw_only=True):
-    """What the model that computes the passes is like."""
+    """Properties of the model that affect the layout."""
 
     cost: Cost
     rows_only: str | None = None
-    """Why it cannot compute trees; None when it can."""
+    """Reason for which the model cannot compute trees; None if it can."""
     row_pass: int | None = None
-    """Tokens that keep it busy, where larger passes of packed rows are slower for it; None where they are not."""
+    """Number of tokens that keep the device busy, if larger micro-batches of packed rows are slower; None if they are not."""
 
 
 class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward and backward, and what its S sampled tokens weigh."""
+    """One forward and backward pass, and the weights of its S sampled tokens."""
 
     layout: Layout
     advantages: FloatArray  # [S]
@@ -67,7 +67,7 @@ class MicroBatch(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Of what has credit, over the whole batch and all ranks, before any filter."""
+    """Sums over everything with an advantage, over the whole batch and all ranks, before filters."""
 
     tokens: int
     episodes: int
@@ -80,15 +80,15 @@ class RankBatch(msgspec.Struct, frozen=True, kw_only=True):
     """A batch laid out, and one rank's part of it."""
 
     passes: list[MicroBatch]
-    """As many as every other rank has."""
+    """Micro-batches, as many as on every other rank."""
     plan: Plan
-    """Of all ranks."""
+    """Layouts of all ranks."""
     num_episodes: int
     totals: BatchTotals
 
 
 def count_credited_tokens(episode: Rollout, credit: TurnAdvantages) -> int:
-    """Sampled tokens of the turns that have an advantage."""
+    """Return the number of sampled tokens of the turns that have an advantage."""
     turns = zip(episode.turns, credit[episode.episode_id], strict=True)
     return sum(turn.num_sampled for turn, value in turns if value is not None)
 
@@ -102,7 +102,7 @@ def build_rank_batch(
     world: int = 1,
     credit: TurnAdvantages | None = None,
 ) -> RankBatch:
-    """What `rank` of `world` computes. `credit` is that of the whole batch where `episodes` are a part of it.
+    """Build the part of `rank` among `world` ranks. `credit`: the advantages of the whole batch if `episodes` are a part of it.
 
     Raises TimelineError for a turn longer than `train.micro_batch_tokens`.
     """
@@ -124,7 +124,7 @@ def build_rank_batch(
 
 
 def idle_micro_batch() -> MicroBatch:
-    """A pass that trains nothing, for a rank that has fewer than another."""
+    """Return a micro-batch that trains nothing, for a rank with fewer than another."""
     (layout,) = row_layouts([[standalone([0], [0], [0.0])]], budget=2)
     nothing = np.zeros(1, np.float32)
     return MicroBatch(
@@ -140,7 +140,7 @@ def idle_micro_batch() -> MicroBatch:
 
 
 def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
-    """With the weights that episodes have of which `tokens` are left."""
+    """Return the batch with the weights that episodes have when only `tokens` of each are left."""
     weights = np.array(
         [
             token_weight(train.normalisation, episode_tokens=count, constant_length=train.constant_length)
@@ -158,7 +158,7 @@ def reweight(work: RankBatch, train: Train, tokens: Sequence[int]) -> RankBatch:
 
 
 def without_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
-    """As if these episodes, by their index, had nothing to learn from, nor any number that cannot be computed with."""
+    """Return the batch as if the episodes with these indices had nothing to learn from, nor any number that is not finite."""
 
     def cleaned(one: MicroBatch) -> MicroBatch:
         out = np.isin(one.layout.episodes, episodes)
@@ -173,13 +173,13 @@ def without_episodes(work: RankBatch, episodes: Sequence[int]) -> RankBatch:
 
 
 class Weigher:
-    """Knows what every turn of a batch weighs."""
+    """Weights of every turn of a batch."""
 
     def __init__(self, episodes: Sequence[Rollout], train: Train, credit: TurnAdvantages | None = None) -> None:
         by_id = credit or compute_advantages(group_by_slot(episodes), train)
         turns = [len(episode.turns) for episode in episodes]
         self.first = np.cumsum([0, *turns])[:-1]
-        """Episode -> its first turn among the turns of all."""
+        """Episode -> its first turn among all turns."""
         counts = [count_credited_tokens(episode, by_id) for episode in episodes]
         self.totals = BatchTotals(tokens=sum(counts), episodes=sum(count > 0 for count in counts))
         weights = [
@@ -226,15 +226,15 @@ def _planned(folded: Folded, train: Train, traits: ModelProfile, budget: int) ->
 
 
 def _even(tokens: int, world: int, budget: int, episodes: Sequence[Sequence[ResolvedTurn]]) -> int:
-    """The budget with which every rank gets the same number of passes of the same size, or nearly."""
+    """Return the budget with which every rank gets the same number of micro-batches of about the same size."""
     rounds = math.ceil(tokens / (world * budget))
     longest = max(len(turn) for turns in episodes for turn in turns)
     return min(budget, max(longest, math.ceil(UNEVEN * tokens / (world * rounds))))
 
 
 def _in_step(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) -> list[MicroBatch]:
-    """With as many rows as the same pass has on any rank: computed one by one, each gathers the layers that ranks share out, and
-    who waits for another's collective waits for ever."""
+    """Pad each micro-batch to the largest number of rows on any rank: rows computed one by one gather sharded layers each, and
+    a rank that waits for another's collective would wait forever."""
     rows = [
         max(len(layout.node_starts) for layout in side)
         for side in zip_longest(*dealt, fillvalue=idle_micro_batch().layout)
@@ -246,7 +246,7 @@ def _in_step(passes: Sequence[MicroBatch], dealt: Sequence[Sequence[Layout]]) ->
 
 
 def _dealt(layouts: Sequence[Layout], world: int) -> list[list[Layout]]:
-    """The largest first, each to the rank with the fewest tokens so far."""
+    """Give layouts to ranks, the largest first, each to the rank with the fewest tokens so far."""
     loads = [0] * world
     parts: list[list[Layout]] = [[] for _ in range(world)]
     for layout in sorted(layouts, key=lambda each: -each.num_tokens):

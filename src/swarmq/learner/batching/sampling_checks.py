@@ -1,4 +1,4 @@
-"""Whether tokens were sampled from all of softmax(z / T), which is what the learner computes. Pure."""
+"""Whether tokens were sampled from softmax(z / T) over the whole vocabulary, which is what the learner computes. Pure."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import msgspec
 from swarmq.messages import Sampling, Turn
 
 HARMLESS = frozenset({"temperature", "max_tokens", "seed", "stop"})
-"""Of the settings of sampling, those that leave the distribution a softmax over the whole vocabulary."""
+"""Sampling parameters that leave the distribution a softmax over the whole vocabulary."""
 APART = frozenset({"grammar", "others"})
-"""What an answer is held to is the agent's choice, trained all the same; `others` are names themselves."""
+"""Parameters treated separately: a grammar is the agent's choice and is trained; `others` already are names."""
 WHOLE = Sampling()
 COLDEST = 0.01
-"""vLLM samples at no lower temperature, whatever it is asked for; 0 takes the likeliest token."""
+"""Lowest temperature at which vLLM samples; 0 takes the most probable token."""
 
 
 def find_altered_sampling(sampling: Sampling) -> list[str]:
-    """The settings that made it another distribution, as `name=value`: a ratio cannot correct for them afterwards."""
+    """Return the parameters that changed the distribution, as `name=value`. No ratio corrects for them afterwards."""
     greedy = [f"temperature={sampling.temperature:g}"] if sampling.temperature < COLDEST else []
     others = [
         f"{name}={value}"

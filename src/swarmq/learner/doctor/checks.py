@@ -1,4 +1,4 @@
-"""The list "before any formula", held against a job and its stored batches. Pure."""
+"""Checks of a job and its stored batches against the assumptions of the losses (docs/learning.md, "before any formula"). Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOST_LIMIT = 0.05
 
 
 def checks(policy: Policy, records: Sequence[BatchRecord], traits: ModelProfile, vocab: int) -> Iterator[Finding]:
-    """Of the batches of one policy; `traits` and `vocab` are those of its learner."""
+    """Yield findings about the batches of one policy; `traits` and `vocab`: those of its learner."""
     turns = [turn for record in records for episode in record.episodes for turn in episode.turns]
     yield _engine_arguments(policy)
     yield _sampling(turns)
@@ -105,7 +105,7 @@ def _token_ids(turns: Sequence[Turn], vocab: int) -> Finding:
 
 
 def _drift(turns: Sequence[Turn]) -> Finding:
-    """Recorded tokens that were kept are what is wanted; who lost them computes its whole context again."""
+    """Report drift: repaired turns are fine; turns that lost their recorded tokens recompute their whole context."""
     drift = Drift.of(turns)
     return judge_value(
         "conversations go on token by token",
@@ -120,7 +120,8 @@ def _drift(turns: Sequence[Turn]) -> Finding:
 
 
 def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[Finding]:
-    """Folded, packed and dealt out, each sampled token is there once, with what its episode gave it before that."""
+    """Check that each sampled token is there exactly once after folding, packing and division, with the weight and advantage of
+    its episode."""
     tokens = apart = 0
     for record in records:
         train = record.settings or Train()
@@ -151,7 +152,7 @@ def _weights(records: Sequence[BatchRecord], traits: ModelProfile) -> Iterator[F
 
 
 Key = tuple[int, int, int, float, float]
-"""Episode, turn, offset, weight, advantage."""
+"""(episode, turn, offset, weight, advantage) of a token."""
 
 
 def _placed(one: MicroBatch) -> Iterator[Key]:

@@ -1,4 +1,4 @@
-"""One examination: load the newest checkpoint that stored batches go on from, check, replay, compare."""
+"""One examination: load the newest checkpoint before stored batches, check, replay, compare."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from swarmq.messages import Rollout
 from swarmq.timeline import resolve, row_layouts
 
 HEAD_LIMIT = {"no": 1e-3, "bf16": 0.2}
-"""Largest difference of two log-probabilities that rounding can make: the model's own logits are BF16 under autocast."""
+"""Largest difference of two log-probabilities by rounding: under autocast, the model's own logits are BF16."""
 CHUNKS = 3
-"""Of the head, at least, that are compared with whole logits: one of them has a neighbour on both sides."""
+"""Fewest chunks of the head that are compared with whole logits, so that one of them has neighbours on both sides."""
 WARM = 0.7
-"""A temperature that would show where it was left out."""
+"""A temperature other than 1, so that ignoring it would show."""
 LAYOUT_LIMIT = {"no": 1e-3, "bf16": 0.1}
-"""Relative difference of two layouts' gradients that rounding can make."""
+"""Largest relative difference of two layouts' gradients by rounding."""
 
 
 def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) -> Iterator[Finding]:
-    """Findings about the newest `batches` that can be replayed; that none can is one, too. Writes nothing."""
+    """Yield findings about the newest `batches` that can be replayed, or a finding that there are none. Writes nothing."""
     try:
         with map_gpu_errors("the replay"):
             yield from _replayed(job, policy, folder, batches)
@@ -46,7 +46,7 @@ def examine(job: SwarmJob, policy: str, folder: RunFolder, *, batches: int = 3) 
 
 
 def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> Iterator[Finding]:
-    """Raises LearnerError without stored batches, or when the model does not fit."""
+    """Yield the findings of a replay. Raises LearnerError without stored batches, or if the model does not fit."""
     identity, settings = RunIdentity.of(job, policy), job.policies[policy]
     places = [p for p in batch_log.scan_log(folder.batch_log(policy), identity) if p.index.trained]
     if not places:
@@ -75,7 +75,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
 
 
 def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> discovery.Checkpoint | None:
-    """The newest sound checkpoint that `batches` were trained after; None for the initial model."""
+    """Return the newest valid checkpoint after which `batches` were trained; None for the initial model."""
     sound = []
     for path in sorted(folder.glob("step-*")):
         try:
@@ -89,7 +89,7 @@ def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> disc
 
 
 def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
-    """The log-probabilities of a short turn, by the head in chunks, few tokens each, and from all its logits at once."""
+    """Compare the log-probabilities of a short turn from the chunked head with those from all its logits."""
     check = "log-softmax in chunks and in FP32"
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if not policy.head_apart:
@@ -120,7 +120,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
 
 
 def layouts_agree(trainer: Trainer, record: BatchRecord) -> Finding:
-    """The gradient of one group, as it is trained and with every timeline in a row of its own passes."""
+    """Compare the gradient of one group as trained with that of every timeline in a row of its own."""
     settings = trainer.settings(record)
     group = [e for e in record.episodes if e.group_id == record.episodes[0].group_id]
     longest = max(len(turn) for episode in group for turn in resolve(episode.turns))

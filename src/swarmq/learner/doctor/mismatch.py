@@ -1,8 +1,8 @@
-"""Replays stored batches through the learner and says where it disagrees with what the engine recorded, and why.
+"""Comparison of stored batches, replayed through the learner, with what the engine recorded, and causes of differences.
 
-Sampled tokens are sorted by what can make two computations of one probability differ: nothing but arithmetic (the very
-weights that sampled them), older weights, a weight push in the middle of the answer, a repaired prompt. Where even the
-same weights disagree, the usual causes are tried out.
+Sampled tokens are grouped by what can make two computations of one probability differ: nothing but arithmetic (the weights that
+sampled them), older weights, a weight push in the middle of the answer, a repaired prompt. If even the same weights disagree,
+the usual causes are tried.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from swarmq.learner.train.trainer import Trainer
 Floats = NDArray[np.float64]
 
 SAME_WEIGHTS_LIMIT = 0.01
-"""k3 per token under the same weights; BF16 engines and learners of one model stay below."""
+"""Largest k3 per token under the same weights; BF16 engines and learners of one model stay below."""
 BROKEN = 0.1
 HELD = "held to a grammar"
 EXPLAINS = 0.25
-"""A cause that was tried out explains a mismatch when it leaves less than this share of it."""
+"""Share of a mismatch that may remain if a tried cause explains it."""
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True):
-    """The tokens for which one thing alone can make engine and learner differ."""
+    """Tokens for which a single cause can make engine and learner differ."""
 
     name: str
     tokens: int
     k3: float
     mean_gap: float
-    """Of logprobs - behavior_logprobs."""
+    """Mean of logprobs - behavior_logprobs."""
     p99: float
-    """Of |logprobs - behavior_logprobs|."""
+    """99th percentile of |logprobs - behavior_logprobs|."""
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,19 +49,20 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: Floats
     """Log-probability under the weights before the batch's step."""
     at_one: Floats
-    """The same at temperature 1."""
+    """Log-probability at temperature 1 under the same weights."""
     behavior_logprobs: Floats
     lag: NDArray[np.int64]
     """Steps between the weights that sampled a token and those of `logprobs`."""
     pushed: NDArray[np.bool_]
-    """Sampled after a weight push in the middle of its answer."""
+    """Whether the token was sampled after a weight push in the middle of its answer."""
     repaired: NDArray[np.bool_]
     held: NDArray[np.bool_]
-    """Sampled under a grammar: behavior_logprobs is normalised over what it allowed, logprobs over all tokens."""
+    """Whether the token was sampled under a grammar, so that behavior_logprobs is normalised over the allowed tokens and
+    logprobs over all."""
 
 
 def compare(trainer: Trainer, record: BatchRecord) -> Compared:
-    """The learner's view of a batch whose step it is about to take."""
+    """Return the learner's view of a batch whose step it is about to take."""
     passes = build_rank_batch(record.episodes, trainer.settings(record), trainer.traits).passes
     logprobs = [_score(trainer, one, torch.from_numpy(one.temperatures)) for one in passes]
     warm = any((one.temperatures != 1).any() for one in passes)
@@ -85,7 +86,7 @@ def compare(trainer: Trainer, record: BatchRecord) -> Compared:
 
 
 def causes(batches: Sequence[Compared]) -> list[Cause]:
-    """Disjoint groups of tokens, the least disturbed first."""
+    """Return disjoint groups of tokens, the least disturbed first."""
     logprobs, behavior_logprobs, lag, pushed, repaired, held = (
         np.concatenate([getattr(each, name) for each in batches])
         for name in ("logprobs", "behavior_logprobs", "lag", "pushed", "repaired", "held")
@@ -103,7 +104,7 @@ def causes(batches: Sequence[Compared]) -> list[Cause]:
 
 
 def explain(batches: Sequence[Compared]) -> Iterator[Finding]:
-    """What the causes mean, and for the same weights what else it may be."""
+    """Explain what the groups mean, and what else may cause a mismatch under the same weights."""
     found = causes(batches)
     same = next((cause for cause in found if cause.name.startswith("arithmetic")), None)
     for cause in found:

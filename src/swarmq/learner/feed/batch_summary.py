@@ -1,4 +1,4 @@
-"""Figures of a batch that need no model: rewards, staleness, truncation, branches. Pure."""
+"""Metrics of a batch that need no model: rewards, staleness, truncation, branches. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from swarmq.token_drift import Drift
 
 
 def sum_episodes(episodes: Iterable[Rollout]) -> dict[str, EpisodeSums]:
-    """Kind -> sums."""
+    """Return kind -> sums over its episodes."""
     sums: dict[str, EpisodeSums] = {}
     for episode in episodes:
         one = EpisodeSums(
@@ -37,8 +37,8 @@ def add_sums(tallies: Iterable[dict[str, EpisodeSums]]) -> dict[str, EpisodeSums
 
 
 def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict[str, Any]:
-    """The figures of one trained batch. `since_last` are the records of drops since the batch before, whose episodes count for `reward`,
-    `equal_groups` and `dropped`."""
+    """Return the metrics of one trained batch. `since_last`: the records of drops since the batch before, whose episodes count
+    for `reward`, `equal_groups` and `dropped`."""
     episodes, indices = record.episodes, [record.index, *since_last]
     sums = add_sums(index.tally for index in indices)
     scored = sum(t.episodes for t in sums.values())
@@ -76,13 +76,13 @@ def batch_metrics(record: BatchRecord, since_last: Sequence[BatchIndex]) -> dict
 
 
 def _credited(episodes: Sequence[Rollout], train: Train) -> dict[str, float]:
-    """Shares of the turns whose reward is that of their call, of their agent's tag, or of their episode."""
+    """Return the shares of turns that are credited with the reward of their call, of their agent tag, or of their episode."""
     counts = Counter(level for group in group_by_slot(episodes) for level in count_credited(group, train))
     return {level: count / counts.total() for level, count in sorted(counts.items())}
 
 
 def _reward_credited(episodes: Sequence[Rollout]) -> dict[str, float]:
-    """Means of the rewards by agent tag and by call, where there are any that credit a turn."""
+    """Return the mean rewards by agent tag and by call, for rewards that credit a turn."""
     given: dict[str, list[float]] = {"agent": [], "call": []}
     for episode in episodes:
         agents, calls = {turn.agent for turn in episode.turns}, {turn.call_id for turn in episode.turns}
@@ -97,13 +97,14 @@ def _share(those: Iterable[bool]) -> float:
 
 
 def rollout_s(episode: Rollout) -> float:
-    """Seconds from an episode's first call to its last answer, by the clocks of the proxies that had them."""
+    """Return the seconds from an episode's first call to its last answer, by the clocks of its proxies."""
     timings = [turn.timings for turn in episode.turns]
     return max((t.began_at + t.total_s for t in timings), default=0) - min((t.began_at for t in timings), default=0)
 
 
 def oldest_version(episode: Rollout) -> int:
-    """The weight version of the oldest sampled token. An engine that was never given weights reports none: 0."""
+    """Return the weight version of the oldest sampled token. An engine that was never given weights reports none, which means
+    0."""
     return min((min((s.version for s in turn.versions), default=0) for turn in episode.turns), default=0)
 
 

@@ -1,12 +1,12 @@
-"""Which episodes make the next batch, and which are dropped and why. No clock, no I/O: episodes in, records out.
+"""Formation of batches: which rollouts make the next batch, and which are dropped and why. No clock, no I/O.
 
-    accept --> group incomplete --> group complete --> groups of its kind --take--> batch record
-                                        |                    |
-                                        +---- drops ---------+--------------------> next record, batch or not
+  accept --> group incomplete --> group complete --> groups of its kind --take--> batch record
+     |                    |
+     +---- drops ---------+--------------------> next record, batch or not
 
-A batch holds whole groups in the shares of the task mix, exactly: what rounding owes a kind is carried over. Of a kind those with
-the oldest tokens come first. In the order of their completion, slow episodes would wait behind quick ones that began later, and be
-dropped as stale more often: fewer would be trained, and of the long ones the fewest.
+A batch holds whole groups in exactly the shares of the task mix; what rounding owes a kind is carried over. Within a kind,
+groups with the oldest tokens come first. In the order of completion, slow episodes would wait behind quick ones that began
+later and be dropped as stale more often, so that fewer, and especially fewer long ones, would be trained.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from swarmq.task_mix import Dealt, Stretch, deal, kinds_of, shares
 from swarmq.timeline import resolve
 
 SMALLEST_GROUP = 2
-"""Fewer have no baseline."""
+"""Fewest members of a group that has a baseline."""
 
 MIN_KNOWN = 20_000
-"""Ids of logged episodes that are kept at least."""
+"""Fewest ids of logged episodes to keep."""
 WINDOWS_KNOWN = 4
-"""And for so many windows of the collector. What comes again was sent before its report was processed, and until the
-collector processes reports it lets no more than a window of further episodes be finished."""
+"""Number of collector windows of further ids to keep. A repeated rollout was sent before its report was processed, and until
+then the collector lets at most one window of further episodes finish."""
 
 
 class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,30 +45,30 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
     mix: dict[str, float]
     max_staleness: int
     group_size: int = 8
-    """The largest of all kinds."""
+    """Largest group size of all kinds."""
     min_group: int = SMALLEST_GROUP
     vocab_size: int | None = None
     max_length: int | None = None
     train: Train = Train()
     stretches: tuple[Stretch, ...] = ()
-    """The mix over the run, where it is not constant."""
+    """The mix over the run, if it is not constant."""
     lent: tuple[str, ...] = ()
-    """Kinds that have run dry: the others have their share."""
+    """Dry kinds whose share the others have."""
     control: int = 0
-    """Number of the control state that these limits come from."""
+    """Number of the control state behind these limits."""
 
     def shares(self, step: int, *, lent: Collection[str] | None = None) -> dict[str, float]:
-        """`lent`: kinds without a share, where it is not those that are without one now."""
+        """Return the shares at a step. `lent`: kinds without a share, if they differ from the present ones."""
         return shares(self._stretches, step, self.lent if lent is None else lent)
 
     @property
     def num_known(self) -> int:
-        """Of the newest logged episodes, those that may come again and must be known then."""
+        """Number of the newest logged episodes whose ids must be known, because they may be delivered again."""
         return max(MIN_KNOWN, WINDOWS_KNOWN * self.window)
 
     @property
     def window(self) -> int:
-        """Episodes that the collector lets be under way."""
+        """Number of episodes that the collector lets be in progress."""
         return (self.max_staleness + 1) * self.groups_per_batch * self.group_size
 
     @property
@@ -81,20 +81,20 @@ class BatchLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PendingGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """A complete group. Its drops are recorded with it, never before: redelivered, it must be complete again."""
+    """A complete group. Its drops are recorded together with it, because after a redelivery it must be complete again."""
 
     usable: list[Rollout]
     dropped: dict[str, str]
     oldest: int
-    """The weight version of its oldest sampled token."""
+    """Weight version of its oldest sampled token."""
     newest: int
 
 
 class Batcher:
-    """Episodes that are in memory and in no record yet."""
+    """Rollouts that are in memory and in no record yet."""
 
     def __init__(self, limits: BatchLimits, logged: Iterable[BatchIndex] = ()) -> None:
-        """`logged` are the indices of the batch log: what is in it is never taken again."""
+        """`logged`: the indices of the batch log, whose episodes are never taken again."""
         self._ready: dict[str, list[PendingGroup]] = {}
         self.change(limits)
         self.record, self.carry, self.baselines = 0, dict[str, float](), dict[str, float]()
@@ -110,7 +110,7 @@ class Batcher:
         self._news: list[str] = []
 
     def change(self, limits: BatchLimits) -> None:
-        """Other limits from the next batch on; groups that wait for it are judged by them."""
+        """Use other limits from the next batch on, also for groups that wait for it."""
         self.limits, ready = limits, self._ready
         self._ready = {kind: [] for kind in (*ready, *limits.kinds)}
         for kind, groups in ready.items():
@@ -118,7 +118,7 @@ class Batcher:
                 self._judge(kind, group.usable, group.dropped)
 
     def note(self, index: BatchIndex) -> None:
-        """A record is in the log."""
+        """Note that a record is in the log."""
         self.record, self.carry, self.baselines = index.record, dict(index.carry), dict(index.baselines)
         for episode_id in (*index.trained, *index.dropped):
             self.known[episode_id] = None
@@ -126,7 +126,7 @@ class Batcher:
             self.known.popitem(last=False)
 
     def accept(self, episode: Rollout) -> bool:
-        """Take an episode in. False when it is in the log already; one that is waiting here changes nothing."""
+        """Accept a rollout. Returns False if it is in the log already; one that is already waiting changes nothing."""
         if episode.episode_id in self.known:
             return False
         if episode.episode_id in self._waiting or episode.episode_id in self._dropped:
@@ -139,7 +139,7 @@ class Batcher:
         return True
 
     def take(self, *, version: int, at: float, settings: Train) -> BatchRecord | None:
-        """The batch that turns the weights of `version` into the next, with all drops so far; None until it is full."""
+        """Return the batch that turns the weights of `version` into the next, with all drops so far, or None until it is full."""
         self._drop_stale(version)
         wanted, carry = self.next_batch(version + 1)
         if any(len(self._ready[kind]) < count for kind, count in wanted.items()):
@@ -152,8 +152,8 @@ class Batcher:
         return self._record(version + 1, at, carry, episodes, settings)
 
     def next_batch(self, step: int) -> Dealt:
-        """Kind -> groups of the batch that makes the weights of `step`, and what rounding then owes. Of kinds whose share is
-        lent, what there is of it."""
+        """Return the groups by kind of the batch that makes the weights of `step`, and what rounding then owes. Kinds whose
+        share is lent contribute the groups that they have."""
         limits, groups = self.limits, self.limits.groups_per_batch
         own = deal(limits.shares(step, lent=()), {}, groups).counts if limits.lent else {}
         there = {kind: min(len(self._ready[kind]), own.get(kind, 0)) for kind in limits.lent}
@@ -161,11 +161,11 @@ class Batcher:
         return Dealt(dealt.counts | there, dealt.carry)
 
     def drops(self, *, version: int, at: float) -> BatchRecord | None:
-        """A record of what was dropped since the last one; None when nothing was."""
+        """Return a record of the drops since the last one, or None if there are none."""
         return self._record(version, at, self.carry) if self._dropped else None
 
     def news(self) -> list[str]:
-        """What was not asked for before: of each reason why an episode cannot be trained the first case, in words."""
+        """Return new reasons for which episodes cannot be trained, in words, each once."""
         news, self._news = self._news, []
         return news
 
@@ -178,7 +178,7 @@ class Batcher:
         return len(self._incomplete)
 
     def _complete(self, members: list[Rollout]) -> None:
-        """Drop what cannot be trained, queue the rest."""
+        """Drop members that cannot be trained, and queue the rest."""
         kind = members[0].kind
         if kind not in self._ready:
             self._drop(_all(members, "kind_not_in_mix"))
@@ -187,7 +187,7 @@ class Batcher:
         self._judge(kind, members, {})
 
     def _judge(self, kind: str, members: list[Rollout], dropped: Mapping[str, str]) -> None:
-        """`dropped`: those of the group that are out already."""
+        """Queue a group if enough members are left. `dropped`: members already dropped."""
         out = dict(dropped)
         for episode in members:
             reason, why = self._unusable(episode)
@@ -214,11 +214,11 @@ class Batcher:
             self._ready[kind].append(PendingGroup(usable=usable, dropped=dropped, oldest=oldest, newest=newest))
 
     def _least(self, usable: list[Rollout]) -> int:
-        """Members that a group must have; the collector lets smaller ones through that never had more."""
+        """Return the fewest members of a group; the collector passes smaller groups on that never had more."""
         return max(SMALLEST_GROUP, min(self.limits.min_group, usable[0].group_members))
 
     def _unusable(self, episode: Rollout) -> tuple[str, str]:
-        """Why an episode cannot be trained, in one word to count by and in words for people; empty when it can."""
+        """Return why an episode cannot be trained, as one word to count by and as a sentence, or two empty strings if it can."""
         try:
             resolve(episode.turns, vocab_size=self.limits.vocab_size, max_length=self.limits.max_length)
         except TimelineError as error:
@@ -241,8 +241,8 @@ class Batcher:
             self._news.append(f"dropped as {reason}: {why}")
 
     def _drop_stale(self, version: int) -> None:
-        """Drop episodes with a token that is too old for the next step, or of weights that were never made here, and what is
-        then left without a baseline."""
+        """Drop episodes with a token that is too old for the next step, or from weights that were never made here, and episodes
+        that this leaves without a baseline."""
         oldest = version - self.limits.max_staleness
         for kind, groups in self._ready.items():
             in_time = [oldest <= group.oldest and group.newest <= version for group in groups]
@@ -256,7 +256,7 @@ class Batcher:
                 self._make_ready(kind, fresh, group.dropped | _all(stale, "stale") | _all(ahead, "version_unknown"))
 
     def _oldest(self, kind: str, count: int) -> list[PendingGroup]:
-        """Take so many out."""
+        """Take the `count` oldest groups of a kind."""
         groups = sorted(self._ready[kind], key=lambda group: group.oldest)
         self._ready[kind] = groups[count:]
         return groups[:count]
@@ -293,7 +293,7 @@ class Batcher:
 
 
 def _baselines(before: Mapping[str, float], episodes: tuple[Rollout, ...], train: Train) -> dict[str, float]:
-    """The `ema` baselines after a batch, of the kinds that have one."""
+    """Return the `ema` baselines after a batch, for kinds that have one."""
     groups = group_by_slot(episodes)
     return update_baselines(
         before, [group for group in groups if train.of_kind(group[0].kind).advantage == "ema"], train

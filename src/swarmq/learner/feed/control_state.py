@@ -1,7 +1,7 @@
-"""What was asked of this learner while the run is up: the newest control state, on disk, and what follows from it.
+"""The newest control state as this learner has it, on disk, and the settings that follow from it.
 
-The collector sends the whole state each time, so the highest number is all that counts, whatever was lost or repeated.
-It is on disk before its message is acknowledged.
+The collector always sends the whole state, so the highest number counts, whatever was lost or repeated. A state is on disk
+before its message is acknowledged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from swarmq.runtime.files import read_or_reset, write_atomically
 
 
 class StoredControl(msgspec.Struct, frozen=True, kw_only=True):
-    """The file."""
+    """Content of the file."""
 
     state: Control
     checkpoints: int = 0
-    """Of those that were asked for, so many are written."""
+    """Number of requested checkpoints that are written."""
 
 
 DECODER = msgspec.msgpack.Decoder(StoredControl)
 
 
 class ControlState:
-    """The control state as this learner has it. Raises LearnerError where the disk refuses."""
+    """The control state of this learner. Methods raise LearnerError if the disk refuses."""
 
     def __init__(self, path: Path, file: SwarmJob, policy: str) -> None:
         self._path, self._file, self._policy = path, file, policy
@@ -51,18 +51,18 @@ class ControlState:
         return self.state.checkpoints > self._kept.checkpoints
 
     def take(self, state: Control) -> bool:
-        """Whether `state` is newer; then it is on disk and in effect."""
+        """Store a state and put it in effect if it is newer. Returns whether it was."""
         if state.number <= self.state.number:
             return False
         self._write(msgspec.structs.replace(self._kept, state=state))
         return True
 
     def saved(self, number: int) -> None:
-        """The checkpoints up to this one are written."""
+        """Record that the requested checkpoints up to `number` are written."""
         self._write(msgspec.structs.replace(self._kept, checkpoints=max(number, self._kept.checkpoints)))
 
     def limits(self, *, vocab_size: int | None, max_length: int | None) -> BatchLimits:
-        """What batches are made of now."""
+        """Return the present limits of batches."""
         groups, changes = self.job.groups, self.state.changes
         return BatchLimits(
             groups_per_batch=groups.groups_per_batch,
@@ -81,7 +81,7 @@ class ControlState:
         )
 
     def answer(self, next_step: int) -> dict[str, Any]:
-        """What the newest command changed here, and from which step on."""
+        """Return what the newest command changed here, and from which step on."""
         news = [
             change
             for change in self.state.changes
@@ -114,5 +114,5 @@ class ControlState:
 
     def _settle(self) -> None:
         self.job = live_settings.apply_changes(self._file, self.state.changes)
-        """The settings in effect."""
+        """Settings in effect."""
         self.train: Train = self.job.train_of(self._policy)

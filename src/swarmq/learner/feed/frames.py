@@ -1,4 +1,4 @@
-"""Frames between trainer and I/O process: eight bytes of length, then msgpack. Blocking side and asyncio side."""
+"""Framing of messages between trainer and batch feeder: eight bytes of length, then msgpack; a blocking and an asyncio side."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _to_io: msgspec.msgpack.Decoder[ToIO] = msgspec.msgpack.Decoder(ToIO)
 
 
 def send(sock: socket.socket, message: ToIO) -> None:
-    """Raises OSError when the other side is gone."""
+    """Send a message to the feeder. Raises OSError if the feeder is gone."""
     body = _encoder.encode(message)
     sock.sendall(LENGTH.pack(len(body)) + body)
 
 
 def receive(sock: socket.socket) -> ToTrainer:
-    """Raises EOFError when the other side is gone."""
+    """Receive a message from the feeder. Raises EOFError if the feeder is gone."""
     (size,) = LENGTH.unpack(_exactly(sock, LENGTH.size))
     return _to_trainer.decode(_exactly(sock, size))
 
 
 async def write(writer: asyncio.StreamWriter, message: ToTrainer) -> None:
-    """Raises EOFError when the other side is gone."""
+    """Write a message to the trainer. Raises EOFError if the trainer is gone."""
     body = _encoder.encode(message)
     try:
         writer.write(LENGTH.pack(len(body)))
@@ -41,7 +41,7 @@ async def write(writer: asyncio.StreamWriter, message: ToTrainer) -> None:
 
 
 async def read(reader: asyncio.StreamReader) -> ToIO:
-    """Raises EOFError when the other side is gone."""
+    """Read a message from the trainer. Raises EOFError if the trainer is gone."""
     try:
         (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return _to_io.decode(await reader.readexactly(size))

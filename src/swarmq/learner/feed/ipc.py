@@ -1,6 +1,6 @@
-"""Rank 0's end of the I/O process: starts it, asks it for batches, starts it again when it dies.
+"""Rank 0's link to the batch feeder: starts the process, asks it for batches, and restarts it when it dies.
 
-Nothing is lost with it: what it logged is replayed from the log, what it had not logged comes again from the queue.
+Nothing is lost with the process: what it logged is replayed from the log, and what it had not logged is redelivered.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Idle(Protocol):
 
 
 class StopSignal:
-    """The first SIGTERM or SIGINT asks to stop; the second ends the process at once."""
+    """Stop request by signal: the first SIGTERM or SIGINT asks to stop, the second ends the process at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -63,7 +63,7 @@ class StopSignal:
 
 
 class FeederLink:
-    """Use as a context manager. `hello` says, at every start, what the trainer has."""
+    """Link to the batch feeder, used as a context manager. `hello` describes the trainer's state at every start."""
 
     def __init__(
         self, hello: Callable[[], records.Hello], stop: StopSignal, *, command: Sequence[str] = COMMAND
@@ -84,10 +84,10 @@ class FeederLink:
             self._process.wait()
 
     def next(self, *, idle: Idle, idle_s: Callable[[], float]) -> records.BatchReady | records.SaveCheckpoint | None:
-        """Wait for what to do next; None when asked to stop or the last step is done. `idle` is called when the wait begins (nothing is left to
-        replay, no batch is full) and again every `idle_s()` seconds.
+        """Wait for the next thing to do; None if asked to stop or after the last step.
 
-        Raises LearnerError when the I/O process cannot go on.
+        `idle`: called when the wait begins (nothing is left to replay, no batch is full) and again every `idle_s()` seconds.
+        Raises LearnerError if the batch feeder cannot go on.
         """
         asked: subprocess.Popen[bytes] | None = None
         while not self._stop.asked:
@@ -114,7 +114,7 @@ class FeederLink:
         self._send(message)
 
     def finish(self) -> None:
-        """Wait until everything owed to the broker is sent, or the I/O process gives up for now."""
+        """Wait until everything owed to the broker is sent, or the batch feeder gives up for now."""
         self._send(records.Stop())
         self._socket.settimeout(STOP_S)
         with contextlib.suppress(TimeoutError, EOFError, LearnerError):
@@ -122,7 +122,7 @@ class FeederLink:
                 pass
 
     def _receive(self) -> records.ToTrainer | None:
-        """A message; None when the process died and a new one was started."""
+        """Return a message, or None if the process died and a new one was started."""
         try:
             message = frames.receive(self._socket)
         except EOFError:
@@ -141,7 +141,7 @@ class FeederLink:
                 self._restart()
 
     def _raise_last_words(self) -> None:
-        """What a process that ended on purpose had to say stands in the socket still."""
+        """Raise the error that an ended process left in the socket."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 if isinstance(message := frames.receive(self._socket), records.FeederFailed):

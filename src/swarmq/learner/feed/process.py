@@ -1,16 +1,16 @@
-"""The learner's broker side, a process of its own without torch: heartbeats never wait for a step.
+"""The batch feeder: the learner's broker side, a process of its own without torch, so that heartbeats never wait for a step.
 
-    ready ──> consume ──> intake ──┐                          ┌──> trainer (socket)
-                                   ├─ log.append ─ ack ─ send ┘
-    trainer: Next ─────────────────┘
-    <policy>.control ──> orders on disk ─ ack ─ from the next batch on
-    trainer: Stepped ──> report ──> Consumed on `in`; step event          tick ──> state event, watchdog
+  ready ──> consume ──> batcher ─┐                          ┌──> trainer (socket)
+                                 ├─ log.append ─ ack ─ send ┘
+  trainer: RequestBatch ─────────┘
+  <policy>.control ──> control state on disk ─ ack ─ from the next batch on
+  trainer: StepDone ──> report ──> StepReport on `in`; step event       tick ──> state event, watchdog
 
-Order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained.
-A record is reported on `in` once its step is done; the number in `reported` says how far that is confirmed, so a
-restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: a trainer that waits while
-nothing comes has its last reports told again and the collector asked for what it has not reported. When the trainer is gone this process ends; what is not in
-the log was not acknowledged and comes again.
+The order is the promise: a record is on disk before its messages are acknowledged, and acknowledged before it is trained. A
+record is reported on `in` once its step is done; the number in `reported` says up to which record that is confirmed, so a
+restart repeats at most a few reports and forgets none. Queues may be deleted or emptied: if a trainer waits and nothing comes,
+its last reports are repeated and the collector is asked for what was not reported. When the trainer is gone this process ends;
+what is not in the log was not acknowledged and is redelivered.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ log = structlog.get_logger()
 
 STATE_EVERY_S = 2.0
 STUCK_S = 60.0
-"""Waiting this long for a batch is worth a line that says for what."""
+"""Seconds of waiting for a batch after which a log line says what is missing."""
 ASK_S = 20.0
-"""Waiting this long with nothing coming is worth a question whether something was lost on the way."""
+"""Seconds without any rollout after which the collector is asked whether something was lost."""
 RETRY_S = 2.0
-"""Between tries of what the broker or the disk refuses for now."""
+"""Seconds between attempts at what the broker or the disk refuses for now."""
 DRAIN_S = 10.0
-"""How long a stop waits for reports to be confirmed; the next start sends the rest."""
+"""Seconds that a stop waits for reports to be confirmed; the next start sends the rest."""
 PREDECESSOR_S = 15.0
-"""How long to wait for an I/O process of ours whose trainer was killed to notice it."""
+"""Seconds to wait for the batch feeder of a killed trainer to end."""
 MAX_PREFETCH = 65535
 CHUNK = 256
 
@@ -70,7 +70,8 @@ T = TypeVar("T")
 
 
 def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
-    """One that cannot be reached is waited for, but at the very first start not long: its address may be wrong."""
+    """Open the broker. An unreachable one is waited for, but only shortly at the very first start, when its address may be
+    wrong."""
     url = resolve_amqp_url(hello.job.broker)
     if url is None:
         raise LearnerError("no broker is named: set broker.url or $SWARMQ_AMQP_URL, or start the run with `swarmq up`")
@@ -79,7 +80,7 @@ def open_amqp(hello: Hello) -> AbstractAsyncContextManager[Broker]:
 
 
 def main(open_broker: OpenBroker = open_amqp, *, desk: type[BatchFeeder] | None = None) -> None:
-    """Entry of the process; its last argument is the number of the socket to the trainer."""
+    """Entry point of the process, whose last argument is the number of the socket to the trainer."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer says when to stop, and its end is noticed
     with contextlib.suppress(EOFError):
@@ -112,7 +113,7 @@ async def _run(sock: socket.socket, open_broker: OpenBroker, desk: type[BatchFee
 
 
 async def _listen(reader: asyncio.StreamReader, said: asyncio.Queue[records.ToIO]) -> None:
-    """All that the trainer says; its end (EOFError) ends this process even while the broker is being waited for."""
+    """Queue the trainer's messages. Its end (EOFError) ends this process even while the broker is awaited."""
     while True:
         said.put_nowait(await frames.read(reader))
 
@@ -122,7 +123,7 @@ class StoppedError(Exception):
 
 
 class BatchFeeder:
-    """Everything that happens between the queue, the log and the trainer."""
+    """Everything between the queue, the log and the trainer."""
 
     def __init__(self, hello: Hello, folder: Path, broker: Broker, writer: asyncio.StreamWriter) -> None:
         job, policy = hello.job, hello.policy
@@ -139,14 +140,15 @@ class BatchFeeder:
         self.unacked: dict[str, Delivery] = {}
         self.phase = "waiting"
         self.figures = dict[int, dict[str, Any]]()
-        """Version -> what the batch handed over says of itself."""
+        """Version -> metrics of the batch that was handed over."""
         self.lookout = SignWatch()
         self.wanted_since: float | None = None
-        """When the trainer asked for a batch; None while it has one."""
+        """Time when the trainer asked for a batch; None while it has one."""
         self.orders_due = 0
-        """Control states that waited when this process began and are not read yet: one of them may lift the last step."""
+        """Number of control states that waited when this process began and are not read yet; one of them may lift the last
+        step."""
         self.heard_at = time.monotonic()
-        """When an episode came that was not here before."""
+        """Time when a new rollout last came."""
         self.asked = False
         """Whether the collector was asked since then."""
         self.serving = asyncio.Lock()
@@ -155,7 +157,7 @@ class BatchFeeder:
         self.owed.set()
 
     async def run(self, hear: Hear) -> None:
-        """Until the trainer says stop. `hear` gives its next message."""
+        """Run until the trainer asks to stop. `hear`: returns the trainer's next message."""
         await self.broker.declare(self.job.run, policies=[self.policy], kinds=self.job.task_kinds)
         orders = topology.control(self.job.run, self.policy)
         self.orders_due = (await self.broker.depths([orders]))[orders].ready
@@ -206,11 +208,11 @@ class BatchFeeder:
 
     @property
     def next_step(self) -> int:
-        """The first step whose batch is not in the log yet."""
+        """First step whose batch is not in the log yet."""
         return max(self.version, self.log.version) + 1
 
     async def _listen(self) -> None:
-        """Control states: on disk, said, acknowledged; in effect from the next batch on."""
+        """Take control states: store, report, acknowledge; in effect from the next batch on."""
         queue = topology.control(self.job.run, self.policy)
         async with self.broker.consume(queue, prefetch=CHUNK) as deliveries:
             async for delivery in deliveries:
@@ -253,7 +255,7 @@ class BatchFeeder:
             await _ack([delivery])
 
     async def _serve(self) -> None:
-        """Record what was dropped, and hand over a batch if the trainer is free and one is full."""
+        """Record drops, and hand over a batch if the trainer is free and one is full."""
         async with self.serving:
             limit = self.orders.train.max_steps
             if self.wanted_since is None:
@@ -288,8 +290,8 @@ class BatchFeeder:
         await _ack([self.unacked.pop(i) for i in ids if i in self.unacked])  # then forgotten by the broker
 
     async def _written(self, write: Callable[[], T]) -> T:
-        """The result of `write`, once the disk has room for it. Until then nothing is acknowledged and no batch is
-        trained, visibly; a stop need not wait for it, since the queue has it all."""
+        """Return the result of `write`, retried until the disk has room. Meanwhile nothing is acknowledged and no batch is
+        trained, with warnings; a stop need not wait, because the queue has everything."""
         full = False
         while True:
             try:
@@ -313,7 +315,7 @@ class BatchFeeder:
         )
 
     async def _say(self, message: records.BatchReady | records.SaveCheckpoint | records.TrainingDone) -> None:
-        """The trainer has something to do."""
+        """Send the trainer something to do."""
         self.wanted_since = None
         await frames.write(self.writer, message)
 
@@ -355,7 +357,7 @@ class BatchFeeder:
         )
 
     async def _to_inbox(self, message: StepReport) -> None:
-        """Return once it is there; a queue that was deleted is made again by the collector."""
+        """Publish to the inbox and return once confirmed; if the queue was deleted, the collector declares it again."""
         while True:
             try:
                 return await self.broker.publish(topology.inbox(self.job.run), message)
@@ -365,7 +367,8 @@ class BatchFeeder:
             await asyncio.sleep(RETRY_S)
 
     async def _ask(self) -> None:
-        """Reports may have been lost, and then what they told of still counts as ours; or episodes may have been."""
+        """Ask the collector for lost messages: reports may be lost, so that their rollouts still count as ours, or rollouts may
+        be."""
         self.asked = True
         async with self.telling:
             for index in self.reports.told(self.intake.limits.window):
@@ -394,7 +397,7 @@ class BatchFeeder:
         await self._emit("state", fields)
 
     async def _say_stuck(self, waited_s: float) -> None:
-        """Who waits for whom, in one line."""
+        """Log in one line who waits for whom."""
         if self.orders.state.pace != "running":
             return
         needed = self.intake.next_batch(self.version + 1).counts
@@ -415,7 +418,7 @@ class BatchFeeder:
 
 
 async def _ack(deliveries: Sequence[Delivery]) -> None:
-    """Those of a lost session come again and are recognised."""
+    """Acknowledge deliveries. Redeliveries after a lost session are deduplicated."""
     for delivery in deliveries:
         with contextlib.suppress(BrokerLostError):
             await delivery.ack()

@@ -1,6 +1,6 @@
-"""Step events outlast an outage: each waits for room in the run's event file, and for the broker to take it, in order.
+"""Step events that survive outages: each waits for room in the run's event file and for the broker, in order.
 
-The file gets them from here and not from who listens, because nobody hears an event of a time when the broker was away.
+The file is written here and not by listeners, because listeners miss events while the broker is away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from swarmq.messages import Event
 from swarmq.runtime.logs import log
 
 MOST = 1000
-"""Events that wait; older ones are given up."""
+"""Most waiting events; older ones are discarded."""
 
 
 class StepEvents:
@@ -33,7 +33,7 @@ class StepEvents:
         await self.settle()
 
     async def settle(self) -> None:
-        """Write and tell what waits, as far as that is possible now."""
+        """Write and publish waiting events as far as possible at present."""
         try:
             self._write()
             self._failing = False

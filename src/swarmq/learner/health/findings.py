@@ -1,4 +1,4 @@
-"""What a check found: good, worth knowing, or wrong, and what to do about it."""
+"""Findings: what a check found (good, worth knowing, or wrong) and what to do about it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Level = Literal["ok", "note", "warning", "error"]
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
     level: Level
     check: str
-    """What was looked at, in a few words."""
+    """Name of the check in a few words."""
     text: str
-    """What was seen, with numbers; where it is not `ok`, also the limit and what to do."""
+    """Observation with numbers; if not `ok`, also the limit and what to do."""
     named: bool = True
-    """Whether `check` is said before the text; a sign that does not show names what it measures."""
+    """Whether `check` is printed before the text; a sign that does not show names what it measures instead."""
 
     @property
     def line(self) -> str:
@@ -25,7 +25,7 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def verdict(found: Sequence[Finding]) -> Finding:
-    """What all of them come to, in one line."""
+    """Return the overall verdict in one line."""
     named = {
         level: ", ".join(dict.fromkeys(finding.check for finding in found if finding.level == level))
         for level in ("error", "warning", "ok")

@@ -1,4 +1,4 @@
-"""Signs that a training goes wrong, with their limits, read off the figures of its steps. Pure."""
+"""Signs of a failing training, with their limits, computed from the metrics of its steps. Pure."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ from swarmq.learner.health.findings import Finding, Level
 from swarmq.learner.health.trends import LONGEST, find_trends, reward_rises
 
 WINDOW = 10
-"""Steps at the beginning and at the end that are compared."""
+"""Number of first and of newest steps that are compared."""
 FILTERED = 0.1
-"""Share of tokens that a filter may take. Where log rho is normal with k3 = variance / 2, a band of [0.5, 2] takes 3 % at the limit
-of the mismatch (0.05), 13 % at twice that and half at ten times."""
+"""Share of tokens that a filter may take. If log rho is normal with k3 = variance / 2, a band of [0.5, 2] takes 3 % at the
+limit of the mismatch (0.05), 13 % at twice and half at ten times the limit."""
 
 Steps = Sequence[Mapping[str, Any]]
 
 
 class Sign(msgspec.Struct, frozen=True, kw_only=True):
     name: str
-    """Of what is wrong where it shows."""
+    """Name of the problem that shows."""
     measured: str
     word: str
-    """What a value beyond the limit is."""
+    """Word for a value beyond the limit."""
     measure: Callable[[Steps], float | None]
-    """Of the steps; None where they do not have it."""
+    """Measured value of the steps; None if their metrics lack it."""
     limit: float
     below: bool = False
-    """Whether it is a sign to be below the limit; else to be above."""
+    """Whether values below the limit are a sign; otherwise values above it."""
     level: Level = "warning"
     alone: bool = True
-    """A sign while the reward rises, too."""
+    """Whether it is a sign also while the reward rises."""
     advice: str
 
 
 def last(name: str) -> Callable[[Steps], float | None]:
-    """Mean of a figure over the newest steps."""
+    """Return a measure: the mean of a metric over the newest steps."""
     return lambda steps: _mean(steps[-WINDOW:], name)
 
 
 def over_first(name: str) -> Callable[[Steps], float | None]:
-    """The same over that of the first steps."""
+    """Return a measure: the mean over the newest steps divided by that over the first steps."""
 
     def ratio(steps: Steps) -> float | None:
         if len(steps) < 2 * WINDOW:
@@ -56,14 +56,14 @@ def over_first(name: str) -> Callable[[Steps], float | None]:
 
 
 def at_bound(steps: Steps) -> float | None:
-    """Share of episodes dropped as stale among all that were consumed."""
+    """Return the share of rollouts dropped as stale among all taken."""
     stale = sum(step.get("dropped", {}).get("stale", 0) for step in steps[-WINDOW:])
     total = stale + sum(step.get("episodes", 0) for step in steps[-WINDOW:])
     return stale / total if total else None
 
 
 def cut(sign: str) -> Callable[[Steps], float | None]:
-    """Share of the tokens of this sign that the loss masked or clipped."""
+    """Return a measure: the share of tokens with this sign of advantage that the loss masked or clipped."""
 
     def share(steps: Steps) -> float | None:
         clipped = _mean(steps[-WINDOW:], f"clipped_{sign}")
@@ -73,7 +73,7 @@ def cut(sign: str) -> Callable[[Steps], float | None]:
 
 
 def near_bound(steps: Steps) -> float | None:
-    """Mean staleness of the episodes, counted by their oldest tokens, over what `groups.max_staleness` allows."""
+    """Return the mean staleness of episodes, by their oldest tokens, divided by `groups.max_staleness`."""
     counts = [item for step in steps[-WINDOW:] for item in step.get("staleness", {}).items()]
     episodes, bound = sum(count for _, count in counts), steps[-1]["max_staleness"]
     return sum(int(lag) * count for lag, count in counts) / (episodes * bound) if episodes and bound else None
@@ -168,7 +168,7 @@ SIGNS = (
 
 
 def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
-    """One finding for every sign that the steps have figures for."""
+    """Yield one finding for every sign whose metrics the steps have."""
     if not steps:
         yield Finding(
             level="note",
@@ -181,17 +181,18 @@ def find_signs(steps: Steps, max_staleness: int) -> Iterator[Finding]:
 
 
 class SignWatch:
-    """The same, while the training goes on: a sign is told when it begins to show, and again after WINDOW steps without it."""
+    """Detector of signs during training: reports a sign when it begins to show, and again after WINDOW steps without it."""
 
     def __init__(self) -> None:
         self._steps: list[Mapping[str, Any]] = []
-        """The first WINDOW and the newest."""
+        """The first WINDOW and the newest steps."""
         self._count = 0
         self._showed: dict[str, int] = {}
-        """Sign -> the step that it showed at last."""
+        """Sign -> step at which it last showed."""
 
     def step(self, fields: Mapping[str, Any], max_staleness: int) -> list[Finding]:
-        """What shows since this step. All but errors take WINDOW steps to be told from chance."""
+        """Return the findings that show since this step. Signs other than errors need WINDOW steps to be distinguished from
+        chance."""
         self._count += 1
         self._steps.append({**fields, "max_staleness": max_staleness})
         if len(self._steps) > WINDOW + LONGEST:
@@ -217,6 +218,6 @@ def _judged(steps: Steps) -> Iterator[Finding]:
 
 
 def _mean(steps: Steps, name: str) -> float | None:
-    """Over the steps that have the figure: one that was not finite is null in the event file."""
+    """Return the mean over the steps that have the metric, which is null in the event file if it was not finite."""
     values = [float(value) for step in steps if (value := step.get(name)) is not None and math.isfinite(value)]
     return statistics.fmean(values) if values else None

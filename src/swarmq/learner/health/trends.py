@@ -1,13 +1,13 @@
-"""Figures that fall or rise over the steps of a run by more than chance makes them: a falling reward, fewer turns, other answers. Pure.
+"""Metrics that fall or rise over the steps of a run by more than chance: a falling reward, fewer turns, other answers. Pure.
 
-The test is Mann and Kendall's: of all pairs of steps, are there more in which the later one is lower than a series without a
-trend has? It asks nothing of how the noise is distributed, and an outlier counts as one step. It is taken over the newest steps (`WINDOW`),
-and over as many means of `BLOCK` steps, which shows what is slow. A trend is a sign when its z is beyond `Z` and the change is large enough
-to matter. A learner looks after every step: with `Z` = 4 noise without memory made a sign in 0 of 100 trainings of 200 steps, noise
-that keeps 30 % of the step before in 4, and 50 % in 32; a test measures the first two.
+The test is Mann and Kendall's: among all pairs of steps, is the later one lower more often than in a series without a trend? It
+assumes nothing about the distribution of the noise, and an outlier counts as one step. It is applied to the newest steps
+(`WINDOW`), and to as many means of `BLOCK` steps, which shows slow trends. A trend is a sign if its z is beyond `Z` and the
+change is large enough to matter. A learner tests after every step: with `Z` = 4, noise without memory caused a sign in 0 of 100
+trainings of 200 steps, noise that keeps 30 % of the step before in 4, and 50 % in 32; a test measures the first two.
 
-What is no trouble is left out: rewards are compared kind by kind, so that another mix is no trend; nothing is compared with steps before
-the newest client code; and fewer turns, other answers and less entropy are what training is for as long as the reward rises.
+Harmless changes are excluded: rewards are compared kind by kind, so that another mix is no trend; nothing is compared with
+steps before the newest client code; and fewer turns, other answers and less entropy are expected while the reward rises.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from swarmq.learner.health.findings import Finding
 
 WINDOW, BLOCK = 40, 8
 LEAST = 12
-"""Points that a trend takes."""
+"""Fewest points of a trend."""
 LONGEST = WINDOW * BLOCK
-"""Steps that are looked back at."""
+"""Number of newest steps that are examined."""
 Z = 4.0
 RISING = 2.0
-"""z of a reward that rises: less proof is asked for than of a sign, because it takes signs back."""
+"""z of a rising reward, for which less proof is needed than for a sign, because it withdraws signs."""
 OTHER_MIX = 3.0
-"""z of the share of a kind, beyond which the mix explains what becomes of figures over all kinds."""
+"""z of a kind's share beyond which the mix explains changes of metrics over all kinds."""
 TINY = 1e-6
 
 Steps = Sequence[Mapping[str, Any]]
@@ -45,16 +45,16 @@ Floats = NDArray[np.float64]
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """A figure over some steps."""
+    """A fitted trend of a metric over some steps."""
 
     z: float
     begin: float
-    """Of the line of Theil and Sen; of logarithms, where a ratio counts."""
+    """Value at the beginning of the Theil-Sen line; of logarithms, where a ratio counts."""
     end: float
     change: float
-    """Relative."""
+    """Relative change."""
     first: int
-    """Step."""
+    """First step."""
     last: int
 
 
@@ -63,9 +63,9 @@ class Trend(msgspec.Struct, frozen=True, kw_only=True):
     measured: str
     measure: Measure
     change: float
-    """Relative, of the line's end over its beginning; a sign beyond it."""
+    """Relative change of the line's end over its beginning; beyond it, the trend is a sign."""
     alone: bool = False
-    """A sign whatever the reward does."""
+    """Whether the trend is a sign whatever the reward does."""
     advice: str
 
 
@@ -119,7 +119,7 @@ REWARD = Trend(
 
 
 def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
-    """One finding for every trend that there are steps enough to see, or for those that are signs."""
+    """Yield one finding for every trend with enough steps, or only for those that are signs."""
     steps = steps[-LONGEST:]
     steps = steps[_newest_code(steps) :]
     windows = [_Window(steps, block) for block in (1, BLOCK)]
@@ -134,7 +134,7 @@ def find_trends(steps: Steps, *, only_signs: bool = False) -> Iterator[Finding]:
 
 
 def reward_rises(steps: Steps) -> bool:
-    """Over the newest steps."""
+    """Return whether the reward rises over the newest steps."""
     steps = steps[-WINDOW:]
     return mann_kendall(_Window(steps[_newest_code(steps) :], 1).rewards) > RISING
 
@@ -148,14 +148,14 @@ class _Window:
         self.rewards = self.points(_reward_of(self.steps)) if len(self.steps) >= LEAST * block else []
 
     def points(self, measure: Measure) -> list[float]:
-        """Means over blocks of steps, without those that do not have the figure."""
+        """Return means over blocks of steps, without those that lack the metric."""
         values = [measure(step) for step in self.steps]
         blocks = (values[at : at + self.block] for at in range(0, len(values), self.block))
         known = ([value for value in each if value is not None] for each in blocks)
         return [statistics.fmean(each) for each in known if each]
 
     def explains(self) -> bool:
-        """Whether the reward rises, or a kind has more or less of the newer batches than of the older ones."""
+        """Return whether the reward rises, or a kind has a larger or smaller share of the newer batches than of the older ones."""
         return mann_kendall(self.rewards) > RISING or any(
             abs(mann_kendall(self.points(_share_of(kind)))) > OTHER_MIX
             for kind in {kind for step in self.steps for kind in step.get("groups_by_kind") or {}}
@@ -163,7 +163,7 @@ class _Window:
 
 
 def _look(trend: Trend, window: _Window) -> tuple[list[float], float] | None:
-    """The points and z of a trend; None where there are too few."""
+    """Return the points and z of a trend, or None if there are too few."""
     if len(window.steps) < LEAST * window.block:
         return None
     values = window.rewards if trend is REWARD else window.points(trend.measure)
@@ -189,7 +189,7 @@ def _fit(trend: Trend, window: _Window, values: Sequence[float], z: float) -> Fi
 
 
 def mann_kendall(values: Sequence[float]) -> float:
-    """z of the test, positive where the values rise; ties are allowed for."""
+    """Return z of the test, positive if the values rise; ties are accounted for."""
     n = len(values)
     total = float(np.sign(_pairs(values)).sum())
     ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(values).values())
@@ -198,7 +198,7 @@ def mann_kendall(values: Sequence[float]) -> float:
 
 
 def _pairs(values: Sequence[float]) -> Floats:
-    """Of each pair, how much higher the later value is."""
+    """Return for each pair how much higher the later value is."""
     earlier, later = _places(len(values))
     array = np.array(values, np.float64)
     found: Floats = array[later] - array[earlier]
@@ -207,13 +207,13 @@ def _pairs(values: Sequence[float]) -> Floats:
 
 @functools.cache
 def _places(count: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Of each pair, where the earlier and the later one stand."""
+    """Return for each pair the indices of the earlier and the later value."""
     earlier, later = np.triu_indices(count, 1)
     return earlier, later
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:
-    """Ends of the line of Theil and Sen: the median of all slopes."""
+    """Return the ends of the Theil-Sen line, whose slope is the median of all slopes."""
     earlier, later = _places(len(values))
     slope = float(np.median(_pairs(values) / (later - earlier)))
     height = statistics.median(value - slope * place for place, value in enumerate(values))
@@ -221,7 +221,7 @@ def _line(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _share_of(kind: str) -> Measure:
-    """Its share of the groups."""
+    """Return a measure of the kind's share of the groups."""
 
     def part(step: Mapping[str, Any]) -> float | None:
         groups = step.get("groups_by_kind") or {}
@@ -231,7 +231,8 @@ def _share_of(kind: str) -> Measure:
 
 
 def _reward_of(steps: Steps) -> Measure:
-    """Mean over the kinds that every step has, each with the same weight; over all episodes where there is no such kind."""
+    """Return a measure of the mean over the kinds that every step has, each with the same weight; over all episodes if there is
+    no such kind."""
     each = [{kind for kind, value in (step.get("reward_by_kind") or {}).items() if value is not None} for step in steps]
     kinds = set.intersection(*each) if each else set()
 
@@ -243,7 +244,7 @@ def _reward_of(steps: Steps) -> Measure:
 
 
 def _newest_code(steps: Steps) -> int:
-    """The place of the first step with the newest version of client code; 0 without any."""
+    """Return the index of the first step with the newest version of client code; 0 without any."""
     known: set[str] = set()
     place = 0
     for number, step in enumerate(steps):
@@ -255,7 +256,7 @@ def _newest_code(steps: Steps) -> int:
 
 
 def _told(trend: Trend, fit: Fit, *, is_sign: bool) -> Finding:
-    """The line is fitted, so its ends are near the first and the last value, and seldom equal to them."""
+    """Describe a trend. The line is fitted, so its ends are close to the first and last value and seldom equal to them."""
     seen = f"{trend.measured} {fit.begin:.3g} -> {fit.end:.3g} from step {fit.first} to {fit.last}"
     limit = f"{trend.change:+.0%} and z {'below -' if trend.change < 0 else 'above '}{Z:g}"
     if is_sign:

@@ -1,11 +1,11 @@
-"""The append-only, fsynced record of every batch: what makes an acknowledged episode safe before it is trained.
+r"""The append-only, fsynced record of every batch, which makes an acknowledged rollout safe before it is trained.
 
-    <folder>/000000000001.log   named by its first record
-    segment = "SQSEGM1\\n", length, crc, Head (schema, identity)          then records
-    record  = "SQRC", number, index length, body length, index crc, body crc, header crc; index; zstd(body)
+  <folder>/000000000001.log   named by its first record
+  segment = "SQSEGM1\n", length, crc, SegmentHeader (schema, identity)          then records
+  record  = "SQRC", number, index length, body length, index crc, body crc, header crc; index; zstd(body)
 
-A record counts once its fsync returned. What a crash may leave is a torn last record: it was never acknowledged, so
-it is moved into a file beside the log. Damage anywhere else is an error, never skipped. Checksums are CRC-32.
+A record counts once its fsync has returned. A crash may leave a torn last record: it was never acknowledged, so it is moved
+into a file beside the log. Damage anywhere else is an error and never skipped. Checksums are CRC-32.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ SEGMENT = struct.Struct("<8sII")
 RECORD = struct.Struct("<4sQIIIII")
 SEGMENT_BYTES = 64 * 1024 * 1024
 SEGMENT_RECORDS = 256
-"""A segment that has grown beyond either is followed by a new one, so that old ones can go."""
+"""Number of records, or bytes, beyond which a new segment begins, so that old segments can be removed."""
 
 
 class SegmentHeader(msgspec.Struct, frozen=True, kw_only=True):
-    """Written at the start of every segment."""
+    """Header at the start of every segment."""
 
     schema: int
     identity: RunIdentity
 
 
 class RecordPlace(msgspec.Struct, frozen=True):
-    """Where a record lies."""
+    """Position of a record in the log, with its index."""
 
     segment: Path
     offset: int
@@ -55,13 +55,16 @@ class RecordPlace(msgspec.Struct, frozen=True):
 
 
 class BatchLog:
-    """An open log. `append` is the only way in; `indices` is what is kept of it in memory."""
+    """An open log, extended by `append` alone; `indices` keeps its records' indices in memory."""
 
     def __init__(
         self, folder: Path, identity: RunIdentity, *, needed: int = 0, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """Open for writing, setting a torn tail aside; what is there then is on disk. Raises LearnerError: of another run, newer,
-        damaged, not writable; also when the tail holds a batch up to version `needed`, which a checkpoint has seen."""
+        """Open for writing and set a torn tail aside; the remaining content is on disk.
+
+        Raises LearnerError if the log belongs to another run, is newer than this version, damaged or not writable, or if the
+        tail holds a batch up to version `needed`, which a checkpoint contains.
+        """
         self.folder, self.identity, self._segment_bytes = folder, identity, segment_bytes
         self._descriptor: int | None = None
         with map_os_errors(folder):
@@ -76,7 +79,8 @@ class BatchLog:
 
     @property
     def version(self) -> int:
-        """What its newest batch made. Records of drops come between batches, those of a replay's time after newer ones."""
+        """Version made by the newest batch. Records of drops stand between batches, and those of a replay's time after newer
+        ones."""
         return next((place.index.version for place in reversed(self.places) if place.index.trained), 0)
 
     @property
@@ -84,7 +88,7 @@ class BatchLog:
         return (place.index for place in self.places)
 
     def append(self, record: BatchRecord) -> None:
-        """Return once `record` is on disk. After a LearnerError it is not in the log."""
+        """Append `record` and return once it is on disk. After a LearnerError it is not in the log."""
         expected = self.last.record + 1 if self.last else 1
         assert record.index.record == expected, f"record {record.index.record} appended where {expected} belongs"
         data = _pack(record)
@@ -103,7 +107,7 @@ class BatchLog:
         self._size += len(data)
 
     def after(self, version: int) -> Iterator[BatchRecord]:
-        """The batches to train after the weights of `version`, in order; records of drops alone are left out."""
+        """Yield the batches to train after the weights of `version`, in order, without records of drops alone."""
         versions = [place.index.version for place in self.places if place.index.trained]
         if versions and versions[0] > version + 1:
             raise SetUpError(
@@ -118,7 +122,7 @@ class BatchLog:
         return (read_record(place) for place in self.places if place.index.trained and place.index.version > version)
 
     def step(self, version: int) -> tuple[BatchRecord, list[BatchIndex]]:
-        """The batch that made `version`, and the records of drops between it and the batch before."""
+        """Return the batch that made `version`, and the records of drops between it and the batch before."""
         at = next((n for n in reversed(range(len(self.places))) if self._makes(n, version)), None)
         if at is None:
             raise LearnerError(f"{self.folder}: the log has no batch of version {version}")
@@ -126,10 +130,10 @@ class BatchLog:
         return read_record(self.places[at]), list(takewhile(lambda index: not index.trained, before))
 
     def prune(self, version: int, *, reported: int, spare: int) -> int:
-        """Remove whole segments of which nobody needs anything any more; how many.
+        """Remove whole segments that are no longer needed and return their number.
 
-        Needed are the batches after the weights of `version`, the records after `reported`, and the ids of the newest
-        `spare` episodes: these may yet be delivered again. The last segment always stays.
+        Needed are batches after the weights of `version`, records after `reported`, and the ids of the newest `spare` episodes,
+        which may still be redelivered. The last segment always stays.
         """
         needed = {self._path} if self._descriptor is not None else set()
         for place in reversed(self.places):
@@ -166,7 +170,7 @@ class BatchLog:
         self._size = os.fstat(self._descriptor).st_size
 
     def _start_segment(self, record: int) -> None:
-        """Complete before it gets its name, so a segment never has half a head."""
+        """Start a segment under a temporary name and rename it, so that no segment has half a header."""
         head = msgspec.msgpack.encode(SegmentHeader(schema=SCHEMA, identity=self.identity))
         path = self.folder / f"{record:012d}.log"
         write_atomically(path, SEGMENT.pack(SEGMENT_MAGIC, len(head), zlib.crc32(head)) + head)
@@ -174,10 +178,10 @@ class BatchLog:
 
 
 def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int | None = None) -> list[RecordPlace]:
-    """Every record's place and index. A torn tail is left out, and with `needed` moved from the log into a file beside it, if the batches
-    up to that version are all there without it.
+    """Return position and index of every record. A torn tail is left out; with `needed`, it is moved into a file beside the log
+    if the batches up to that version are complete without it.
 
-    Raises LearnerError when the log cannot be read, is damaged, newer than this reader, or not of `identity`.
+    Raises LearnerError if the log cannot be read, is damaged, newer than this version, or not of `identity`.
     """
     places: list[RecordPlace] = []
     with map_os_errors(folder):
@@ -196,7 +200,8 @@ def scan_log(folder: Path, identity: RunIdentity | None = None, *, needed: int |
 
 
 def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) -> None:
-    """A tail that a crash tore was never acknowledged; a checkpoint that has seen it shows that this one is damage of another kind."""
+    """Move a torn tail aside. It was never acknowledged, unless a checkpoint contains it: then it is damage of another kind, an
+    error."""
     last = max((place.index.version for place in places if place.index.trained), default=0)
     if last < needed:
         raise _damaged(segment, end, f"the log is sound up to version {last}, but a checkpoint is of version {needed}")
@@ -210,7 +215,7 @@ def _set_aside(segment: Path, end: int, places: list[RecordPlace], needed: int) 
 
 
 def read_record(place: RecordPlace) -> BatchRecord:
-    """The whole record. Raises LearnerError when its checksum is wrong."""
+    """Return the whole record. Raises LearnerError if a checksum is wrong."""
     with map_os_errors(place.segment), place.segment.open("rb") as file:
         file.seek(place.offset)
         data = file.read(place.size)
@@ -224,12 +229,12 @@ def read_record(place: RecordPlace) -> BatchRecord:
 
 
 def read_records(folder: Path) -> Iterator[BatchRecord]:
-    """All records of a log that nobody need own: for inspection and replay. Writes nothing."""
+    """Yield all records of a log without owning it, for inspection and replay. Writes nothing."""
     return (read_record(place) for place in scan_log(folder))
 
 
 def _scan_segment(segment: Path, identity: RunIdentity | None, places: list[RecordPlace], *, is_last: bool) -> int:
-    """Append the segment's places; the offset where sound records end."""
+    """Append the segment's records to `places` and return the offset where valid records end."""
     size = segment.stat().st_size
     with segment.open("rb") as file:
         offset = _check_head(file.read(SEGMENT.size + 65536), segment, identity)
@@ -282,7 +287,7 @@ def _pack(record: BatchRecord) -> bytes:
 
 
 def _lengths(header: bytes) -> tuple[int, int] | None:
-    """Sizes of index and body; None when this is no sound record header."""
+    """Return the sizes of index and body, or None if the bytes are no valid record header."""
     if len(header) < RECORD.size:
         return None
     magic, _, index_size, body_size, _, _, checksum = RECORD.unpack(header)
@@ -292,7 +297,7 @@ def _lengths(header: bytes) -> tuple[int, int] | None:
 
 
 def _sound(data: bytes, *, body: bool = True) -> bool:
-    """Whether the checksums of a record hold: of its header, its index, and its body if that was read."""
+    """Return whether the checksums of a record hold: of header, index, and body if `body`."""
     lengths = _lengths(data[: RECORD.size])
     if lengths is None:
         return False
@@ -304,7 +309,7 @@ def _sound(data: bytes, *, body: bool = True) -> bool:
 
 
 def _later_record(file: BinaryIO, offset: int, size: int) -> bool:
-    """Whether a sound record header stands anywhere in [offset, size): then what is before it is no torn tail."""
+    """Return whether a valid record header stands anywhere in [offset, size), in which case the data before it is no torn tail."""
     file.seek(offset)
     rest = file.read(size - offset)
     at = rest.find(RECORD_MAGIC)

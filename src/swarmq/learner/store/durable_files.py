@@ -1,4 +1,4 @@
-"""Durable file operations, and what the operating system says in words a person can act on."""
+"""Durable file operations, and operating-system errors as learner errors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swarmq.runtime.files import fsync_folder
 
 
 class DiskFullError(LearnerError):
-    """There is no room; what was tried can be tried again."""
+    """The disk has no room; the operation can be tried again."""
 
 
 @contextlib.contextmanager
 def map_os_errors(path: Path) -> Iterator[None]:
-    """Raise LearnerError for an OSError at `path`, DiskFullError where it is one of room."""
+    """Raise LearnerError for an OSError at `path`, DiskFullError if the disk is full."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,7 @@
-"""What the learner's two processes say to each other, and what they write into the batch log. No torch in here.
+"""Records that the trainer and the batch feeder exchange, and the records of the batch log. Without torch.
 
-trainer --Hello, Next, Stepped, Phase, Kept, Stop-->  I/O process
-trainer <--Batch, Save, Halt, Waiting, Stopped, Failed-- I/O process
+trainer --Hello, RequestBatch, StepDone, PhaseChange, Warn, CheckpointSaved, Stop-->  batch feeder
+trainer <--BatchReady, SaveCheckpoint, TrainingDone, QueueEmpty, Stopped, FeederFailed-- batch feeder
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from swarmq.config import SwarmJob, Train, rename_former
 from swarmq.messages import Rollout
 
 SCHEMA = 1
-"""Version of the formats of batch log and checkpoint. A reader accepts its own and older ones."""
+"""Version of the formats of batch log and checkpoint. A reader accepts its own version and older ones."""
 ADAPTER_FILE = Path("adapter", "adapter.safetensors")
 """Adapters' file within a checkpoint, in a folder of its own: vLLM takes any safetensors file beside the model's for the model's."""
 ADAPTER_SETTINGS_KEY = "train.lora"
@@ -23,7 +23,7 @@ ADAPTER_SETTINGS_KEY = "train.lora"
 
 
 class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Whose batch log or checkpoint this is."""
+    """The run and policy to which a batch log or checkpoint belongs."""
 
     run: str
     policy: str
@@ -35,7 +35,7 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return cls(run=job.run, policy=policy, model=str(Path(model).resolve()) if Path(model).is_dir() else model)
 
     def difference(self, other: RunIdentity) -> str:
-        """What differs, in words; empty when both are the same."""
+        """Return the differences in words, or "" if both are the same."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in self.__struct_fields__)
         return ", ".join(
             f"{name} is {theirs!r} there and {ours!r} here" for name, ours, theirs in pairs if ours != theirs
@@ -43,12 +43,12 @@ class RunIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
-    """Sums over the scored episodes of one kind that the learner consumed, those dropped for equal rewards included."""
+    """Sums over the scored episodes of one kind that the learner took, including those dropped for equal rewards."""
 
     episodes: int = 0
     reward: float = 0.0
     judged: int = 0
-    """Episodes with a success flag."""
+    """Number of episodes with a success flag."""
     successes: int = 0
 
     def __add__(self, other: EpisodeSums) -> EpisodeSums:
@@ -61,28 +61,28 @@ class EpisodeSums(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 class BatchIndex(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a log record that is read at every start: small, not compressed."""
+    """The part of a log record that is read at every start: small and uncompressed."""
 
     record: int
-    """1, 2, 3, ... without a gap."""
+    """Number of the record: 1, 2, 3, ... without gaps."""
     version: int
-    """Weight version after the step; a record of drops alone repeats the version before it."""
+    """Weight version after the step; a record of drops alone repeats the version before."""
     trained: tuple[str, ...] = ()
     dropped: dict[str, str] = {}
-    """episode_id -> reason."""
+    """Episode id -> reason."""
     carry: dict[str, float] = {}
-    """Kind -> groups the task mix still owes it."""
+    """Kind -> fraction of a group that the task mix still owes it."""
     baselines: dict[str, float] = {}
-    """What the `ema` advantage compares with after this record."""
+    """Baselines of the `ema` advantage after this record."""
     tally: dict[str, EpisodeSums] = {}
     groups_equal: int = 0
-    """Groups dropped because their rewards were equal."""
+    """Number of groups dropped for equal rewards."""
     at: float = 0.0
-    """Unix time, for people."""
+    """Unix time, for display."""
     control: int = 0
-    """Number of the control state in effect: 0 before anything was changed while the run was up."""
+    """Number of the control state in effect; 0 before any change while the run was up."""
     mix: dict[str, float] = {}
-    """Kind -> its share of this batch."""
+    """Kind -> share of this batch."""
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,15 +90,15 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     index: BatchIndex
     episodes: tuple[Rollout, ...] = ()
-    """The members of a group stand together."""
+    """Rollouts of the batch, members of a group next to each other."""
     settings: Train | None = None
-    """In effect for this step, so that a replay repeats it."""
+    """Settings in effect for this step, so that a replay repeats it."""
     baselines: dict[str, float] = {}
-    """What the `ema` advantage of this step compares with."""
+    """Baselines of the `ema` advantage for this step."""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
-    """First frame: the trainer has the weights of `version` and wants the batches after it."""
+    """First message: the trainer has the weights of `version` and wants the batches after it."""
 
     job: SwarmJob
     policy: str
@@ -106,11 +106,11 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     vocab_size: int
     max_length: int | None = None
     again: bool = False
-    """An I/O process of this trainer has run before, so a broker that is away is waited for."""
+    """Whether a batch feeder of this trainer has run before, so that an unreachable broker is waited for."""
 
 
 class RequestBatch(msgspec.Struct, frozen=True, kw_only=True, tag="next"):
-    """The trainer is free."""
+    """The trainer is ready for the next batch."""
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True, tag="stepped"):
@@ -125,30 +125,30 @@ class PhaseChange(msgspec.Struct, frozen=True, kw_only=True, tag="phase"):
 
 
 class Warn(msgspec.Struct, frozen=True, kw_only=True, tag="warn"):
-    """Something people should know."""
+    """A warning for people."""
 
     text: str
 
 
 class CheckpointSaved(msgspec.Struct, frozen=True, kw_only=True, tag="kept"):
-    """A checkpoint was written; the oldest one kept is `oldest`."""
+    """A checkpoint was written; `oldest` is the version of the oldest checkpoint kept."""
 
     oldest: int
     asked: int = 0
-    """Number of the `Save` that asked for it; 0 where it was due anyway."""
+    """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
-    """Publish what is owed, then end."""
+    """Publish everything owed, then end."""
 
 
 class BatchReady(msgspec.Struct, frozen=True, kw_only=True, tag="batch"):
     record: bytes
-    """A `BatchRecord`, encoded."""
+    """An encoded `BatchRecord`."""
     replayed: bool
-    """Read from the log after a restart, not from the queue."""
+    """Whether the batch was read from the log after a restart, and not from the queue."""
     figures: dict[str, Any] = {}
-    """Of the batch alone, for the trackers."""
+    """Metrics of the batch alone, for the trackers."""
 
 
 class SaveCheckpoint(msgspec.Struct, frozen=True, kw_only=True, tag="save"):
@@ -170,11 +170,11 @@ class Stopped(msgspec.Struct, frozen=True, kw_only=True, tag="stopped"):
 
 
 class FeederFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The I/O process cannot go on, for a reason a person must see."""
+    """The batch feeder cannot go on, for a reason that a person must know."""
 
     text: str
     for_good: bool = False
-    """Nor could another one in its place."""
+    """Whether a new batch feeder could not go on, either."""
 
 
 ToIO = Hello | RequestBatch | StepDone | PhaseChange | Warn | CheckpointSaved | Stop

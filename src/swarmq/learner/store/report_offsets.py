@@ -1,4 +1,4 @@
-"""Which log records the collector has been told about: a number on disk, so a restart forgets none."""
+"""How far the collector has confirmed reports on log records: a number on disk, so that a restart forgets none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from swarmq.runtime.files import write_atomically
 
 
 class ReportOffsets:
-    """All records up to `through` are confirmed; some after it may be, and are told again after a restart."""
+    """Reports up to record `through` are confirmed; later ones may be, and are repeated after a restart."""
 
     def __init__(self, path: Path, log: BatchLog) -> None:
         self.path, self.log = path, log
@@ -19,7 +19,7 @@ class ReportOffsets:
         self._confirmed: set[int] = set()
 
     def due(self, version: int) -> list[BatchIndex]:
-        """Records to tell about now that the weights are of `version`, in order."""
+        """Return the records to report now that the weights are at `version`, in order."""
         if not self.log.last or self.log.last.record == self.through:
             return []
         first = self.log.places[0].index.record
@@ -31,7 +31,7 @@ class ReportOffsets:
         ]
 
     def told(self, num_episodes: int) -> list[BatchIndex]:
-        """The newest records that were told of, oldest first, as many as hold `num_episodes`."""
+        """Return the newest reported records with `num_episodes` episodes, oldest first."""
         newest: list[BatchIndex] = []
         for place in reversed(self.log.places):
             index = place.index
@@ -43,9 +43,9 @@ class ReportOffsets:
         return newest[::-1]
 
     def confirm(self, record: int) -> None:
-        """The broker has it. Losing this file repeats reports, which the collector recognises.
+        """Record that the broker has confirmed a report. Losing this file repeats reports, which the collector recognises.
 
-        Raises LearnerError when the disk refuses.
+        Raises LearnerError if the disk refuses.
         """
         self._confirmed.add(record)
         while self.through + 1 in self._confirmed:

@@ -1,10 +1,10 @@
-"""What a step saw of every token it trained, for people: log-probability under the trained weights, advantage, and what
-the loss did to its gradient.
+"""The learner's view of every trained token, for people: log-probability under the trained weights, advantage, and the effect
+of the loss on its gradient.
 
-    <folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
+  <folder>/000000042.0.msgpack.zst       version after the step, rank that computed these turns
 
-Lies beside the batch log, which has all the rest. Nothing computes with it, so it is best effort: written after the
-step, never synced, written again by a replay, and without it the learner does the same. No torch in here.
+The files lie beside the batch log, which has everything else. Nothing computes with them, so they are best effort: written
+after the step, never synced, and written again by a replay. Without torch.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ log = structlog.get_logger()
 
 
 class TurnTrace(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The sampled tokens of one turn."""
+    """Trace of the sampled tokens of one turn."""
 
     call_id: str
     advantage: float | None
-    """That the loss used for all of them; None where it has one for each, or none at all."""
+    """Advantage of all tokens in the loss; None if the loss has one for each token, or none."""
     logprobs: bytes
-    """Packed float32, natural log under the weights before the step, one per sampled token."""
+    """Packed float32: natural log-probability of each sampled token under the weights before the step."""
     left_out: bytes = b""
-    """One byte per sampled token, 1 where a filter left it out; empty where none was."""
+    """One byte per sampled token, 1 if a filter left it out; empty if none was."""
     advantages: bytes = b""
-    """Packed float32, one per sampled token, where the loss has its own for each (`distill`); else empty."""
+    """Packed float32 per sampled token, if the loss has an advantage for each (`distill`); else empty."""
     effects: bytes = b""
-    """One byte per sampled token, what the loss did to its policy gradient (algorithms/effects.py); empty where nothing."""
+    """One byte per sampled token, the LossEffect on its policy gradient (algorithms/loss_effects.py); empty if there is none."""
 
 
 class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class EpisodeTrace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def write_trace(folder: Path, version: int, rank: int, episodes: Sequence[EpisodeTrace]) -> None:
-    """Best effort: a full disk costs the record, not the run."""
+    """Write the traces of a step. Best effort: a full disk costs the traces, not the run."""
     path = folder / f"{version:09d}.{rank}{SUFFIX}"
     draft = path.with_suffix(".new")
     try:
@@ -54,14 +54,14 @@ def write_trace(folder: Path, version: int, rank: int, episodes: Sequence[Episod
 
 
 def find_trace(folder: Path, version: int, episode_id: str) -> EpisodeTrace | None:
-    """What the step to `version` saw of an episode, whose turns several ranks may have computed; None where it was
+    """Return the trace of an episode in the step to `version`, whose turns several ranks may have computed, or None if it was
     not recorded or cannot be read."""
     turns = [turn for one in _read(folder, version) if one.episode_id == episode_id for turn in one.turns]
     return EpisodeTrace(episode_id=episode_id, turns=tuple(turns)) if turns else None
 
 
 def prune_traces(folder: Path, version: int) -> None:
-    """Remove the records of steps up to `version`."""
+    """Remove the traces of steps up to `version`."""
     for path in folder.glob(f"*{SUFFIX}"):
         if int(path.name.partition(".")[0]) <= version:
             path.unlink(missing_ok=True)

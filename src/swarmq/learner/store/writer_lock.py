@@ -1,8 +1,8 @@
-"""One learner per policy folder: an advisory lock that ends with its holder, however that dies.
+"""One learner per policy folder: an advisory lock that ends with its holder, and a fence against former holders.
 
-A holder that only stands still keeps its lock, and others are told who it is. Where the lock was given away all the
-same (a network file system let it lapse while its holder's machine slept, somebody removed the file), the file names
-the new holder, and the old one finds that out when it wakes, before it touches anything: that is the fence.
+A holder that stands still keeps its lock, and others are told which process it is. If the lock is given away nevertheless (a
+network file system let it lapse while its holder's machine slept, or somebody removed the file), the file names the new holder,
+and the old one finds that out before it touches anything: that is the fence.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ LOOK_S = 0.05
 
 
 class Fence:
-    """Checks that whoever held the lock file when this was made holds it still."""
+    """Check that the process that held the lock file when this was created still holds it."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._ours = path, _content(path)
 
     def check(self) -> None:
-        """Raises LearnerError when another process has taken our place."""
+        """Raise LearnerError if another process has taken this one's place."""
         if _content(self._path) != self._ours:
             raise LearnerError(
                 f"{self._path.parent} was taken over by {_holder(self._path)} while this process stood still: it ends "
@@ -39,8 +39,8 @@ class Fence:
 
 @contextlib.contextmanager
 def hold_lock(path: Path, *, wait_s: float = 0.0) -> Iterator[None]:
-    """Hold the lock file `path`. Raises LearnerError that names the holder when it is not free within `wait_s`, and where it cannot
-    be opened."""
+    """Hold the lock file `path`. Raises LearnerError that names the holder if the lock is not free within `wait_s`, or if the
+    file cannot be opened."""
     with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

@@ -1,7 +1,8 @@
-"""Whether engines sample from the model that is trained: two programs compute it, and either may leave a feature of it out.
+"""Agreement of engine and learner: both must compute the same model, and either may lack a feature of it.
 
-Tokens that the engine sampled with the very weights of the learner differ by rounding alone. Where they differ by more on average, no
-ratio corrects it and no later step repairs it, so the run stops before it takes such a step. Pure, no torch in here.
+Log-probabilities of tokens that the engine sampled with the learner's present weights differ by rounding alone. If they differ
+by more on average, no ratio corrects it and no later step repairs it, so the learner stops before the step. Pure, without
+torch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from swarmq.config import Policy
 from swarmq.errors import SetUpError
 
 EXACT = 0.005
-"""Nats, where engine and learner compute in FP32: fifty times what the tests of families allow."""
+"""Limit in nats if engine and learner compute in FP32: fifty times what the tests of model families allow."""
 ROUNDED = 0.1
-"""Where one of them does not. BF16 comes to 0.01 to 0.03 with dense models, mixtures of experts and FP8 engines to 0.05."""
+"""Limit in nats otherwise. BF16 differs by 0.01 to 0.03 with dense models, mixtures of experts and FP8 engines by up to 0.05."""
 FEWEST = 100
-"""Tokens that make a mean."""
+"""Fewest tokens for a mean."""
 
 
 def agreement_limit(policy: Policy, *, cuda: bool) -> float:
-    """Nats that the mean difference may come to; 0: any. Without engines nobody could be told."""
+    """Return the limit of the mean difference in nats, or 0 for no limit (also without engines)."""
     train, engine = policy.train, policy.engine
     if not engine.urls:
         return 0.0
@@ -32,7 +33,7 @@ def agreement_limit(policy: Policy, *, cuda: bool) -> float:
 
 
 def check_agreement(fields: Mapping[str, Any], limit: float, family: str) -> None:
-    """Raises LearnerError when the figures of a step, not taken yet, show that the engine samples from another model."""
+    """Raise LearnerError if the metrics of a step, before it is taken, show that the engine samples from another model."""
     gap, tokens = fields["same_weights_gap"], fields["same_weights_tokens"]
     if not limit or tokens < FEWEST or not gap > limit:  # a step whose numbers are not finite is skipped later
         return

@@ -1,11 +1,11 @@
-"""The engines of a policy, as the learner's loop sees them: they sleep while it computes, and get its weights.
+"""The learner's dealings with the engines of its policy: sleep, weight pushes, repair.
 
-    load, step        sleep ... wake        engines that share the learner's GPUs, one user of the memory at a time
-    after a step      push                  none has to take the weights: training goes on
-    while waiting     ensure                engines that were restarted, or that a push left behind
-    after a restart   repair                engines that a killed learner left in a push
+  load, step        sleep ... wake        engines that share the learner's GPUs: one user of the memory at a time
+  after a step      push                  no engine has to take the weights: training goes on
+  while waiting     ensure                engines that were restarted, or that a push left behind
+  after a restart   repair                engines that a killed learner left in a push
 
-Rank 0 alone has a pusher. Without one (other ranks, a policy without engines) nothing here does anything.
+Only rank 0 has a pusher. Without one (other ranks, a policy without engines) nothing here does anything.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 
 class PushTimings(Protocol):
-    """Seconds of one weight push."""
+    """Durations of one weight push in seconds."""
 
     @property
     def pause_s(self) -> float: ...
@@ -38,11 +38,11 @@ class PushTimings(Protocol):
 
 
 class WeightPusherProtocol(Protocol):
-    """Brings weights to the engines of a policy. All but `sleep` and `wake` raise EngineError when none took them."""
+    """Interface of a weight pusher. All methods but `sleep` and `wake` raise EngineError if no engine took the weights."""
 
     @property
     def failing(self) -> Mapping[str, str]:
-        """Engine url -> why it does not serve the newest version that it was offered."""
+        """Engine URL -> reason for which the engine does not serve the newest version offered."""
 
     def push(self, named_tensors: NamedTensors, version: int) -> Any: ...
     def ensure(self, named_tensors: NamedTensors, version: int) -> PushTimings: ...
@@ -52,7 +52,7 @@ class WeightPusherProtocol(Protocol):
 
 
 class Weights(Protocol):
-    """What is pushed: the trainer's weights of `version`."""
+    """The weights to push: the trainer's weights at `version`."""
 
     version: int
 
@@ -60,29 +60,30 @@ class Weights(Protocol):
 
 
 class WarningSink(Protocol):
-    """Takes what people should hear of."""
+    """Receiver of warnings for people."""
 
     def tell(self, message: records.ToIO) -> None: ...
 
 
 class EngineUpdates:
-    """Raises LearnerError, before an engine is touched, when another learner has taken this one's place."""
+    """The engines of one policy. Before touching an engine, methods raise LearnerError if another learner has taken this one's
+    place."""
 
     def __init__(self, pusher: WeightPusherProtocol | None, *, policy: str, take_turns: bool, fence: Fence) -> None:
-        """`take_turns`: engines give their memory back while the learner computes."""
+        """`take_turns`: engines release their GPU memory while the learner computes."""
         self._pusher, self._policy, self._take_turns, self._fence = pusher, policy, take_turns, fence
         self._current = False
-        """Whether engines took the current weights, as far as this process knows."""
+        """Whether engines took the present weights, as far as this process knows."""
         self._failing: frozenset[str] = frozenset()
-        """Urls that people were told of."""
+        """URLs of engines whose failure was reported."""
 
     @property
     def behind(self) -> bool:
-        """Whether there are engines, and none is known to serve the current weights."""
+        """Whether there are engines and none is known to serve the present weights."""
         return self._pusher is not None and not self._current
 
     def sleep(self) -> None:
-        """Those that take turns with the learner give their memory back."""
+        """Let engines that take turns with the learner release their memory."""
         if self._take_turns and self._pusher:
             self._fence.check()
             self._pusher.sleep()
@@ -93,10 +94,10 @@ class EngineUpdates:
             self._pusher.wake()
 
     def push(self, weights: Weights, to: WarningSink, *, replayed: bool) -> dict[str, Any]:
-        """The step's figures of the push, in seconds: `push_s`, `pause_s` and, by engine, `pauses`.
+        """Push the weights and return the durations in seconds: `push_s`, `pause_s` and, by engine, `pauses`.
 
-        An engine that cannot be reached does not stop the training: it is brought up to date while waiting. Weights that a replay
-        makes again are not pushed: after a restart the engines may be ahead of them.
+        An unreachable engine does not stop training: it is updated while the learner waits. Replayed weights are not pushed,
+        because after a restart the engines may be ahead of them.
         """
         self._fence.check()
         self._current = False
@@ -116,8 +117,8 @@ class EngineUpdates:
         return {"push_s": time.monotonic() - began, "pause_s": report.pause_s, "pauses": report.pauses}
 
     def ensure(self, weights: Weights, to: WarningSink, *, again: bool) -> None:
-        """Engines that were restarted, or that a failed push left behind, get the current weights. `again`: also where all had
-        them when this was last asked."""
+        """Push the present weights to engines that were restarted, or that a failed push left behind. `again`: check also if
+        all had them at the last check."""
         if self._pusher is None or (self._current and not again):
             return
         self._fence.check()
@@ -136,7 +137,7 @@ class EngineUpdates:
             self._tell_failing(to)
 
     def repair(self, weights: Weights) -> None:
-        """Engines that a learner left in a push when it was killed serve the checkpoint's weights while this one replays."""
+        """Load the checkpoint's weights into engines that a killed learner left in a push, before this learner replays."""
         if self._pusher is None:
             return
         self._fence.check()
@@ -146,7 +147,7 @@ class EngineUpdates:
             log.warning("engines_not_repaired", version=weights.version, error=str(error))
 
     def _tell_failing(self, to: WarningSink) -> None:
-        """Once when an engine falls behind, and once when it no longer is."""
+        """Warn once when an engine falls behind, and report once when it has caught up."""
         assert self._pusher
         failing = self._pusher.failing
         for url in sorted(failing.keys() - self._failing):

@@ -1,4 +1,4 @@
-"""What a GPU says when it fails, told as what happened to the run and what to do about it. Mapped here and nowhere else."""
+"""Errors of a GPU as learner errors that say what happened to the run and what to do. All of them are mapped here."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FULL = re.compile(r"out of memory|_STATUS_ALLOC_FAILED")
 
 @contextmanager
 def map_gpu_errors(doing: str) -> Iterator[None]:
-    """Raises LearnerError for a GPU that has too little memory, has failed, or whose neighbours do not answer."""
+    """Raise LearnerError for a GPU that has too little memory, has failed, or whose neighbours do not answer."""
     try:
         yield
     except RuntimeError as error:  # of which all of torch's are
@@ -31,7 +31,7 @@ def map_gpu_errors(doing: str) -> Iterator[None]:
 
 
 def _told(error: RuntimeError) -> str | None:
-    """None for what is no business of GPUs."""
+    """Return the explanation, or None for an error that does not come from a GPU."""
     text = str(error)
     if isinstance(error, DistError) or APART.search(text):
         return (
@@ -51,6 +51,6 @@ def _told(error: RuntimeError) -> str | None:
 
 
 def _line(text: str, mark: re.Pattern[str]) -> str:
-    """The one that says it, else the first."""
+    """Return the line of the error that matches `mark`, else its first line."""
     lines = text.splitlines() or ["no reason given"]
     return next((line for line in lines if mark.search(line)), lines[0])

@@ -1,20 +1,20 @@
 """The learner's main loop.
 
-              ┌───────────── I/O process: queue ──> batch log ──> ack ──────────────┐
-              │ Next                                                                │ Batch
-              │                                                                     v
-    rank 0 ───┴─ wait ──> broadcast to all ranks ──> step ──> push weights ──> tell Stepped ──> checkpoint? ──> wait
-               Save, Halt                                          │                  │
-                                                               engines        Consumed, events
+            ┌───────── batch feeder: queue ──> batch log ──> ack ─────────────────┐
+            │ RequestBatch                                                        │ BatchReady
+            │                                                                     v
+  rank 0 ───┴─ wait ──> broadcast to all ranks ──> step ──> push weights ──> send StepDone ──> checkpoint? ──> wait
+          SaveCheckpoint, TrainingDone                          │                  │
+                                                             engines        StepReport, events
 
-A checkpoint is copied between two steps, and written, checked, made durable and named while the next steps run; only then is the
-batch log cut. If the disk has no room for it, people are told and training goes on: the log still has every batch since the
-checkpoint before.
+A checkpoint is copied between two steps, and written, verified, made durable and renamed while the next steps run; only then is
+the batch log pruned. If the disk has no room for it, a warning is given and training goes on: the log still has every batch
+since the checkpoint before.
 
-A slot is reported consumed after its batch is trained and the weights are pushed. Whatever dies at whatever point,
-the next start loads the newest sound checkpoint, replays the batch log after it and goes on with the queue; the
-weights come out the same. A learner that stood still while another took its place finds out before it saves anything or
-touches an engine, and ends (lock.py). Only rank 0 talks to the I/O process and to engines; the others follow its commands.
+A slot is reported after its batch is trained and the weights are pushed. Whatever dies at whatever point, the next start loads
+the newest valid checkpoint, replays the batch log after it and continues with the queue; the resulting weights are the same. A
+learner that stood still while another took its place finds out before it saves anything or touches an engine, and ends
+(writer_lock.py). Only rank 0 talks to the batch feeder and to engines; the other ranks follow its commands.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from swarmq.learner.train.trainer import Trainer, load_trainer
 log = structlog.get_logger()
 
 ENSURE_EVERY_S = 10.0
-"""While waiting for a batch: how often engines are asked whether they serve the current weights."""
+"""Seconds between two checks, while waiting for a batch, whether engines serve the present weights."""
 BEHIND_EVERY_S = 2.0
-"""The same while none is known to serve them, as when they are being started again."""
+"""The same interval while no engine is known to serve them, for instance because engines are restarting."""
 
 TEACHER_TOLD_S = 60.0
-"""Between two warnings that a batch waits for its teacher."""
+"""Seconds between two warnings that a batch waits for its teacher."""
 
 ROOM_S = 10.0
-"""Between tries of a checkpoint that was asked for, while the disk has no room for it."""
+"""Seconds between two attempts to write a requested checkpoint while the disk has no room for it."""
 
 
 class RankCommand(NamedTuple):
-    """What rank 0 tells the other ranks to do next."""
+    """Command of rank 0 to the other ranks."""
 
     name: str
     """`step`, `save` or `stop`."""
     body: bytes = b""
-    """Of a step: the encoded BatchRecord."""
+    """For a step: the encoded BatchRecord."""
     replayed: bool = False
     asked: int = 0
-    """Of a save: the number of the `Save` that asked for it."""
+    """For a save: the number of the `SaveCheckpoint` request."""
     figures: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
@@ -79,17 +79,17 @@ class _Finishing(NamedTuple):
 
     version: int
     oldest: Future[int]
-    """Done when the checkpoint is whole: the version of the oldest one that is kept."""
+    """Result, when the checkpoint is complete: the version of the oldest checkpoint kept."""
     asked: int
-    """Number of the `Save` that asked for it; 0 where it was due anyway."""
+    """Number of the `SaveCheckpoint` request; 0 for a regular checkpoint."""
     began: float
-    """Monotonic clock."""
+    """Start time on the monotonic clock."""
     drawn_s: float
     """Seconds that training waited for the copy."""
 
 
 class Learner:
-    """One policy being trained, on this rank."""
+    """The training of one policy on this rank."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class Learner:
         stop: StopSignal,
         tokenizers: EngineTokenizers | None = None,
     ) -> None:
-        """Load the newest sound checkpoint or the initial model. Raises LearnerError."""
+        """Load the newest valid checkpoint or the initial model. Raises LearnerError."""
         self.job, self.policy, self.stop = job, policy, stop
         self._tokenizers = tokenizers
         self.settings = job.policies[policy]
@@ -112,15 +112,15 @@ class Learner:
         )
         self.trainer = self._load()
         self.saved = self.trainer.version
-        """On rank 0: the version of the newest checkpoint that is whole."""
+        """On rank 0: the version of the newest complete checkpoint."""
         self._no_room: int | None = None
-        """The version for whose checkpoint the disk has no room, once people were told."""
+        """Version for whose checkpoint the disk has no room, after the warning."""
         self._finishing: _Finishing | None = None
         self._beside, self._copies = ThreadPoolExecutor(1, thread_name_prefix="checkpoint"), HostCopies()
         self._reserving: Future[None] | None = None
-        """On rank 0: memory for the copy is allocated from halfway to the first checkpoint on."""
+        """On rank 0: allocation of memory for the checkpoint's copy, from half-way to the first checkpoint on."""
         self._train = self.settings.train
-        """What the newest step was trained with; settings can change while the run is up."""
+        """Settings of the newest step, which may change while the run is up."""
         self._trackers = Trackers(
             self.trainer.accelerator,
             self.settings.train,
@@ -161,7 +161,8 @@ class Learner:
         )
 
     def run(self, link: FeederLink | None) -> None:
-        """Until stopped, or the I/O process says that the last step is done. `link` is rank 0's; the other ranks give None."""
+        """Train until stopped, or until the batch feeder reports the last step. `link`: rank 0's link to the feeder; None on
+        other ranks."""
         try:
             self._run(link)
         finally:  # the lock is held as long as anything is written
@@ -245,7 +246,7 @@ class Learner:
             torch.distributed.barrier(group=self._control)
 
     def _give_room_back(self) -> None:
-        """Engines that slept get their memory back, once no rank needs it."""
+        """Wake sleeping engines once no rank needs their memory."""
         if not self.settings.engine.sleep:
             return
         torch.cuda.empty_cache()
@@ -261,7 +262,7 @@ class Learner:
         self.engines.ensure(self.trainer, link, again=again)
 
     def _check_tokenizers(self) -> None:
-        """Before anything is trained or pushed. Raises LearnerError when an engine that answers has another tokenizer."""
+        """Check the engines' tokenizers before anything is trained or pushed. Raises LearnerError if one differs."""
         if self._tokenizers is None:
             return
         try:
@@ -270,12 +271,13 @@ class Learner:
             log.warning("tokenizers_not_compared", reason=str(error))
 
     def _teacher_trouble(self) -> str:
-        """Of a teacher that a server has, where it is and what is wrong; empty where it answers, or there is none."""
+        """Return where a served teacher is and what is wrong with it, or "" if it answers or there is none."""
         url = self.settings.train.teacher_url
         return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
 
     def _teacher_answers(self, link: FeederLink) -> bool:
-        """Wait until it does; False when the learner is stopped first. People are told again and again, and engines are seen to."""
+        """Wait until the teacher answers, with repeated warnings; returns False if the learner is stopped first. Engines are
+        kept updated."""
         told = -TEACHER_TOLD_S
         while trouble := self._teacher_trouble():
             if self.stop.asked:
@@ -317,9 +319,9 @@ class Learner:
             self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
 
     def _saved(self, link: FeederLink, *, wait: bool = False) -> None:
-        """Report the checkpoint that is being written, if it is whole by now; wait for it if told to, or if somebody asked for it.
+        """Report the checkpoint being written once it is complete; wait for it if `wait`, or if it was requested.
 
-        Raises LearnerError where it cannot be written.
+        Raises LearnerError if it cannot be written.
         """
         now = self._finishing
         if now is None or not (wait or now.asked or now.oldest.done()):
@@ -339,8 +341,8 @@ class Learner:
 
     @contextlib.contextmanager
     def _without_room(self, link: FeederLink | None, version: int, *, asked: int) -> Iterator[None]:
-        """People are told of a checkpoint for which the disk has no room; the next one that is due is tried. One that somebody asked for
-        is tried until there is room or the learner is stopped, and nothing is trained before that."""
+        """Warn about a checkpoint for which the disk has no room; the next regular one is tried again. A requested checkpoint
+        is tried until there is room or the learner is stopped, and nothing is trained before."""
         try:
             yield
         except DiskFullError as error:
@@ -362,7 +364,7 @@ class Learner:
         link.tell(records.Warn(text=f"no checkpoint {version} of {self.policy}: {error}; {then}"))
 
     def _save_last(self, link: FeederLink | None) -> None:
-        """What was trained since the newest checkpoint that is whole. Raises LearnerError when it cannot be written."""
+        """Save what was trained since the newest complete checkpoint. Raises LearnerError if it cannot be written."""
         if link:
             self._saved(link, wait=True)
         due = "save" if self.trainer.version > self.saved else "stop"
@@ -379,7 +381,7 @@ class Learner:
             ) from error
 
     def _broadcast(self, command: RankCommand | None) -> RankCommand:
-        """Rank 0's command, on every rank."""
+        """Broadcast rank 0's command to every rank."""
         if self._control is None:
             assert command is not None
             return command
@@ -390,7 +392,7 @@ class Learner:
 
 
 def _control_group() -> Any:
-    """Commands travel by CPU, so ranks that wait for a batch keep their GPUs idle; None for a single rank."""
+    """Return a CPU process group for commands, so that waiting ranks keep their GPUs idle; None for a single rank."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return torch.distributed.new_group(backend="gloo", timeout=COMMAND_TIMEOUT)

@@ -1,4 +1,4 @@
-"""What a step says about itself: sums over tokens on every rank, made into one line of figures."""
+"""The metrics of a step: sums over the tokens on every rank, reduced to one set of numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = (
 )  # fmt: skip
 GAP_BINS = 160
 GAP_LOW, GAP_HIGH = -12.0, 4.0
-"""log10 of |logprobs - behavior_logprobs|: ten bins a decade, so the quantile is right to 26 %."""
+"""Range of log10 |logprobs - behavior_logprobs| with ten bins a decade, which makes quantiles right to 26 %."""
 
 
 class MetricSums:
@@ -33,7 +33,8 @@ class MetricSums:
             self.values[name] = self.values[name] + value
 
     def add_mismatch(self, tokens: LossInputs, among: Tensor) -> None:
-        """`among` [S] bool: the tokens that weigh something, also those that a filter takes, which would hide what it is there for."""
+        """Add the mismatch with the engine. `among` [S] bool: tokens with a weight, before filters, which would hide the
+        mismatch."""
         if tokens.held is not None:
             among = (
                 among & ~tokens.held
@@ -51,12 +52,12 @@ class MetricSums:
         self.gaps.index_add_(0, place.nan_to_num(GAP_BINS).clamp(0, GAP_BINS - 1).long(), among.double())
 
     def add_same(self, logprobs: Tensor, behavior_logprobs: Tensor, same: Tensor) -> None:
-        """`logprobs` [S] are those under the weights that sampled the tokens `same` [S] bool."""
+        """Add the mismatch under the same weights. `logprobs` [S]: under the weights that sampled the tokens `same` [S] bool."""
         gap = (logprobs.detach() - behavior_logprobs).abs()
         self.add(same_tokens=same.sum(), same_gap=torch.where(same, gap, 0).sum(dtype=torch.float64))
 
     def add_tokens(self, tokens: LossInputs, entropy: Tensor, loss: TokenLoss, kept: Tensor) -> None:
-        """`kept` [S] bool: the tokens that are trained and that weigh something."""
+        """Add the loss. `kept` [S] bool: tokens with a weight that no filter took."""
         logprobs, (up, down) = tokens.logprobs.detach(), _signs(loss, kept)
         masked, clipped = loss.effects == LossEffect.MASKED, loss.effects > LossEffect.MASKED
         self.add(
@@ -75,12 +76,12 @@ class MetricSums:
             self.add(divergence=((d.exp() - d - 1) * kept).sum(dtype=torch.float64))
 
     def add_filtered(self, loss: TokenLoss, left_out: Tensor) -> None:
-        """`left_out` [S] bool: tokens that weigh something and that a filter took."""
+        """Add filtered tokens. `left_out` [S] bool: tokens with a weight that a filter took."""
         up, down = _signs(loss, left_out)
         self.add(filtered_positive=up.sum(), filtered_negative=down.sum())
 
     def reduced(self, all_reduce: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-        """The figures over all ranks; every rank gets the same."""
+        """Return the metrics over all ranks, the same on every rank."""
         flat = torch.cat([torch.stack([torch.as_tensor(self.values[n]) for n in NAMES]), self.gaps])
         flat = all_reduce(flat).cpu()
         total = dict(zip(NAMES, flat[: len(NAMES)].tolist(), strict=True))
@@ -111,8 +112,8 @@ class MetricSums:
 
 
 def _signs(loss: TokenLoss, among: Tensor) -> tuple[Tensor, Tensor]:
-    """[S] bool each: the tokens of positive and of negative advantage, as the loss used it. A loss without advantages makes all tokens
-    likelier, so all are positive."""
+    """Return masks [S] bool of the tokens with positive and with negative advantage in the loss. Without advantages all are
+    positive."""
     if loss.advantages is None:
         return among, torch.zeros_like(among)
     return (loss.advantages > 0) & among, (loss.advantages < 0) & among
@@ -123,7 +124,7 @@ def _share(left_out: float, kept: float) -> float:
 
 
 def _quantile(counts: Tensor, share: float) -> float:
-    """Upper edge of the bin that holds the quantile; 0 without any."""
+    """Return the upper edge of the bin with the quantile, or 0 if there are no tokens."""
     if not counts.sum():
         return 0.0
     index = int(torch.searchsorted(counts.cumsum(0), counts.sum() * share))

@@ -1,4 +1,4 @@
-"""How much of a processor's arithmetic a step used: model FLOPs over what matrix products reach on this very device."""
+"""Model FLOPs utilization of a step: its model FLOPs over the measured rate of matrix products on the same device."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from swarmq.timeline import Cost, Layout
 
 
 def count_model_flops(layouts: Sequence[Layout], cost: Cost, head: float) -> float:
-    """Floating-point operations of forward and backward; what gradient checkpointing computes again is not counted. `head`: of both,
-    per token whose logits are computed."""
+    """Return the floating-point operations of forward and backward, without recomputation by gradient checkpointing. `head`:
+    those of the language-model head per token whose logits are computed, forward and backward."""
     return cost.training(layouts) + head * sum(layout.num_trained for layout in layouts)
 
 
 def count_head_flops(weight: Tensor) -> float:
-    """Of forward and backward, per token."""
+    """Return the floating-point operations of the head per token, forward and backward."""
     return (3 if weight.requires_grad else 2) * 2.0 * weight.numel()
 
 
 @functools.cache
 def measure_matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a large square matrix product, the best of a few."""
+    """Measure the rate of a large square matrix product in floating-point operations a second, as the best of a few."""
     size, repeats = (8192, 10) if device.type == "cuda" else (1024, 5)  # a small one is slower than those of a model
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")

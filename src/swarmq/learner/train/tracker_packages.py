@@ -8,11 +8,11 @@ from importlib import metadata
 from swarmq.errors import SetUpError
 
 PACKAGES = {"tensorboard": ("tensorboard", "tensorboardX"), "mlflow": ("mlflow", "mlflow-skinny")}
-"""Of trackers, where they are called otherwise than these: any of them will do."""
+"""Tracker -> names of packages that provide it, for trackers that differ from their package."""
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raises LearnerError for trackers whose package is not installed: a folder of its name is none."""
+    """Raise LearnerError for trackers whose package is not installed. A mere folder of that name does not count."""
     if missing := [name for name in names if not any(map(_is_installed, PACKAGES.get(name, (name,))))]:
         raise SetUpError(
             f"train.trackers: not installed: {', '.join(missing)}; pip install {' '.join(missing)}, or leave them out"

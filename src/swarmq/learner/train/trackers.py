@@ -1,7 +1,7 @@
-"""Every figure of every step, to the trackers that people use, by accelerate.
+"""The metrics of every step for experiment trackers, by accelerate.
 
-TensorBoard needs nothing else and writes into the run folder; the others are chosen by name, and configured by their own
-environment variables. What a tracker does wrong while the run goes on costs a warning, never the run.
+TensorBoard needs nothing else and writes into the run folder; other trackers are chosen by name and configured by their own
+environment variables. A tracker that fails during the run causes a warning and never ends the run.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from swarmq.learner.train.tracker_packages import check_trackers
 log = structlog.get_logger()
 
 UNSAFE = re.compile(r"[^A-Za-z0-9_.-]|\.+$")
-"""What a part of a figure's name must not hold, such as users' names of kinds may: some trackers refuse or cut it."""
+"""Characters that a part of a metric's name must not have, because some trackers refuse or cut them; names of kinds may have
+them."""
 LONGEST = 80
-"""Characters of a part. MLflow takes 250 for the whole, or refuses all figures of the step."""
+"""Most characters of a part. MLflow allows 250 for the whole name, or refuses all metrics of the step."""
 ENDS_WITH_AN_ERROR = "tensorboard"
-"""Its thread that writes has ended after the first one, a moment's full disk, say, and each later step would fail."""
+"""Tracker whose writing thread ends at its first error, such as a full disk, so that each later step would fail."""
 SELDOM = 64
-"""Failed steps after which it is tried again in any case; before, after 1, 2, 4, 8 and so on. Each leaves an empty file."""
+"""Failed steps after which a tracker is started again in any case; before, after 1, 2, 4, 8 and so on. Each start leaves an
+empty file."""
 
 
 def tracker_folders(folder: Path) -> dict[str, str]:
-    """Environment variables that say where trackers write; without them some use the current directory. The user's own win."""
+    """Return environment variables for the trackers' folders, some of which would be the current directory. The user's own
+    values win."""
     return {
         "WANDB_DIR": str(folder),
         "SWANLAB_LOG_DIR": str(folder / "swanlog"),
@@ -47,13 +50,13 @@ def tracker_folders(folder: Path) -> dict[str, str]:
 
 
 class Trackers:
-    """Of one policy. Rank 0 alone logs."""
+    """The trackers of one policy. Only rank 0 logs."""
 
     def __init__(self, accelerator: Accelerator, train: Train, *, run: str, policy: str, folder: Path) -> None:
-        """Raises LearnerError when a tracker's package is missing, or it cannot be started or write to its folder."""
+        """Raises LearnerError if a tracker's package is missing, or if it cannot start or write to its folder."""
         self._accelerator = accelerator
         self._failed: Counter[str] = Counter()
-        """Steps in a row, by tracker."""
+        """Tracker -> number of failed steps in a row."""
         check_trackers(train.trackers)
         self._on = bool(train.trackers) and accelerator.is_main_process
         if not self._on:
@@ -70,7 +73,7 @@ class Trackers:
             raise LearnerError(f"train.trackers: {', '.join(train.trackers)} cannot be started: {error}") from error
 
     def log(self, version: int, fields: Mapping[str, Any]) -> None:
-        """The numbers among `fields`; those in dictionaries as `name/key`."""
+        """Log the numbers among `fields`; those in dictionaries as `name/key`."""
         if not self._on:
             return
         values = dict(flatten(fields))
@@ -87,7 +90,7 @@ class Trackers:
                     log.info("tracker_back", tracker=tracker.name, version=version, steps_missed=failed)
 
     def _begin_again(self, tracker: Any) -> None:
-        """In another file of the same folder, which TensorBoard shows as one."""
+        """Start a tracker again with another file in the same folder, which TensorBoard shows as one run."""
         failed = self._failed[tracker.name]
         if tracker.name == ENDS_WITH_AN_ERROR and failed and (failed & (failed - 1) == 0 or failed % SELDOM == 0):
             with contextlib.suppress(Exception):  # the one that failed before
@@ -109,7 +112,7 @@ def _warn(tracker: Any, error: Exception, **what: Any) -> None:
 
 
 def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False) -> Iterator[tuple[str, Any]]:
-    """Numbers, and with `texts` everything else as a string, under names joined by `/`."""
+    """Yield numbers (with `texts`, everything else as a string) under names joined by `/`."""
     for raw, value in fields.items():
         name = _safe(raw)
         if isinstance(value, Mapping):
@@ -121,6 +124,6 @@ def flatten(fields: Mapping[str, Any], *, prefix: str = "", texts: bool = False)
 
 
 def _safe(raw: str) -> str:
-    """One that every tracker takes; another for every other name, so that no figure hides one."""
+    """Return a name that every tracker accepts, different for different names."""
     name = UNSAFE.sub("_", raw)[:LONGEST] or "_"
     return raw if name == raw else f"{name}-{hashlib.sha256(raw.encode(errors='backslashreplace')).hexdigest()[:6]}"

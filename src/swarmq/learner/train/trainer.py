@@ -1,10 +1,10 @@
-"""One optimizer step from one batch record, on as many ranks as accelerate brings.
+"""The trainer: one optimizer step from one batch record, on as many ranks as accelerate brings.
 
-    episodes --work_of--> passes --LayoutModel--> logprobs --loss--> backward ... clip, AdamW
+  episodes --build_rank_batch--> micro-batches --LayoutModel--> logprobs --loss--> backward ... clip, AdamW
 
-Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The
-gradient does not depend on ranks, passes, packing, folding or trees. A step whose gradient is not finite, or in
-which a filter left nothing, changes nothing but counts.
+Everything a step depends on is in the record and in the state of model and optimizer, so a replay repeats it. The gradient does
+not depend on ranks, micro-batches, packing, folding or trees. A step whose gradient is not finite, or in which a filter left
+nothing, changes nothing but counts.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ from swarmq.weights.format.packing import NamedTensors, Weight, made
 log = structlog.get_logger()
 
 CPU_ROW_PASS = 2048
-"""Tokens of packed rows that keep a CPU busy; the activations of more leave its caches."""
+"""Number of tokens of packed rows that keep a CPU busy; activations of more tokens leave its caches."""
 
 
 class Trainer:
@@ -94,14 +94,17 @@ class Trainer:
         max_model_len: int | None = None,
         engine_gap_max: float = 0.0,
     ) -> None:
-        """Load the weights in `source`; `initial` is the run's first model, where that is another; `max_model_len`: the
-        engine's, as for LayoutModel; `engine_gap_max`: mean nats between engine and learner beyond which no step is taken, 0: any.
-        Raises LearnerError when a model cannot be loaded or does not fit."""
+        """Load the weights in `source`.
+
+        `initial`: the run's first model, if it differs. `max_model_len`: the engine's, as for LayoutModel. `engine_gap_max`:
+        mean difference in nats between engine and learner beyond which no step is taken; 0: no limit. Raises LearnerError if a
+        model cannot be loaded or does not fit.
+        """
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
         self._held = stays_gathered(self.accelerator, train, source)
-        """Whether the layers of a sharded policy stay gathered from pass to pass."""
+        """Whether the layers of a sharded policy stay gathered between micro-batches."""
         if self._held:
             hold(self.accelerator)
         self.train, self.version, self._engine_gap_max = train, version, engine_gap_max
@@ -139,16 +142,16 @@ class Trainer:
         )
         self._head_flops = count_head_flops(policy.model.get_output_embeddings().weight)
         self.tokens: list[EpisodeTrace] = []
-        """What the last step saw of this rank's episodes, where `train.token_log`."""
+        """Token traces of this rank's episodes in the newest step, if `train.token_log`."""
         self._whole: dict[str, Weight] = {}
-        """On rank 0 of a sharded policy: its weights for engines, gathered after the newest step."""
+        """On rank 0 of a sharded policy: weights for engines, gathered after the newest step."""
         self._seen: TraceBuilder | None = None
         self._taught: Scores | None = None
-        """By a teacher that an engine serves, of the episodes of the optimizer step."""
+        """Scores of a served teacher for the episodes of the optimizer step."""
         self._proximal: list[Tensor] | None = None
-        """Of each pass [S]: log-probabilities before the batch's first optimizer step, from the second on."""
+        """Log-probabilities [S] of each micro-batch before the batch's first optimizer step, from the second step on."""
         self._infinite: list[tuple[Tensor, Tensor]] = []
-        """Of each pass of the optimizer step [S]: the episode of a token, and whether its loss is not finite."""
+        """For each micro-batch of the step [S]: the episode of a token, and whether its loss is not finite."""
         self.gather()
 
     @property
@@ -162,24 +165,23 @@ class Trainer:
 
     @property
     def share(self) -> tuple[int, int]:
-        """Which of how many shares of a batch this rank computes; those that share each pass have the same one."""
+        """(index, number) of this rank's share of a batch; ranks that share each micro-batch have the same share."""
         ranks = self.context.ranks
         return self.accelerator.process_index // ranks, self.accelerator.num_processes // ranks
 
     @property
     def max_length(self) -> int:
-        """Tokens of the longest call that can be trained."""
+        """Number of tokens of the longest call that can be trained."""
         made_for = getattr(self.lm.config.get_text_config(), "max_position_embeddings", None)
         return min(self.train.micro_batch_tokens, made_for or self.train.micro_batch_tokens)
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every weight by its Hugging Face name; tied ones under each of their names, as engines want them. Of a sharded
-        policy on rank 0 alone, and in the type that it computes in or, where adapters add something, in theirs."""
+        """Yield every weight by its Hugging Face name; tied weights under each of their names, as engines expect. For a sharded
+        policy on rank 0 alone, in the type of the computation, or of the adapters where these add something."""
         return ((name, made(weight)) for name, weight in self._weights())
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
-        """The same for engines, as in the model's folder: what is taken apart is made when it is packed, and so is what adapters add,
-        where it is not they who travel."""
+        """Yield the weights for engines as in the model's folder; split or merged weights are made when they are packed."""
         return as_in_folder(self.lm, self._weights())
 
     def _weights(self) -> NamedTensors:
@@ -191,8 +193,8 @@ class Trainer:
             files.write(folder)
 
     def files(self, copies: HostCopies | None = None) -> ModelFiles | None:
-        """The same on rank 0, to be written; None elsewhere. Every rank calls it. Weights may be trained before that where
-        there are `copies`."""
+        """Return the model's files on rank 0, to be written, and None elsewhere; every rank calls it. With `copies`, training
+        may go on before they are written."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
         named: Mapping[str, Weight] = self._parameters()
         adapters = lora.adapters(self.lm)
@@ -211,33 +213,33 @@ class Trainer:
         )
 
     def weights_to_write(self) -> NamedTensors:
-        """What `files` holds of them, on a rank that has all of the policy."""
+        """Return the weights that `files` writes, on a rank that has the whole policy."""
         return self._to_write(self._parameters())
 
     def _parameters(self) -> dict[str, Weight]:
-        """As they are trained, by the model's own names; of a sharded policy this rank's parts."""
+        """Return the trained weights by the model's own names; for a sharded policy, this rank's shards."""
         return dict(self._as_named(self.lm.state_dict(keep_vars=True)))
 
     def _to_write(self, named: Mapping[str, Weight]) -> NamedTensors:
-        """By the names that the folder has; a tied head has none."""
+        """Return the weights by the names in the folder, where a tied head has none."""
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
         return as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
 
     def gather(self) -> None:
-        """Bring the weights of a sharded policy together on rank 0, for `named_tensors`. Every rank calls it."""
+        """Gather the weights of a sharded policy on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
             keep = self.accelerator.is_main_process
             self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole, as_named=self._as_named)
 
     def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
-        """Some of the model's, under its own names and with what adapters add."""
+        """Return some of the model's weights under its own names, with what adapters add."""
         return lora.deferred(self.lm, weights) if self.train.lora else weights.items()
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
-        """Train the batch; `version` becomes the record's. The figures of the step, the same on every rank.
+        """Train the batch; `version` becomes the record's. Returns the metrics of the step, the same on every rank.
 
-        Raises LearnerError when a GPU fails or is too small, or when the engine samples from another model; nothing that is on disk has
+        Raises LearnerError if a GPU fails or is too small, or if the engine samples from another model; nothing on disk has
         changed then.
         """
         assert record.index.version == self.version + 1, f"batch {record.index.version} after {self.version}"
@@ -268,8 +270,8 @@ class Trainer:
         return self._timed(whole, began)
 
     def settings(self, record: BatchRecord) -> Train:
-        """The record's, but for how it is computed, which changes no result: as this learner was started. A GPU may have had too
-        little memory for it as it was, and a teacher that is served may have another address by now."""
+        """Return the record's settings, except for those that affect only how the step is computed, which are this learner's: a
+        GPU may have been too small for the former ones, and a served teacher may have another address now."""
         assert record.settings is not None
         teacher = self.train.teacher_url if record.settings.teacher_url else None
         most = self.train.micro_batch_tokens
@@ -295,17 +297,17 @@ class Trainer:
         return measure_matrix_rate(self.accelerator.device, compute_dtype(self.accelerator))
 
     def _logprobs(self, work: RankBatch) -> list[Tensor]:
-        """Of each pass [S], under the weights as they are."""
+        """Return the log-probabilities [S] of each micro-batch under the present weights."""
         with torch.no_grad():
             return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
 
     def laid(self, one: MicroBatch) -> Placed:
-        """What this rank computes of a pass."""
+        """Return this rank's inputs for a micro-batch on its device."""
         return Placed.of(one.layout, self.accelerator.device, context=self.context)
 
     def optimize(self, work: RankBatch, train: Train, *, step: int) -> dict[str, Any]:
-        """One optimizer step on this rank's part of the work. Where the gradient is not finite, it is made once more without the episodes
-        whose losses are not."""
+        """Take one optimizer step on this rank's part. If the gradient is not finite, it is computed again without the episodes
+        that cause it."""
         fields, left = self.accumulate(work, train)
         engine_agreement.check_agreement(fields, self._engine_gap_max, type(self.lm).__name__)
         norm, broken = self._clip(train), list[int]()
@@ -317,16 +319,18 @@ class Trainer:
         return fields | {"episodes_left_out": len(broken)} | self._update(norm, train, step, anything=left > 0)
 
     def consult(self, episodes: Sequence[Rollout], work: RankBatch, train: Train) -> None:
-        """Ask a teacher that an engine serves about `work`, which was made from `episodes` and is accumulated next.
+        """Ask a served teacher about `work`, which was made from `episodes` and is accumulated next.
 
-        Raises LearnerError when it does not answer."""
+        Raises LearnerError if it does not answer.
+        """
         served = train.teacher_url
         self._taught = (
             self.context.once(lambda: ServedTeacher(served, self._initial).scores(episodes, work)) if served else None
         )
 
     def accumulate(self, work: RankBatch, train: Train) -> tuple[dict[str, Any], int]:
-        """Leave the gradient of the objective in the parameters; its figures, and the units that no filter took."""
+        """Accumulate the gradient of the objective in the parameters; returns its metrics and the number of units that no
+        filter took."""
         work, total = self._as_filtered(work, train), work.totals.of(train.normalisation)
         sums = MetricSums(self.accelerator.device)
         trained = torch.zeros(work.num_episodes, device=self.accelerator.device)
@@ -353,10 +357,10 @@ class Trainer:
         return fields, left
 
     def _as_filtered(self, work: RankBatch, train: Train) -> RankBatch:
-        """With the weights of what filters leave of each episode, where that decides what its tokens weigh.
+        """Return the batch with weights recomputed from what filters leave of each episode, where that matters.
 
-        What they leave depends on the weights as they are, and an episode may lie in several passes and on several ranks,
-        whose gradients cannot be told apart later: so it takes a forward pass more.
+        What filters leave depends on the present weights, and an episode may be spread over several micro-batches and ranks
+        whose gradients cannot be separated later, so this takes an additional forward pass.
         """
         if train.normalisation != "episode" or not has_filters(train):
             return work
@@ -373,7 +377,7 @@ class Trainer:
     def _backward(
         self, index: int, one: MicroBatch, train: Train, total: int, sums: MetricSums, trained: Tensor
     ) -> None:
-        """Add the gradient of a pass, and to `trained` [episodes] its trained tokens of each. Never waits for a GPU."""
+        """Add the gradient of a micro-batch, and its trained tokens by episode to `trained`. Never waits for a GPU."""
         temperatures, behavior_logprobs, credit, calls, weights = (
             self._placed(x) for x in (one.temperatures, one.layout.logprobs, one.advantages, one.calls, one.weights)
         )
@@ -421,7 +425,7 @@ class Trainer:
         return placed(values, self.accelerator.device)
 
     def _broken(self, num_episodes: int) -> list[int]:
-        """Episodes, on whichever rank, with a token whose loss is not finite."""
+        """Return the episodes, on any rank, that have a token whose loss is not finite."""
         tokens = torch.zeros(num_episodes, device=self.accelerator.device)
         for whose, infinite in self._infinite:
             tokens.index_add_(0, whose, infinite.float())
@@ -429,11 +433,11 @@ class Trainer:
         return found
 
     def _clip(self, train: Train) -> float:
-        """The gradient's norm before it is clipped."""
+        """Clip the gradient and return its norm before."""
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), train.grad_clip))
 
     def _update(self, norm: float, train: Train, step: int, *, anything: bool) -> dict[str, Any]:
-        """Let the optimizer step unless that would do harm."""
+        """Step the optimizer unless that would do harm."""
         rate = train.learning_rate * min(1.0, step / max(train.warmup_steps, 1))
         skipped = "nothing_left" if not anything else "" if np.isfinite(norm) else "gradient_not_finite"
         if not skipped:
@@ -449,13 +453,13 @@ class Trainer:
         return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
-        """Over all ranks; of those that share each pass, and have the same numbers, the first one's count."""
+        """Sum over all ranks. Ranks that share each micro-batch have the same values, and only the first one's count."""
         values = values if self.context.is_first else torch.zeros_like(values)
         return self.accelerator.reduce(values, "sum") if self.accelerator.num_processes > 1 else values
 
 
 def _is_sound(episode: Rollout) -> bool:
-    """Whether it holds no number that would spoil its batch. None that does comes here but out of an old batch log."""
+    """Return whether an episode has no number that would spoil its batch. Such numbers only come from old batch logs."""
     try:
         check(episode)
     except MessageError as error:
@@ -465,14 +469,14 @@ def _is_sound(episode: Rollout) -> bool:
 
 
 def _repeat(deterministic: bool) -> None:
-    """Make torch compute the same to the bit when it computes something again, or let it not."""
+    """Make torch deterministic, or let it not be."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch refuses products on a GPU without it
     torch.use_deterministic_algorithms(deterministic)
 
 
 def _check_cut(reasons: Mapping[str, str | None]) -> None:
-    """Raises LearnerError where there is a reason why ranks cannot share the passes of a model."""
+    """Raise LearnerError if there is a reason for which ranks cannot share the micro-batches of a model."""
     for model, reason in reasons.items():
         if reason:
             raise SetUpError(
@@ -482,8 +486,9 @@ def _check_cut(reasons: Mapping[str, str | None]) -> None:
 
 
 def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, empty: bool) -> Any:
-    """The model to train, `empty` where rank 0 hands its weights out. A checkpoint's adapters go into the initial model, since its
-    weights hold them already; under them are weights of the type that layers compute in, which change by no small steps."""
+    """Return the model to train, `empty` on ranks that get its weights from rank 0. A checkpoint's adapters are put into the
+    initial model, because the checkpoint's weights already contain them; the base weights have the type of the computation,
+    since they do not change."""
     resumes = source != initial
     if resumes:
         check_goes_on(Path(source), train.lora)
