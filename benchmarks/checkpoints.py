@@ -45,14 +45,14 @@ def main() -> None:
         copies = HostCopies()
         for number in range(arguments.repeats + 1):
             trainer.version = 2 * number + 1
-            draw = partial(save_load.draw, folder, trainer, identity, model=model)
+            draw = partial(save_load.draft_checkpoint, folder, trainer, identity, model=model)
             took["at_once"].append(report.seconds(lambda draw=draw: [write() for write in draw().writing]))
-            save_load.clean(folder)  # no draft is left there as a rule, and removing one takes its time
+            save_load.remove_drafts(folder)  # no draft is left there as a rule, and removing one takes its time
             trainer.version += 1
             began = time.perf_counter()
             draft = draw(copies=copies)
             took["copied"].append(time.perf_counter() - began)
-            took["beside"].append(report.seconds(partial(save_load.finish, draft, keep=1)))
+            took["beside"].append(report.seconds(partial(save_load.finish_checkpoint, draft, keep=1)))
             print(", ".join(f"{what} {seconds[-1]:.2f} s" for what, seconds in took.items()), flush=True)
     spreads = {what: report.Spread.of(seconds[1:]) for what, seconds in took.items()}
     at_once, copied, beside = (spread.median for spread in spreads.values())

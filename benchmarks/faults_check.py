@@ -234,7 +234,7 @@ def replayed(job: SwarmJob, journal: Path | None) -> Weights:
         if record.index.trained:
             trainer.step(record)
             digests[trainer.version] = _digest(trainer)
-    newest = discovery.newest(job.run_folder.checkpoints(POLICY), RunIdentity.of(job, POLICY))
+    newest = discovery.find_newest(job.run_folder.checkpoints(POLICY), RunIdentity.of(job, POLICY))
     discovery = scripted.digest(load_file(newest.path / "model.safetensors")) if newest else ""
     pushed = list(_pushes(journal)) if journal and journal.exists() else []
     return Weights(

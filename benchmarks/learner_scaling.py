@@ -30,7 +30,7 @@ from benchmarks import report
 from benchmarks.learner import episodes, make_model, peak
 from benchmarks.timelines import SHAPES, wait
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan, ranks
 from swarmq.learner.store.records import BatchIndex, BatchRecord
@@ -48,7 +48,7 @@ def main() -> None:
     arguments = parse()
     if arguments.into:
         rank(arguments)
-        leave()
+        leave_group()
         return
     device = torch.device(arguments.device)
     name = f"scaling_{report.place(device.type)}"
@@ -143,7 +143,7 @@ def on_ranks(count: int, layers: str, folder: Path, arguments: argparse.Namespac
 def rank(arguments: argparse.Namespace) -> None:
     """One rank: whole optimizer steps of the trainer."""
     if arguments.layers == ["gathered-each-pass"]:
-        plan.holds_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
+        plan.has_room_for_whole = lambda *_, **__: False  # type: ignore[assignment] # as if there were no room
     train = Train(
         sharding="none" if arguments.layers == ["whole"] else "full",
         micro_batch_tokens=max(arguments.pass_tokens, arguments.row),

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.report import kept, parser, save, table
-from swarmq.learner.model.batched_attention import Form
+from swarmq.learner.model.batched_attention import AttentionForm
 from swarmq.learner.model.layout_attention import Visibility
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import Layout, PrefixTree, row_layouts, standalone
 
@@ -400,7 +400,7 @@ def learned(model: LayoutModel, layouts: Sequence[Layout]) -> tuple[dict[Key, fl
     device, largest = torch.device("cpu"), 0.0
 
     class Measured(Visibility):
-        def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+        def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
             nonlocal largest
             keys = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
             seen = (query.detach() @ keys.detach().transpose(2, 3) * form.scale).abs().tril()
@@ -410,7 +410,7 @@ def learned(model: LayoutModel, layouts: Sequence[Layout]) -> tuple[dict[Key, fl
     model.zero_grad()
     logprobs: dict[Key, float] = {}
     for layout in layouts:
-        placed = Placed.of(layout, device)
+        placed = PlacedLayout.of(layout, device)
         placed = dataclasses.replace(placed, visibility=Measured(layout, device, compiled=False))
         chosen = model(placed, TEMPERATURE).logprobs
         keys = list(zip(layout.turns.tolist(), layout.offsets.tolist(), strict=True))

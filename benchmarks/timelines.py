@@ -35,8 +35,8 @@ from benchmarks.timelines_figure import draw
 from benchmarks.timelines_oracle import compare, worst
 from benchmarks.timelines_results import HEADS, WAYS, Flops, Measured, described, line, rest, summary
 from benchmarks.workloads import WORKLOADS, Episode, Source, Workload, batch
-from swarmq.learner.model.activation_checkpointing import Checkpointing
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import Cost, Folded, Layout, PrefixTree, lay_rows, pack, plan_layouts, row_layouts, unfold
 
 PROFILED = {"linear_30", "forks_3"}
@@ -277,7 +277,7 @@ def warm_up(model: LayoutModel, layouts: Sequence[Layout], device: torch.device,
     """Compile what is new: the attention for another padded length, and all of the first workload."""
     first = not warm
     for layout in layouts:
-        length = Placed.of(layout, device).visibility.padded_length if device.type == "cuda" else 0
+        length = PlacedLayout.of(layout, device).visibility.padded_length if device.type == "cuda" else 0
         if first or length not in warm:
             compute(model, [layout], device)
             warm.add(length)
@@ -287,7 +287,7 @@ def compute(model: LayoutModel, layouts: Iterable[Layout], device: torch.device)
     """Forward and backward over all layouts, as a learner does between two optimizer steps."""
     model.zero_grad(set_to_none=True)
     for layout in layouts:
-        scored = model(Placed.of(layout, device))
+        scored = model(PlacedLayout.of(layout, device))
         (scored.logprobs.sum() * -1e-3).backward()
 
 
@@ -330,7 +330,7 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
             config, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32, attn_implementation="sdpa"
         )
     model.train()
-    Checkpointing.enable(model)
+    ActivationCheckpointing.enable(model)
     return model
 
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel, Qwen3Config
 
 from benchmarks.workloads import Episode, Source, forks, think_stripped
-from swarmq.learner.model.activation_checkpointing import Checkpointing
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import Layout, PrefixTree, row_layouts
 
 VOCAB = 512
@@ -60,7 +60,7 @@ def build(name: str, device: torch.device) -> PreTrainedModel:
     with device:
         model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     model.train()
-    Checkpointing.enable(model)
+    ActivationCheckpointing.enable(model)
     return model
 
 
@@ -80,7 +80,7 @@ def by_turn(model: PreTrainedModel, group: Sequence[Episode]) -> tuple[dict[Key,
 def by_layout(model: LayoutModel, layouts: Sequence[Layout]) -> tuple[dict[Key, float], Tensor]:
     logprobs: dict[Key, float] = {}
     for layout in layouts:
-        chosen = model(Placed.of(layout, model.model.device)).logprobs
+        chosen = model(PlacedLayout.of(layout, model.model.device)).logprobs
         keys = list(zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True))
         (chosen * weights(keys, chosen)).sum().backward()
         logprobs.update(zip(keys, chosen.tolist(), strict=True))

@@ -8,10 +8,10 @@ from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, MistralConfig, Qwen3Config
 
 from swarmq.learner.model import logprob_head
-from swarmq.learner.model.activation_checkpointing import Checkpointing
-from swarmq.learner.model.layout_attention import lengths_for
-from swarmq.learner.model.layout_model import LayoutModel, Placed
-from swarmq.learner.model.logprob_head import Form, Head, score
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
+from swarmq.learner.model.layout_attention import padded_lengths
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
+from swarmq.learner.model.logprob_head import LmHead, LogitForm, score_hidden
 from swarmq.timeline import PrefixTree, row_layouts, standalone
 
 pytestmark = [
@@ -80,7 +80,7 @@ def oracle(model, episodes):
 
 
 def computed(model, layouts):
-    parts = [model(Placed.of(layout, torch.device("cuda"))).logprobs for layout in layouts]
+    parts = [model(PlacedLayout.of(layout, torch.device("cuda"))).logprobs for layout in layouts]
     keys = [
         key
         for layout in layouts
@@ -106,8 +106,8 @@ def test_log_probabilities_and_gradient_are_the_oracles(name, way, others_kept, 
     model = LayoutModel(build(name))
     assert model.rows_only is None
     model.compile_layers()
-    monkeypatch.setattr(Checkpointing, "_how_many", lambda *_: others_kept)
-    Checkpointing.enable(model.model)
+    monkeypatch.setattr(ActivationCheckpointing, "_how_many", lambda *_: others_kept)
+    ActivationCheckpointing.enable(model.model)
     ours, our_gradient = computed(model, layouts)
     assert (our_gradient - gradient).norm() / gradient.norm() < 1e-5
     exact, _ = oracle(build(name).double(), episodes)
@@ -125,13 +125,13 @@ def test_a_model_that_is_still_on_the_cpu_is_checked_with_the_kernels_that_will_
 def test_attention_is_compiled_before_the_first_pass(name, autocast):
     torch.compiler.reset()
     episodes = [PrefixTree(group(size=size)).layouts(4000) for size in (10, 40, 90)]
-    assert {len(lengths_for(layout.num_tokens)) for layouts in episodes for layout in layouts} == {1, 2}
+    assert {len(padded_lengths(layout.num_tokens)) for layouts in episodes for layout in layouts} == {1, 2}
     model = LayoutModel(build(name), dtype=torch.bfloat16 if autocast else torch.float32, pass_tokens=4000)
     compiled = counters["stats"]["unique_graphs"]
     assert compiled
     with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         for layout in itertools.chain(*episodes):
-            model(Placed.of(layout, torch.device("cuda"))).logprobs.sum().backward()
+            model(PlacedLayout.of(layout, torch.device("cuda"))).logprobs.sum().backward()
     assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -145,7 +145,7 @@ def test_half_precision_differs_by_rounding_alone():
 
 
 @pytest.mark.parametrize("kept", [0.0, 1e-6, 1.0], ids=["nothing", "some", "everything"])
-@pytest.mark.parametrize("form", [Form(), Form(0.3, None), Form(1.0, 2.0)])
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.3, None), LogitForm(1.0, 2.0)])
 def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kept, monkeypatch):
     tokens, width, vocab = 301, 16, 5003
     monkeypatch.setattr(logprob_head, "GPU_SHARE", max(kept, 1e-9))
@@ -166,7 +166,7 @@ def test_the_heads_kernels_give_the_plain_computation_and_its_gradient(form, kep
     gradient = torch.autograd.grad((expected * upstream).sum(), (hidden, weight, bias))
 
     hidden, weight, bias = (x.float().requires_grad_() for x in exact)
-    scored = score(hidden, Head(weight, bias, form), targets, temperatures)
+    scored = score_hidden(hidden, LmHead(weight, bias, form), targets, temperatures)
     ours = torch.autograd.grad((scored.logprobs * upstream).sum(), (hidden, weight, bias))
     assert (scored.logprobs - expected).abs().max() < 1e-5
     assert (scored.entropies - entropy).abs().max() < 1e-5

@@ -18,7 +18,7 @@ from support.tiny_model import tiny_experts, tiny_model
 from swarmq.config import EngineSettings, Lora, Policy, Train
 from swarmq.engine.server.launch import EngineProcess
 from swarmq.errors import EngineError
-from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.train.trainer import Trainer
 from swarmq.runtime.processes import find_free_port
@@ -87,7 +87,7 @@ async def test_experts_are_those_that_were_pushed(family: str, tmp_path: Path) -
         for version in range(1, 4):
             torch.manual_seed(version)  # of other weights, rounding might choose another expert where two are as good
             disturb(network, first)
-            named = as_in_folder(network, network.state_dict().items())
+            named = to_hf_names(network, network.state_dict().items())
             await asyncio.to_thread(pusher.push, named, version)
             told, ids = await _sampled(url, model)
             assert told == pytest.approx(_logprobs(network, ids), abs=TOLERANCE)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from swarmq.config import Policy, SwarmJob, Train
-from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import CheckpointSaved, ToIO, Warn
 from swarmq.learner.train.loop import Learner
@@ -69,4 +69,4 @@ def main(model: str, folder: str, sharding: Any) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(*sys.argv[1:])
-    leave()
+    leave_group()

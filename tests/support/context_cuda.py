@@ -21,8 +21,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from support.episodes import make_group
 from support.learner_ranks import forget, own_work
 from swarmq.config import Loss, Train
-from swarmq.learner.distributed.accelerator import leave
-from swarmq.learner.distributed.sharding import whole
+from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.sharding import full_tensor
 from swarmq.learner.model import layout_attention
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.train.trainer import Trainer
@@ -106,7 +106,7 @@ def in_bf16(model: str, tokens: int) -> dict[str, Any]:
 
 def gradient(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...]) -> dict[str, Tensor]:
     trainer.accumulate(own_work(trainer, train, episodes), train)
-    made = {name: whole(parameter.grad).float().cpu() for name, parameter in trainer.lm.named_parameters()}
+    made = {name: full_tensor(parameter.grad).float().cpu() for name, parameter in trainer.lm.named_parameters()}
     trainer.optimizer.zero_grad()
     return made
 
@@ -158,4 +158,4 @@ def release() -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    leave()
+    leave_group()

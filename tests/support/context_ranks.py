@@ -20,7 +20,7 @@ from support.episodes import make_group
 from support.learner_ranks import forget, learned, let_go, own_work
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout, Sampling, VersionSpan, pack_floats, pack_ids
@@ -131,4 +131,4 @@ def asks_once(trainer: Trainer) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(msgspec.json.decode(sys.argv[1], type=list[Case]), Path(sys.argv[2]))
-    leave()
+    leave_group()

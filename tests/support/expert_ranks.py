@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from support.episodes import make_group
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
@@ -35,4 +35,4 @@ def main(model: str, train: Train, folder: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
-    leave()
+    leave_group()

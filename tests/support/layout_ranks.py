@@ -7,8 +7,8 @@ import torch
 from accelerate import Accelerator
 
 from support.forks import make_group, make_model
-from swarmq.learner.distributed.accelerator import leave
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import Layout, PrefixTree
 
 BUDGET = 40
@@ -43,7 +43,7 @@ def lm(name: str) -> torch.nn.Module:
 
 def objective(model: torch.nn.Module, layout: Layout) -> torch.Tensor:
     weights = torch.sin(torch.from_numpy(7.0 * layout.episodes + 3.0 * layout.turns + layout.offsets))
-    return (model(Placed.of(layout, torch.device("cpu"))).logprobs * weights).sum()
+    return (model(PlacedLayout.of(layout, torch.device("cpu"))).logprobs * weights).sum()
 
 
 def gradient(model: torch.nn.Module) -> torch.Tensor:
@@ -61,4 +61,4 @@ def alone(name: str, layouts: Sequence[Layout]) -> torch.Tensor:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main()
-    leave()
+    leave_group()

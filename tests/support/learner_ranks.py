@@ -36,11 +36,11 @@ from swarmq.learner.batching.micro_batches import RankBatch, build_rank_batch
 from swarmq.learner.checkpoint import discovery, save_load
 from swarmq.learner.checkpoint.model_files import HostCopies
 from swarmq.learner.distributed import sharding
-from swarmq.learner.distributed.accelerator import leave
-from swarmq.learner.distributed.sharding import is_sharded, whole
+from swarmq.learner.distributed.accelerator import leave_group
+from swarmq.learner.distributed.sharding import full_tensor, is_sharded
 from swarmq.learner.memory import plan
 from swarmq.learner.model import attention_check, layout_model
-from swarmq.learner.model.layout_model import Placed, decoder_layers
+from swarmq.learner.model.layout_model import PlacedLayout, decoder_layers
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
 from swarmq.messages import Rollout
@@ -90,7 +90,7 @@ def learned(trainer: Trainer, train: Train, episodes: tuple[Rollout, ...] = EPIS
         assert stayed != train.cpu_offload, (
             "layers stay together from pass to pass, but not of parameters that lie elsewhere"
         )
-    gradient = {n: whole(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
+    gradient = {n: full_tensor(p.grad).clone() for n, p in trainer.lm.named_parameters() if p.grad is not None}
     trainer.optimizer.zero_grad()
     before = weights(trainer)
     steps = [trainer.step(batch(n + 1, train, episodes)) for n in range(STEPS)]
@@ -155,7 +155,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
             with_kwargs=True,
         )
     work = own_work(trainer, train)
-    placed, warm = Placed.of(work.passes[0].layout, trainer.accelerator.device), torch.full((), 0.7)
+    placed, warm = PlacedLayout.of(work.passes[0].layout, trainer.accelerator.device), torch.full((), 0.7)
     with torch.no_grad():
         scored = trainer.model(placed, warm.expand(len(placed.targets)))
     assert seen == {torch.bfloat16}, seen
@@ -164,7 +164,7 @@ def precise(model: str, train: Train, exact: dict[str, torch.Tensor], scratch: P
     trainer.accumulate(work, train)
     for name, parameter in trainer.lm.named_parameters():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
-        made = whole(parameter.grad)
+        made = full_tensor(parameter.grad)
         assert not torch.equal(made, made.bfloat16().float()), f"{name}: added up in BF16"
         apart = float((made - exact[name]).norm() / exact[name].norm())
         assert apart < 0.1, (name, apart)
@@ -225,7 +225,9 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
         with (
             mock.patch.object(plan, "holds_whole", return_value=held),
             mock.patch.object(
-                layout_model, "agreed", side_effect=lambda _: attention_check.agreed("refused" if last else None)
+                layout_model,
+                "agreed",
+                side_effect=lambda _: attention_check.agree_on_reason("refused" if last else None),
             ),
         ):
             trainer = Trainer(model, train)
@@ -238,12 +240,12 @@ def one_by_one(model: str, train: Train, wanted: dict[str, torch.Tensor]) -> Non
 
 def same(trainer: Trainer, wanted: dict[str, torch.Tensor]) -> None:
     """Whether this is the gradient that the ranks made."""
-    assert_same_gradient({name: whole(p.grad) for name, p in trainer.lm.named_parameters()}, wanted)
+    assert_same_gradient({name: full_tensor(p.grad) for name, p in trainer.lm.named_parameters()}, wanted)
 
 
 def went_on(model: str, train: Train, folder: Path) -> Trainer:
     """A new trainer, after the next step from the newest checkpoint."""
-    found = discovery.newest(folder, RunIdentity(run="r", policy="main", model=model))
+    found = discovery.find_newest(folder, RunIdentity(run="r", policy="main", model=model))
     assert found is not None
     forget()
     trainer = Trainer(str(found.path), train, initial=model)
@@ -255,11 +257,11 @@ def went_on(model: str, train: Train, folder: Path) -> Trainer:
 def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
     """Going on from a checkpoint, which is written beside the next step, gives what going on without one gives."""
     identity, folder = RunIdentity(run="r", policy="main", model=model), scratch / "checkpoints"
-    draft = save_load.draw(folder, trainer, identity, model=model, copies=HostCopies())
+    draft = save_load.draft_checkpoint(folder, trainer, identity, model=model, copies=HostCopies())
     before = weights(trainer)
     trainer.step(batch(STEPS + 1, train))
     if trainer.accelerator.is_main_process:
-        save_load.finish(draft, keep=1)
+        save_load.finish_checkpoint(draft, keep=1)
     trainer.accelerator.wait_for_everyone()
     wanted = weights(trainer)
     if trainer.accelerator.is_main_process:
@@ -275,4 +277,4 @@ def resumed(trainer: Trainer, model: str, train: Train, scratch: Path) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=list[Train]), Path(sys.argv[3]))
-    leave()
+    leave_group()

@@ -8,7 +8,7 @@ import time
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave, make_accelerator
+from swarmq.learner.distributed.accelerator import leave_group, make_accelerator
 
 
 def main() -> None:
@@ -27,4 +27,4 @@ def reduce(gradient: torch.Tensor) -> None:
 
 if __name__ == "__main__":
     main()
-    leave()
+    leave_group()

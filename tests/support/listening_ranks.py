@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from swarmq.config import Train
-from swarmq.learner.distributed.accelerator import leave, make_accelerator
+from swarmq.learner.distributed.accelerator import leave_group, make_accelerator
 
 LISTEN = "0A"
 
@@ -34,4 +34,4 @@ def main(target: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    leave()
+    leave_group()

@@ -20,12 +20,12 @@ from support.same_gradient import MOVED, assert_same_way
 from swarmq.config import Train
 from swarmq.learner.batching.micro_batches import build_rank_batch
 from swarmq.learner.checkpoint import save_load
-from swarmq.learner.distributed.accelerator import leave
+from swarmq.learner.distributed.accelerator import leave_group
 from swarmq.learner.distributed.sharding import is_sharded
 from swarmq.learner.memory import plan
-from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import RunIdentity
-from swarmq.learner.teachers.reference_models import Frozen
+from swarmq.learner.teachers.reference_models import FrozenModel
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.adapters import together
 from swarmq.weights.format.packing import CPU, made
@@ -57,9 +57,9 @@ def main(model: str, train: Train, folder: Path) -> None:
             apart = trained(model, train)
         if is_main:
             assert_alike(weights(apart), wanted, model, train, exact=False)
-    initial = Frozen(model, ours.accelerator, role="reference", vocab=0)
+    initial = FrozenModel(model, ours.accelerator, role="reference", vocab=0)
     for one in build_rank_batch(EPISODES, train, ours.traits, rank=rank, world=world).passes:
-        asked = Placed.of(one.layout, device), torch.from_numpy(one.temperatures).to(device)
+        asked = PlacedLayout.of(one.layout, device), torch.from_numpy(one.temperatures).to(device)
         reference = ours.frozen.of(train)["reference"].logprobs(*asked)
         near = 0.05 if in_bf16(train) else 1e-4 if CUDA else 0  # the other one's weights are FP32
         torch.testing.assert_close(reference, initial.logprobs(*asked), rtol=0, atol=near)
@@ -67,7 +67,7 @@ def main(model: str, train: Train, folder: Path) -> None:
             policy = ours.accelerator.unwrap_model(ours.model)(*asked).logprobs
         assert one.idle or not torch.equal(reference, policy), "nothing was learned"
     identity = RunIdentity(run="r", policy="main", model=model)
-    save_load.save(folder / "checkpoints", ours, identity, model=model, keep=1)
+    save_load.save_checkpoint(folder / "checkpoints", ours, identity, model=model, keep=1)
     if is_main:
         assert_adapters_travel(ours, model, folder)
         torch.save(weights(ours), folder / "made")
@@ -131,4 +131,4 @@ def gone_on(model: str, train: Train, folder: Path, ours: Trainer) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     main(sys.argv[1], msgspec.json.decode(sys.argv[2], type=Train), Path(sys.argv[3]))
-    leave()
+    leave_group()

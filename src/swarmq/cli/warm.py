@@ -47,14 +47,14 @@ def warm_command(
     import msgspec
 
     from swarmq.learner.distributed.processes import is_main
-    from swarmq.learner.warm_start import ADAPTERS_RATE, RATE, Progress, WarmStart, warm
+    from swarmq.learner.warm_start import ADAPTERS_RATE, RATE, WarmStart, WarmStartProgress, warm
 
     settings = SwarmJob.load(job, sets=sets)
     name = choose_policy(settings, policy)
     train = settings.train_of(name)
     rate = learning_rate or (ADAPTERS_RATE if train.lora else RATE)
 
-    def show(now: Progress) -> None:
+    def show(now: WarmStartProgress) -> None:
         if now.step == 1:
             click.echo(f"learning rate {rate:g}" + ("" if learning_rate else "; --learning-rate sets another"))
         if now.step == 1 and now.left_out:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from swarmq.config import SwarmJob, make_folder
 from swarmq.errors import ConfigError
-from swarmq.learner.distributed.processes import collector_beside, is_main, own_rank, run_ranks
+from swarmq.learner.distributed.processes import is_main, own_rank, run_collector, run_ranks
 from swarmq.learner.store.writer_lock import Fence, hold_lock
 from swarmq.registries.engines import EngineRegistry
 from swarmq.runtime import logs
@@ -38,7 +38,7 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
             make_folder(job.run_folder.path)
             stack.enter_context(hold_lock(job.run_folder.path / policy / "lock"))
             if with_collector:
-                stack.enter_context(collector_beside(job, policy))
+                stack.enter_context(run_collector(job, policy))
         if own_rank() is None and num_gpus > 1:
             run_ranks(job, policy, num_ranks=num_gpus, no_push=no_push)
         else:
@@ -47,10 +47,10 @@ def run(job: SwarmJob, policy: str, *, num_gpus: int = 1, with_collector: bool =
 
 def train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:
     """Run the loop of one rank; lock and collector are held already."""
-    from swarmq.learner.distributed.accelerator import leave  # noqa: PLC0415  (torch comes with the loop, only where it trains)
+    from swarmq.learner.distributed.accelerator import leave_group  # noqa: PLC0415  (torch comes with the loop, only where it trains)
 
     _train(job, policy, is_main=is_main, no_push=no_push)
-    leave()
+    leave_group()
 
 
 def _train(job: SwarmJob, policy: str, *, is_main: bool, no_push: bool) -> None:

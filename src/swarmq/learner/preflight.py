@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from swarmq.config import SwarmJob, Train
 from swarmq.learner.checkpoint import discovery
-from swarmq.learner.memory.estimate import judges
+from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.ranks import check_offload, check_rank_count
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.teachers.tokenizer_checks import check_judge
@@ -17,9 +17,9 @@ def check(job: SwarmJob, policy: str, *, ranks: int) -> None:
     are compared by their tokenizers, for which alone transformers is loaded."""
     model, train = job.policies[policy].model, job.train_of(policy)
     check_settings(train, ranks)
-    if found := discovery.newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
-        discovery.check_goes_on(found.path, train.lora)
-    for role, source in judges(train, model).items():
+    if found := discovery.find_newest(job.run_folder.checkpoints(policy), RunIdentity.of(job, policy), hashed=False):
+        discovery.check_continues(found.path, train.lora)
+    for role, source in list_frozen_models(train, model).items():
         if source != model:
             check_judge(model, source, role=role)
 

@@ -42,7 +42,7 @@ def replay(
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to replay")
     start = _sound(from_checkpoint, identity) if from_checkpoint else None
-    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.for_single_rank(settings.train)))
     wanted = [place for place in places if place.index.version > trainer.version]
     if wanted and wanted[0].index.version != trainer.version + 1:
         raise LearnerError(
@@ -58,13 +58,13 @@ def replay(
     tokenizer = (
         str(start.path) if start else settings.model
     )  # the first model's folder need not exist where the run was copied to
-    save_load.save(to_folder, trainer, identity, model=tokenizer, keep=1)
+    save_load.save_checkpoint(to_folder, trainer, identity, model=tokenizer, keep=1)
     return trainer.version
 
 
 def _sound(path: Path, identity: RunIdentity) -> discovery.Checkpoint:
     try:
-        manifest = discovery.check(path)
+        manifest = discovery.verify(path)
     except discovery.DamagedError as error:
         raise LearnerError(f"{path}: not a sound checkpoint: {error}") from error
     if difference := identity.difference(manifest.identity):

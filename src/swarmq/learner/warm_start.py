@@ -41,7 +41,7 @@ ROLES = {"system", "user", "assistant", "tool"}
 """Roles that chat templates know."""
 
 
-class Chat(msgspec.Struct, frozen=True):
+class ChatDemonstration(msgspec.Struct, frozen=True):
     """A demonstration as it stands in the file."""
 
     messages: list[dict[str, Any]]
@@ -66,7 +66,7 @@ class WarmStart(msgspec.Struct, frozen=True, kw_only=True):
     """Demonstrations of an optimizer step."""
 
 
-class Progress(msgspec.Struct, frozen=True, kw_only=True):
+class WarmStartProgress(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     steps: int
     loss: float
@@ -77,14 +77,14 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     """Most tokens of a demonstration, limited by the model and by `train.micro_batch_tokens`."""
 
 
-def warm(plan: WarmStart, report: Callable[[Progress], None]) -> None:
+def warm(plan: WarmStart, report: Callable[[WarmStartProgress], None]) -> None:
     """Train and write `out`; the first rank reports. Raises TaskError for unusable demonstrations, LearnerError for the model,
     for a step that would do harm, and if `out` cannot be written."""
     if plan.out.exists():
         raise TaskError(f"{plan.out} exists already: name a new folder")
     config = load_config(plan.model)  # which says best what is wrong with it
     tokenizer = _tokenizer(plan.model)
-    episodes = list(read(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
+    episodes = list(read_demonstrations(plan.demonstrations, tokenizer, ends=_ends(plan.model, config)))
     if not episodes:
         raise TaskError(f"{plan.demonstrations}: there is no demonstration in it")
     with _draft(plan.out) as draft:
@@ -135,8 +135,10 @@ def _check_room(folder: Path, needed: int) -> None:
         )
 
 
-def _train(trainer: Trainer, episodes: list[Rollout], plan: WarmStart, report: Callable[[Progress], None]) -> None:
-    short = [episode for episode in episodes if longest(episode) <= trainer.max_length]
+def _train(
+    trainer: Trainer, episodes: list[Rollout], plan: WarmStart, report: Callable[[WarmStartProgress], None]
+) -> None:
+    short = [episode for episode in episodes if longest_call(episode) <= trainer.max_length]
     if not short:
         raise TaskError(
             f"{plan.demonstrations}: every demonstration is longer than {trainer.max_length} tokens, which the model was made for "
@@ -154,7 +156,7 @@ def _train(trainer: Trainer, episodes: list[Rollout], plan: WarmStart, report: C
                 f"try a smaller learning_rate than {train.learning_rate:g}, or other demonstrations"
             )
         report(
-            Progress(
+            WarmStartProgress(
                 step=number,
                 steps=len(batches),
                 loss=-fields["logprob"],
@@ -177,7 +179,7 @@ def _supervised(train: Train) -> Train:
     )
 
 
-def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
+def read_demonstrations(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[Rollout]:
     """Yield an episode for every line. Raises TaskError that names file and line."""
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")  # JSON may hold other ends of line
@@ -187,17 +189,17 @@ def read(path: Path, tokenizer: Any, *, ends: Collection[int] = ()) -> Iterator[
         raise TaskError(f"{path}: not UTF-8 text: {error}") from error
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield demonstration(line, tokenizer, where=f"{path}, line {number}", ends=ends)
+            yield parse_demonstration(line, tokenizer, where=f"{path}, line {number}", ends=ends)
 
 
-def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
+def parse_demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int] = ()) -> Rollout:
     """Return an episode with a turn for every message of the assistant, each with the prompt that the chat template renders
     before it.
 
     `ends`: tokens that end an answer, besides the tokenizer's own. Raises TaskError, which begins with `where`.
     """
     try:
-        chat = msgspec.json.decode(line, type=Chat)
+        chat = msgspec.json.decode(line, type=ChatDemonstration)
     except msgspec.MsgspecError as error:
         raise TaskError(f'{where}: not a JSON object with "messages" ({error})') from error
     spelling = _Spelling(tokenizer, chat, where)
@@ -228,7 +230,7 @@ def demonstration(line: str, tokenizer: Any, *, where: str, ends: Collection[int
 class _Spelling:
     """A chat as rendered by the model's template. Raises TaskError if the template fails."""
 
-    def __init__(self, tokenizer: Any, chat: Chat, where: str) -> None:
+    def __init__(self, tokenizer: Any, chat: ChatDemonstration, where: str) -> None:
         self._tokenizer, self._chat, self._where = tokenizer, chat, where
 
     def around(self, at: int) -> tuple[str, str]:
@@ -260,7 +262,7 @@ class _Spelling:
             ) from error
 
 
-def longest(episode: Rollout) -> int:
+def longest_call(episode: Rollout) -> int:
     """Return the number of tokens of the episode's longest call."""
     return max(turn.num_prompt + turn.num_sampled for turn in episode.turns)
 

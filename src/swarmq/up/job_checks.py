@@ -15,8 +15,8 @@ from swarmq.engine.server.launch import check_arguments, check_model, cpu_cache_
 from swarmq.engine.server.model_check import Model, size_of
 from swarmq.errors import SetUpError
 from swarmq.learner import preflight
-from swarmq.learner.memory.estimate import judges
-from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.memory.estimate import list_frozen_models
+from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train import tracker_packages
 from swarmq.up.placement import Context, Placement, contexts, place_all
 
@@ -48,7 +48,7 @@ def planned(job: SwarmJob, report: Callable[[str], None]) -> Planned:
     for name, length in lengths.items():
         report(f"context of {name}: {length} (policies.{name}.engine.max_model_len sets another)")
     for name in job.trained:
-        if (url := job.policies[name].train.teacher_url) and (trouble := trouble_of(url)):
+        if (url := job.policies[name].train.teacher_url) and (trouble := find_teacher_trouble(url)):
             report(f"warning: policies.{name}.train.teacher: the one at {url} {trouble}: start it, batches wait for it")
     for line in (*untrainable_calls(job, models), *without_effect(job, models, placements)):
         report(f"warning: {line}")
@@ -88,7 +88,7 @@ def _judges(job: SwarmJob, models: Mapping[str, Model]) -> dict[str, list[int]]:
     """Trained policy -> parameters of the frozen models that its learner holds."""
     trained = {name: job.policies[name] for name in models if job.policies[name].trained}
     return {
-        name: [size_of(judge) for judge in judges(policy.train, policy.model).values()]
+        name: [size_of(judge) for judge in list_frozen_models(policy.train, policy.model).values()]
         for name, policy in trained.items()
     }
 

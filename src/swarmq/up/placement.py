@@ -20,7 +20,7 @@ from swarmq.engine.server.gpus import Gpu
 from swarmq.engine.server.launch import CONTEXT
 from swarmq.engine.server.model_check import Model
 from swarmq.errors import ConfigError
-from swarmq.learner.memory.estimate import GIB, HEADROOM, Shape, learner_bytes, or_less, state_bytes
+from swarmq.learner.memory.estimate import GIB, HEADROOM, ModelShape, learner_bytes, state_bytes, suggest_less
 
 ALONE = 0.9
 """Share of a GPU that an engine without neighbours takes."""
@@ -167,8 +167,8 @@ class Needs(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def shape_of(model: Model) -> Shape:
-    return Shape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers, fans=model.fans)
+def shape_of(model: Model) -> ModelShape:
+    return ModelShape(parameters=model.parameters, hidden=model.hidden_size, layers=model.layers, fans=model.fans)
 
 
 def _ways(train: Train, ranks: int) -> tuple[bool, ...]:
@@ -485,7 +485,7 @@ def _too_large(
     advice += ["lower engine.gpu_memory_utilization or leave it out"] if asked else []
     advice += ["leave engine.sleep out"] if learner and policy.engine.sleep is False else []
     advice += ["lower engine.max_model_len" + (" or train.micro_batch_tokens" if learner else "")]
-    advice += [or_less(policy.train)] if learner else []
+    advice += [suggest_less(policy.train)] if learner else []
     return ConfigError(
         f"{model.name} ({model.parameters / 1e9:.1f} B parameters) does not fit as {how} on {num_gpus} GPU(s) of {memory}: "
         f"{both}, {lacking}; {', '.join(advice)}"

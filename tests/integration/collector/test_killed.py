@@ -21,7 +21,7 @@ from swarmq.broker.session import open_session
 from swarmq.collector.ledger import read_fates
 from swarmq.collector.store import Store
 from swarmq.errors import BrokerLostError, CollectorError
-from swarmq.learner.distributed.processes import collector_beside
+from swarmq.learner.distributed.processes import run_collector
 from swarmq.messages import EpisodeBegin, EpisodeEnd, Rollout, Slot, StepReport, Ticket, Turn, encode
 
 pytestmark = pytest.mark.broker
@@ -191,7 +191,7 @@ async def test_the_collector_beside_a_learner_is_started_again_when_it_dies_and_
         AmqpBroker.open(job.broker.url, name="test", deadline_s=120.0) as broker,
         broker.events(job.run) as events,
     ):
-        with collector_beside(job, "main"):
+        with run_collector(job, "main"):
             await anext(event async for event in events if event.name == "state")
             with pytest.raises(CollectorError, match="in use by the collector with pid") as refused:
                 Store(job.run_folder.inbox, run=job.run)

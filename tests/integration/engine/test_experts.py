@@ -38,8 +38,8 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     episodes = tuple(make_group("a", (0.0, 1.0)))
     trainer.step(BatchRecord(index=BatchIndex(record=1, version=1), episodes=episodes, settings=TRAIN))
     identity = RunIdentity(run="r", policy="main", model=model)
-    save_load.save(folder, trainer, identity, model=model, keep=1)
-    found = discovery.newest(folder, identity)
+    save_load.save_checkpoint(folder, trainer, identity, model=model, keep=1)
+    found = discovery.find_newest(folder, identity)
     assert found is not None
     return trainer, found.path
 

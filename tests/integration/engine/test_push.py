@@ -17,7 +17,7 @@ from support.tiny_model import tiny_model as make_tiny_model
 from support.tiny_model import tiny_tied
 from swarmq.config import Lora, Train
 from swarmq.errors import EngineError
-from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.train.trainer import Trainer
 from swarmq.timeline import lay_rows, standalone, unfold
 from swarmq.weights.push.engine_control import EngineControl, Parcel, Status
@@ -73,7 +73,7 @@ async def test_what_adapters_learned_is_what_the_engine_samples_from_after_every
         assert max(abs(a - b) for a, b in zip(sampled, before, strict=True)) > 0.1, "as good as what was served before"
         layout = lay_rows([(0, unfold([standalone(PROMPT, choice["token_ids"], sampled)])[0])])
         with torch.no_grad():
-            learner = trainer.model(Placed.of(layout, torch.device("cpu"))).logprobs
+            learner = trainer.model(PlacedLayout.of(layout, torch.device("cpu"))).logprobs
         assert sampled == pytest.approx(learner.tolist(), abs=TOLERANCE)
         learn(trainer)
 

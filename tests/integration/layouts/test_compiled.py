@@ -3,10 +3,10 @@ import torch
 
 from support.forks import make_group, make_model
 from swarmq.learner.model.attention_check import attend_as_ranks
-from swarmq.learner.model.batched_attention import Form
-from swarmq.learner.model.context_parallel import Context, cut
+from swarmq.learner.model.batched_attention import AttentionForm
+from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, Visibility
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import PrefixTree, row_layouts
 
 CPU = torch.device("cpu")
@@ -22,7 +22,7 @@ def test_flex_attention_computes_what_plain_attention_computes(name):
     for layouts in (PrefixTree(group).layouts(1000), row_layouts(group, 1000)):
         for layout in layouts[:2]:
             with torch.no_grad():
-                plain, compiled = (model(Placed.of(layout, CPU, compiled=c)).logprobs for c in (False, True))
+                plain, compiled = (model(PlacedLayout.of(layout, CPU, compiled=c)).logprobs for c in (False, True))
             assert (plain - compiled).abs().max() < 1e-5
 
 
@@ -33,9 +33,10 @@ def test_flex_attention_computes_for_ranks_that_share_a_pass_what_it_does_for_on
     (layout, *_) = PrefixTree(make_group(seed=1, episodes=5, turns=30)).layouts(1000)
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, layout.num_tokens, 8) for heads in (4, 2, 2))
-    form, contexts = Form(0.3, window, None, None), [Context(3, rank) for rank in range(3)]
+    form, contexts = AttentionForm(0.3, window, None, None), [ContextGroup(3, rank) for rank in range(3)]
     ranks = [
-        Visibility(layout, CPU, compiled=True, part=cut(layout, each, block=BLOCK), context=each) for each in contexts
+        Visibility(layout, CPU, compiled=True, part=cut_for_rank(layout, each, block=BLOCK), context=each)
+        for each in contexts
     ]
     with torch.no_grad():
         plain = Visibility(layout, CPU, compiled=False).attend(None, query, key, value, form)

@@ -111,7 +111,7 @@ def test_adapters_on_ranks_are_held_to_the_model_under_them(tiny_qwen: Path, tmp
 def one_goes_on(model: Path, train: Train, folder: Path) -> None:
     """What two sharded ranks saved, one process loads: a replay and the doctor are such."""
     wanted: dict[str, torch.Tensor] = torch.load(folder / "next")
-    found = discovery.newest(folder / "checkpoints", RunIdentity(run="r", policy="main", model=str(model)))
+    found = discovery.find_newest(folder / "checkpoints", RunIdentity(run="r", policy="main", model=str(model)))
     assert found is not None
     trainer = Trainer(str(found.path), train, initial=str(model))
     save_load.restore(trainer, found)

@@ -15,7 +15,7 @@ from swarmq.config import Loss, Train
 from swarmq.engine.client.tokenizer_compat import ids_of_all
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.teachers.availability import KEY_ENV
-from swarmq.learner.teachers.tokenizer_checks import own_ids, probe_of
+from swarmq.learner.teachers.tokenizer_checks import build_probe, encode_ids
 from swarmq.learner.train.trainer import Trainer
 
 pytestmark = pytest.mark.vllm
@@ -42,7 +42,7 @@ def test_an_engine_teaches_what_its_model_teaches_in_memory(
 
 
 def test_an_engine_s_ids_of_the_test_text_are_its_model_s(engine_url: str, tiny_model: Path) -> None:
-    text = probe_of(str(tiny_model))
+    text = build_probe(str(tiny_model))
     assert asyncio.run(ids_of_all([engine_url], text, secret=SECRET)) == {
-        engine_url: list(own_ids(str(tiny_model), text) or ())
+        engine_url: list(encode_ids(str(tiny_model), text) or ())
     }

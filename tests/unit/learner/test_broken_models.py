@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2Model
 
 from swarmq.config import Loss, Train
 from swarmq.errors import LearnerError, SetUpError
-from swarmq.learner.memory.plan import shape_of
+from swarmq.learner.memory.plan import load_shape
 from swarmq.learner.model.layout_model import LayoutModel
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.train.trainer import Trainer
@@ -143,7 +143,7 @@ def test_a_configuration_of_no_model_is_refused_before_anything_is_planned_or_lo
     fields: dict[str, Any], says: str, tmp_path: Path, tiny_qwen: Path
 ) -> None:
     folder = edited(tiny_qwen, tmp_path / "model", configured(**fields))
-    for look in (shape_of, lambda source: load_lm(source, gradient_checkpointing=False)):
+    for look in (load_shape, lambda source: load_lm(source, gradient_checkpointing=False)):
         with pytest.raises(LearnerError, match=f"model {folder}: .*{says}.*fetch its files again"):
             look(folder)
 

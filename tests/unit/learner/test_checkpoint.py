@@ -31,9 +31,9 @@ from swarmq import cli
 from swarmq.config import Lora, Policy, RunFolder, SwarmJob, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.checkpoint import discovery, save_load
-from swarmq.learner.checkpoint.model_files import HostCopies, Outline, num_bytes, outlines
+from swarmq.learner.checkpoint.model_files import CopyOutline, HostCopies, num_bytes, outline_copies
 from swarmq.learner.feed.ipc import StopSignal
-from swarmq.learner.memory.host import Room
+from swarmq.learner.memory.host import HostRoom
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.replay import replay
 from swarmq.learner.store.batch_log import BatchLog
@@ -65,7 +65,7 @@ def batch(version: int, train: Train = TRAIN) -> BatchRecord:
 
 
 def save(folder: Path, trainer: Trainer, keep: int = 3, model: str = "") -> int:
-    return save_load.save(folder, trainer, OURS, model=model or str(folder), keep=keep)
+    return save_load.save_checkpoint(folder, trainer, OURS, model=model or str(folder), keep=keep)
 
 
 def weights(trainer: Trainer) -> dict[str, bytes]:
@@ -89,7 +89,7 @@ def test_training_goes_on_to_the_bit(tiny_qwen: Path, tmp_path: Path) -> None:
     drawn = torch.rand(3)
     trainer.step(batch(2))
     torch.manual_seed(99)
-    again = load_trainer(discovery.newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
+    again = load_trainer(discovery.find_newest(tmp_path, OURS), Policy(model=str(tiny_qwen), train=TRAIN))
     assert again.version == 1
     assert torch.equal(torch.rand(3), drawn)
     again.step(batch(2))
@@ -114,16 +114,16 @@ def test_training_goes_on_while_a_checkpoint_is_made_and_changes_nothing_of_it(
     trainer, copies = Trainer(model, train), HostCopies()
     for version in (1, 3):
         trainer.step(batch(version, train))
-        save_load.save(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
-        moments = num_bytes(outlines((), trainer.optimizer.state_dict()))
+        save_load.save_checkpoint(tmp_path / "wanted", trainer, OURS, model=model, keep=3)
+        moments = num_bytes(outline_copies((), trainer.optimizer.state_dict()))
         needed = moments + 4 * trainer.num_parameters - copies.nbytes
-        free = Room(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
-        monkeypatch.setattr(save_load.host, "rooms", lambda free=free: [free])
-        draft = save_load.draw(tmp_path / "made", trainer, OURS, model=model, copies=copies)
+        free = HostRoom(whose="the host", total=1 << 40, free=2 * needed - (not room), bound=None)
+        monkeypatch.setattr(save_load.host, "measure_rooms", lambda free=free: [free])
+        draft = save_load.draft_checkpoint(tmp_path / "made", trainer, OURS, model=model, copies=copies)
         assert (draft.path / "state" / "optimizer.bin").exists() is not room
         assert not list(draft.path.rglob("*.safetensors")), "training waits for it"
         trainer.step(batch(version + 1, train))
-        save_load.finish(draft, keep=3)
+        save_load.finish_checkpoint(draft, keep=3)
         made, wanted = (tmp_path / which / draft.target.name for which in ("made", "wanted"))
         names = {str(file.relative_to(wanted)) for file in wanted.rglob("*") if file.is_file()}
         assert names == {str(file.relative_to(made)) for file in made.rglob("*") if file.is_file()}
@@ -141,7 +141,7 @@ def test_the_memory_of_copies_is_kept_for_the_next_ones() -> None:
     again = copies.of_optimizer(state)
     assert again["state"][0]["exp_avg"] is first["state"][0]["exp_avg"]
     assert first["state"][0]["exp_avg"].tolist() == [2, 2, 2]
-    assert copies.nbytes == num_bytes(outlines((), state)) == 16
+    assert copies.nbytes == num_bytes(outline_copies((), state)) == 16
     assert copies.of("another shape", torch.zeros(2)).tolist() == [0, 0]
 
 
@@ -171,8 +171,8 @@ def test_memory_for_copies_is_got_beside_training_once_half_of_the_steps_are_mad
 def test_no_memory_is_got_where_there_is_no_room(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, copies = Trainer(str(tiny_qwen), TRAIN), HostCopies()
     trainer.step(batch(1))
-    monkeypatch.setattr(save_load.host, "rooms", lambda: [Room(whose="the host", total=1, free=1, bound=1)])
-    save_load.reserve(trainer, copies)()
+    monkeypatch.setattr(save_load.host, "measure_rooms", lambda: [HostRoom(whose="the host", total=1, free=1, bound=1)])
+    save_load.reserve_copies(trainer, copies)()
     assert copies.nbytes == 0
 
 
@@ -182,12 +182,12 @@ def test_what_ranks_have_gathered_of_a_policy_that_they_share_out_takes_no_room_
 ) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.step(batch(1))
-    gathered = num_bytes(outlines((), trainer.optimizer.state_dict()))
+    gathered = num_bytes(outline_copies((), trainer.optimizer.state_dict()))
     needed = gathered + 4 * trainer.num_parameters
-    left = Room(whose="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
+    left = HostRoom(whose="the host", total=1 << 40, free=2 * needed - gathered - (not room), bound=None)
     monkeypatch.setattr(save_load, "is_sharded", lambda _: True)
-    monkeypatch.setattr(save_load.host, "rooms", lambda: [left])
-    draft = save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    monkeypatch.setattr(save_load.host, "measure_rooms", lambda: [left])
+    draft = save_load.draft_checkpoint(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
     assert (draft.path / "state" / "optimizer.bin").exists() is not room
 
 
@@ -198,7 +198,7 @@ class Grudging(HostCopies):
         super().__init__()
         self.granted = granted
 
-    def reserve(self, outlines: Iterable[Outline]) -> None:
+    def reserve(self, outlines: Iterable[CopyOutline]) -> None:
         for name, shape, dtype in outlines:
             wanted = shape if self.nbytes == 0 or len(self._kept) < self.granted else torch.Size([1 << 47])
             super().reserve([(name, wanted, dtype)])
@@ -211,20 +211,20 @@ def test_what_the_system_grants_no_memory_for_is_written_while_training_waits(
     """`weights`: for the copies of so many there is memory."""
     trainer = Trainer(str(tiny_qwen), TRAIN)
     trainer.step(batch(1))
-    moments = len(outlines((), trainer.optimizer.state_dict()))
+    moments = len(outline_copies((), trainer.optimizer.state_dict()))
     copies = Grudging(moments - 1 if weights is None else moments + weights)
-    save_load.save(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
-    save_load.reserve(trainer, copies)()
+    save_load.save_checkpoint(tmp_path / "wanted", trainer, OURS, model=str(tiny_qwen), keep=1)
+    save_load.reserve_copies(trainer, copies)()
     assert copies.nbytes == 0, "training needs it more"
     with capture_logs() as said:
-        draft = save_load.draw(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
+        draft = save_load.draft_checkpoint(tmp_path / "made", trainer, OURS, model=str(tiny_qwen), copies=copies)
     (waited,) = [line["consequence"] for line in said if line["event"] == "checkpoint_waited_for"]
     assert waited.startswith("the optimizer is" if weights is None else "all of it is")
     assert (draft.path / "state" / "optimizer.bin").exists(), (
         "a copy of it would have the memory that weights of a GPU need"
     )
     trainer.step(batch(2))
-    save_load.finish(draft, keep=1)
+    save_load.finish_checkpoint(draft, keep=1)
     for file in ("model.safetensors", "state/optimizer.bin"):
         made, wanted = (tmp_path / which / "step-00000001" / file for which in ("made", "wanted"))
         assert made.read_bytes() == wanted.read_bytes(), file
@@ -241,7 +241,7 @@ def test_the_memory_got_for_adapters_over_bf16_is_what_their_copies_take(
         lambda source, initial, train, _, empty: make(source, initial, train, torch.bfloat16, empty=empty),
     )
     trainer, copies = Trainer(str(tiny_qwen), msgspec.structs.replace(TRAIN, lora=Lora(rank=4))), HostCopies()
-    copies.reserve(outlines(trainer.weights_to_write(), trainer.optimizer.state_dict()))
+    copies.reserve(outline_copies(trainer.weights_to_write(), trainer.optimizer.state_dict()))
     reserved = {name: tensor.data_ptr() for name, tensor in copies._kept.items()}
     trainer.files(copies)
     assert reserved.items() <= {name: tensor.data_ptr() for name, tensor in copies._kept.items()}.items()
@@ -251,7 +251,7 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
     """Its successor may be drawing the same checkpoint by now."""
     trainer, looks = Trainer(str(tiny_qwen), TRAIN), []
     trainer.step(batch(1))
-    draft = save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+    draft = save_load.draft_checkpoint(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
 
     def replaced() -> None:
         looks.append([file.name for file in draft.path.rglob("*.bin")])
@@ -259,10 +259,10 @@ def test_a_learner_that_was_replaced_writes_nothing_more(tiny_qwen: Path, tmp_pa
             raise LearnerError("another learner has taken over")
 
     with pytest.raises(LearnerError, match="taken over"):
-        save_load.finish(draft, keep=1, check=replaced)
+        save_load.finish_checkpoint(draft, keep=1, check=replaced)
     assert looks == [[], ["optimizer.bin"]]
     assert not list(tmp_path.rglob("*.safetensors"))
-    assert discovery.newest(tmp_path, OURS) is None
+    assert discovery.find_newest(tmp_path, OURS) is None
 
 
 class Told:
@@ -339,9 +339,11 @@ def test_a_checkpoint_that_was_asked_for_is_tried_at_every_pause(
     tiny_qwen: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
     learner, link, said = make_learner(tmp_path, tiny_qwen), Told(), list[str]()
-    select, draw = loop.select.select, save_load.draw
+    select, draw = loop.select.select, save_load.draft_checkpoint
     monkeypatch.setattr(loop.select, "select", lambda *given: said.append("pause") or select(*given[:3], 0))
-    monkeypatch.setattr(loop.checkpoint, "draw", lambda *given, **named: said.append("try") or draw(*given, **named))
+    monkeypatch.setattr(
+        loop.save_load, "draft_checkpoint", lambda *given, **named: said.append("try") or draw(*given, **named)
+    )
     with room_for_files(room):
         for _ in range(3):
             learner._save(link, asked=3)  # type: ignore[arg-type]
@@ -391,7 +393,7 @@ def test_a_learner_that_ends_waits_for_the_checkpoint_that_is_being_written(
     slow_disk.start()
     with pytest.raises(LearnerError, match="cannot go on"):
         learner.run(link)  # type: ignore[arg-type]
-    found = discovery.newest(learner.folder, learner.identity)
+    found = discovery.find_newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -412,7 +414,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     learner._saved(link, wait=True)  # type: ignore[arg-type]
     assert link.messages == [CheckpointSaved(oldest=1)]
-    found = discovery.newest(learner.folder, learner.identity)
+    found = discovery.find_newest(learner.folder, learner.identity)
     assert found is not None
     assert found.version == 1
 
@@ -420,7 +422,7 @@ def test_the_batch_log_is_not_cut_before_a_checkpoint_is_whole(
 def test_an_optimizer_saved_in_parts_is_refused_with_what_to_do(tiny_qwen: Path, tmp_path: Path) -> None:
     trainer = Trainer(str(tiny_qwen), TRAIN)
     save(tmp_path, trainer)
-    found = discovery.newest(tmp_path, OURS)
+    found = discovery.find_newest(tmp_path, OURS)
     assert found is not None
     (found.path / "state" / "optimizer.bin").unlink()
     with pytest.raises(LearnerError, match="saved in parts.* begin another run from the weights"):
@@ -488,11 +490,11 @@ def test_a_damaged_one_is_passed_over_and_may_be_made_again(tiny_qwen: Path, tmp
             (folder / "manifest.json").unlink()
         case "half a manifest":
             (folder / "manifest.json").write_bytes((folder / "manifest.json").read_bytes()[:100])
-    found = discovery.newest(tmp_path, OURS)
+    found = discovery.find_newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 1
     save(tmp_path, trainer)
-    found = discovery.newest(tmp_path, OURS)
+    found = discovery.find_newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -518,7 +520,7 @@ def test_a_damaged_checkpoint_goes_when_another_stands_in_its_place(
     (tmp_path / "step-00000000" / "model.safetensors").write_bytes(b"rubbish")
 
     def look_and_remove(path: Path, **how: bool) -> None:
-        found.append(discovery.newest(tmp_path, OURS))
+        found.append(discovery.find_newest(tmp_path, OURS))
         remove(path, **how)
 
     monkeypatch.setattr(save_load.shutil, "rmtree", look_and_remove)
@@ -535,7 +537,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(tiny_qwen
     shutil.copytree(tmp_path / "step-00000004", tmp_path / "step-00000001-of-mine")
     trainer.version = 2
     assert save(tmp_path, trainer, keep=1) == 2
-    found = discovery.newest(tmp_path, OURS)
+    found = discovery.find_newest(tmp_path, OURS)
     assert found is not None
     assert found.version == 2
 
@@ -550,17 +552,17 @@ def test_a_learner_and_its_successor_do_no_harm_to_each_others_drafts(tiny_qwen:
     looks = itertools.count(1)
 
     def draw(trainer: Trainer) -> save_load.Draft:
-        return save_load.draw(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
+        return save_load.draft_checkpoint(tmp_path, trainer, OURS, model=str(tiny_qwen), copies=HostCopies())
 
     def stand_still() -> None:
         if next(looks) == at:
             drawn.append(draw(new))
 
     with pytest.raises(LearnerError, match=r"removed while the checkpoint was written .*nothing is lost"):
-        save_load.finish(draw(old), keep=1, check=stand_still)
-    save_load.finish(drawn[0], keep=1)
+        save_load.finish_checkpoint(draw(old), keep=1, check=stand_still)
+    save_load.finish_checkpoint(drawn[0], keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    assert discovery.newest(tmp_path, OURS)
+    assert discovery.find_newest(tmp_path, OURS)
 
 
 def test_what_cannot_be_removed_is_said_once_and_ends_nothing(
@@ -595,7 +597,7 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
     draft = tmp_path / ".draft-step-00000001"
     draft.mkdir()
     (draft / "model.safetensors").write_bytes(b"half")
-    assert discovery.newest(tmp_path, OURS) is None
+    assert discovery.find_newest(tmp_path, OURS) is None
     trainer.version = 1
     save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
@@ -605,8 +607,8 @@ def test_half_a_checkpoint_is_none_and_is_cleared_away(tiny_qwen: Path, tmp_path
 def test_one_of_something_else_is_refused_and_left_alone(tiny_qwen: Path, tmp_path: Path, field: str) -> None:
     save(tmp_path, Trainer(str(tiny_qwen), TRAIN))
     with pytest.raises(LearnerError, match=f"{field} is .* there and 'other' here"):
-        discovery.newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
-    assert discovery.newest(tmp_path, OURS)
+        discovery.find_newest(tmp_path, msgspec.structs.replace(OURS, **{field: "other"}))
+    assert discovery.find_newest(tmp_path, OURS)
 
 
 def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> None:
@@ -614,7 +616,7 @@ def test_one_of_a_newer_schema_is_refused(tiny_qwen: Path, tmp_path: Path) -> No
     manifest = tmp_path / "step-00000000" / "manifest.json"
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"schema": 99}))
     with pytest.raises(LearnerError, match="newer swarmq"):
-        discovery.newest(tmp_path, OURS)
+        discovery.find_newest(tmp_path, OURS)
 
 
 @pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs a place that cannot be written")
@@ -638,9 +640,9 @@ def test_a_full_disk_is_said_and_leaves_what_was_there(tiny_qwen: Path, tmp_path
     ):
         save(tmp_path, trainer)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
-    assert discovery.newest(tmp_path, OURS) == discovery.Checkpoint(path=tmp_path / "step-00000000", version=0)
+    assert discovery.find_newest(tmp_path, OURS) == discovery.Checkpoint(path=tmp_path / "step-00000000", version=0)
     save(tmp_path, trainer)
-    assert (found := discovery.newest(tmp_path, OURS))
+    assert (found := discovery.find_newest(tmp_path, OURS))
     assert found.version == 1
 
 
@@ -653,7 +655,9 @@ def test_a_replay_needs_checkpoint_and_log_alone_and_gives_the_same_weights(tiny
         log.append(batch(version))
         trainer.step(batch(version))
         if version == 2:
-            save_load.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(tiny_qwen), keep=1)
+            save_load.save_checkpoint(
+                job.run_folder.checkpoints("main"), trainer, identity, model=str(tiny_qwen), keep=1
+            )
     steps: list[int] = []
     for name, start in (("a", None), ("b", job.run_folder.checkpoints("main") / "step-00000002")):
         version = replay(

@@ -37,4 +37,4 @@ def test_a_job_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     job = SwarmJob(run="r", folder=str(tmp_path), policies={"main": Policy(model="m")})
     (tmp_path / "r" / "main" / "job.toml").mkdir(parents=True)
     with pytest.raises(LearnerError, match=r"r/main/job\.toml: Is a directory: check"):
-        processes.job_file(job, "main")
+        processes.write_job_file(job, "main")

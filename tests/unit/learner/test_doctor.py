@@ -27,8 +27,8 @@ from swarmq.learner.doctor.mismatch import Compared, compare, explain
 from swarmq.learner.health.findings import Finding, verdict
 from swarmq.learner.health.signs import SIGNS, find_signs
 from swarmq.learner.model import layout_model, logprob_head
-from swarmq.learner.model.layout_model import LayoutModel, Placed
-from swarmq.learner.model.logprob_head import score
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
+from swarmq.learner.model.logprob_head import score_hidden
 from swarmq.learner.store.batch_log import BatchLog
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
 from swarmq.learner.train.trainer import Trainer
@@ -110,7 +110,7 @@ def sampled_by(trainer: Trainer, group: list[Rollout], *, temperature: float, en
     for one in build_rank_batch(group, TRAIN, trainer.traits).passes:
         reported = torch.ones(len(one.temperatures)) if engine == "raw" else torch.from_numpy(one.temperatures)
         with torch.no_grad():
-            logprobs = trainer.model(Placed.of(one.layout, torch.device("cpu")), reported).logprobs
+            logprobs = trainer.model(PlacedLayout.of(one.layout, torch.device("cpu")), reported).logprobs
         keys = zip(one.layout.episodes.tolist(), one.layout.turns.tolist(), one.layout.offsets.tolist(), strict=True)
         scored |= dict(zip(keys, logprobs.tolist(), strict=True))
     off = {"sound": 0.0, "raw": 0.0, "cut": 0.4}[engine]
@@ -141,7 +141,7 @@ def run_with(engine: str, model: Path, folder: Path, *, temperature: float = 1.0
         log.append(record)
         trainer.step(record)
         if version == 1:
-            save_load.save(job.run_folder.checkpoints("main"), trainer, identity, model=str(model), keep=2)
+            save_load.save_checkpoint(job.run_folder.checkpoints("main"), trainer, identity, model=str(model), keep=2)
     log.close()
     return job
 
@@ -235,8 +235,11 @@ def test_a_head_that_computes_something_else_is_found(tiny_qwen: Path, monkeypat
     trainer = Trainer(str(tiny_qwen), TRAIN)
     record = BatchRecord(index=BatchIndex(record=1, version=1), episodes=tuple(make_group("a")), settings=TRAIN)
     assert head_agrees(trainer, record).level == "ok"
-    at_one = lambda hidden, head, targets, _, **how: score(hidden, head, targets, torch.ones(len(targets)), **how)  # noqa: E731
-    monkeypatch.setattr(layout_model, "score", at_one)
+
+    def at_one(hidden, head, targets, _, **how):
+        return score_hidden(hidden, head, targets, torch.ones(len(targets)), **how)
+
+    monkeypatch.setattr(layout_model, "score_hidden", at_one)
     assert head_agrees(trainer, record).level == "error"
 
 
@@ -275,7 +278,7 @@ def test_batches_that_a_gpu_had_no_room_for_are_examined_in_the_passes_that_are_
     trainer = Trainer(str(tiny_qwen), msgspec.structs.replace(before, micro_batch_tokens=longest, layout="rows"))
     computed, forward = list[int](), LayoutModel.forward
 
-    def seen(model: LayoutModel, placed: Placed, *rest: Any) -> Any:
+    def seen(model: LayoutModel, placed: PlacedLayout, *rest: Any) -> Any:
         computed.append(placed.input_ids.shape[1])
         return forward(model, placed, *rest)
 

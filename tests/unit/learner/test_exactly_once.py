@@ -229,7 +229,7 @@ class Pipeline(RuleBasedStateMachine):
     def start_learner(self) -> None:
         """The newest sound checkpoint, the log after it, then the queue."""
         self.trainer: Any = Digester()
-        if found := discovery.newest(self.folder / "checkpoints", OURS):
+        if found := discovery.find_newest(self.folder / "checkpoints", OURS):
             self.trainer.version = found.version
             self.trainer.weights = (found.path / "model.safetensors").read_bytes()
         self.log = BatchLog(self.folder / "log", OURS, segment_bytes=2000)
@@ -273,7 +273,7 @@ class Pipeline(RuleBasedStateMachine):
             (folder / f"{save_load.DRAFT}step-9").mkdir(parents=True, exist_ok=True)
             self.learner_dies()
         else:
-            oldest = save_load.save(folder, self.trainer, OURS, model="", keep=keep)
+            oldest = save_load.save_checkpoint(folder, self.trainer, OURS, model="", keep=keep)
             self.log.prune(oldest if keep == 1 else 0, reported=self.reports.through, spare=SPARE)
 
     @rule()

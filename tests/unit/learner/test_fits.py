@@ -17,16 +17,24 @@ from swarmq.engine.server.model_check import count_fans
 from swarmq.errors import LearnerError
 from swarmq.learner.distributed import accelerator
 from swarmq.learner.distributed.accelerator import make_accelerator
-from swarmq.learner.distributed.sharding import PRECISION, check_collectives, plugin
+from swarmq.learner.distributed.sharding import PRECISION, build_fsdp_plugin, check_collectives
 from swarmq.learner.memory import plan
-from swarmq.learner.memory.estimate import GIB, Shape, learner_bytes
-from swarmq.learner.memory.plan import Gpu, check, check_shape, holds_whole, looked_at, shape_of, shard
+from swarmq.learner.memory.estimate import GIB, ModelShape, learner_bytes
+from swarmq.learner.memory.plan import (
+    GpuMemory,
+    check_gpu,
+    check_shape,
+    choose_sharding,
+    for_single_rank,
+    has_room_for_whole,
+    load_shape,
+)
 from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 from swarmq.learner.model.lora import add_lora
 
 TRAIN = Train(mixed_precision="bf16")
-MIDDLE = Shape(parameters=6_500_000_000, hidden=4096, layers=36, fans=2_700_000)
-GPU = Gpu(total=139 * GIB, free=80 * GIB)
+MIDDLE = ModelShape(parameters=6_500_000_000, hidden=4096, layers=36, fans=2_700_000)
+GPU = GpuMemory(total=139 * GIB, free=80 * GIB)
 
 
 def test_what_does_not_fit_says_how_much_is_missing_and_what_to_change() -> None:
@@ -47,10 +55,10 @@ def test_a_gpu_computes_in_bf16_where_nothing_else_is_asked(
     made: dict[str, object] = {}
     monkeypatch.setattr(accelerator, "Accelerator", lambda **settings: made.update(settings))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(plan, "shape_of", lambda _: MIDDLE)
+    monkeypatch.setattr(plan, "load_shape", lambda _: MIDDLE)
     make_accelerator(train, "m")
     assert made["mixed_precision"] == computed
-    assert plugin(train).mixed_precision_policy == PRECISION[computed]
+    assert build_fsdp_plugin(train).mixed_precision_policy == PRECISION[computed]
 
 
 def test_memory_is_planned_for_what_a_gpu_computes_in() -> None:
@@ -64,13 +72,15 @@ def test_what_is_shared_out_among_ranks_fits_and_says_how() -> None:
 
 
 def test_layers_stay_gathered_only_where_the_whole_fits_beside_a_share(tiny_qwen: Path) -> None:
-    shape, source = shape_of(str(tiny_qwen)), str(tiny_qwen)
+    shape, source = load_shape(str(tiny_qwen)), str(tiny_qwen)
     share = learner_bytes(shape, TRAIN, ranks=2)
     needed = share + shape.parameters * (2 + 4)  # weights in BF16, the gradient in FP32
     for free, holds in ((needed, True), (needed - 1, False)):
-        assert holds_whole(source, TRAIN, ranks=2, gpu=Gpu(total=GIB, free=free)) is holds
+        assert has_room_for_whole(source, TRAIN, ranks=2, gpu=GpuMemory(total=GIB, free=free)) is holds
     offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
-    assert not holds_whole(source, offloaded, ranks=2, gpu=Gpu(total=GIB, free=GIB)), "which asks for little memory"
+    assert not has_room_for_whole(source, offloaded, ranks=2, gpu=GpuMemory(total=GIB, free=GIB)), (
+        "which asks for little memory"
+    )
 
 
 def test_adapters_take_less_than_full_parameters() -> None:
@@ -87,14 +97,14 @@ def test_adapters_have_as_many_parameters_as_they_are_planned_with(family: str, 
         model = AutoModelForCausalLM.from_config(config)
     add_lora(model, Lora(rank=8))
     trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
-    assert trained == 8 * shape_of(str(tmp_path)).fans
+    assert trained == 8 * load_shape(str(tmp_path)).fans
     routers = 2 * (4 + 32) if experts else 0
-    assert count_fans(config.to_dict()) == shape_of(str(tmp_path)).fans - routers
+    assert count_fans(config.to_dict()) == load_shape(str(tmp_path)).fans - routers
 
 
 def test_the_rank_of_adapters_is_what_they_take(tiny_qwen: Path) -> None:
     """Weights, gradient and AdamW's moments in FP32; where ranks hold the whole each, also the buckets of the sum."""
-    shape = shape_of(str(tiny_qwen))
+    shape = load_shape(str(tiny_qwen))
     small, large = (msgspec.structs.replace(TRAIN, lora=Lora(rank=rank)) for rank in (8, 136))
     for count, full, taken in ((1, True, 16), (2, True, 8), (2, False, 20)):
         more = learner_bytes(shape, large, ranks=count, full=full) - learner_bytes(shape, small, ranks=count, full=full)
@@ -118,19 +128,19 @@ def test_judges_and_the_buffer_of_pushes_take_room_and_a_served_teacher_takes_no
 
 
 def test_a_judge_counts_with_its_own_size(tiny_qwen: Path) -> None:
-    room = learner_bytes(shape_of(str(tiny_qwen)), TRAIN) + 1000
-    gpu = Gpu(total=room, free=room)
-    check(str(tiny_qwen), TRAIN, ranks=1, full=False, gpu=gpu)
+    room = learner_bytes(load_shape(str(tiny_qwen)), TRAIN) + 1000
+    gpu = GpuMemory(total=room, free=room)
+    check_gpu(str(tiny_qwen), TRAIN, ranks=1, full=False, gpu=gpu)
     with pytest.raises(LearnerError, match="a reference or teacher takes its share"):
-        check(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
+        check_gpu(str(tiny_qwen), msgspec.structs.replace(TRAIN, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
     adapters = msgspec.structs.replace(TRAIN, lora=Lora())
-    room = learner_bytes(shape_of(str(tiny_qwen)), adapters)
-    gpu = Gpu(total=room, free=room)
-    check(str(tiny_qwen), msgspec.structs.replace(adapters, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
+    room = learner_bytes(load_shape(str(tiny_qwen)), adapters)
+    gpu = GpuMemory(total=room, free=room)
+    check_gpu(str(tiny_qwen), msgspec.structs.replace(adapters, loss=Loss(kl=0.1)), ranks=1, full=False, gpu=gpu)
 
 
 def test_a_models_size_is_known_without_its_weights(tiny_qwen: Path) -> None:
-    shape = shape_of(str(tiny_qwen))
+    shape = load_shape(str(tiny_qwen))
     assert (shape.hidden, shape.layers) == (32, 2)
     assert shape.parameters > 10_000
 
@@ -139,23 +149,23 @@ def test_adapters_are_trained_in_a_model_that_ranks_share_out_where_no_gpu_holds
     monkeypatch: pytest.MonkeyPatch, tiny_qwen: Path
 ) -> None:
     adapters, source = msgspec.structs.replace(TRAIN, lora=Lora()), str(tiny_qwen)
-    whole = learner_bytes(shape_of(source), adapters, ranks=2, full=False)
-    assert learner_bytes(shape_of(source), adapters, ranks=2) < whole
+    whole = learner_bytes(load_shape(source), adapters, ranks=2, full=False)
+    assert learner_bytes(load_shape(source), adapters, ranks=2) < whole
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for total, full in ((2 * whole, False), (whole, True)):
         monkeypatch.setattr(
             "torch.cuda.get_device_properties", lambda _, total=total: SimpleNamespace(total_memory=total)
         )
-        assert shard(source, adapters).full is full
-    assert not shard(source, msgspec.structs.replace(adapters, sharding="none")).full
-    share = learner_bytes(shape_of(source), adapters, ranks=2)
-    shape = shape_of(source)
+        assert choose_sharding(source, adapters).full is full
+    assert not choose_sharding(source, msgspec.structs.replace(adapters, sharding="none")).full
+    share = learner_bytes(load_shape(source), adapters, ranks=2)
+    shape = load_shape(source)
     room = (
         share + 2 * shape.parameters + 4 * adapters.lora.rank * shape.fans
     )  # weights in BF16, the gradient of adapters in FP32
     for free, holds in ((room, True), (room - 1, False)):
-        assert holds_whole(source, adapters, ranks=2, gpu=Gpu(total=GIB, free=free)) is holds
+        assert has_room_for_whole(source, adapters, ranks=2, gpu=GpuMemory(total=GIB, free=free)) is holds
 
 
 @pytest.mark.parametrize(
@@ -166,17 +176,19 @@ def test_ranks_share_the_model_where_asked_and_never_alone(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert shard(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
+    assert choose_sharding(str(tiny_qwen), msgspec.structs.replace(TRAIN, sharding=sharding)).full is full
 
 
 def test_one_rank_cannot_keep_its_state_in_host_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     offloaded = msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=True)
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(LearnerError, match=r"train\.cpu_offload: one rank .*--num-gpus"):
-        shard("m", offloaded)
+        choose_sharding("m", offloaded)
     assert learner_bytes(MIDDLE, offloaded) == learner_bytes(MIDDLE, TRAIN)
     assert learner_bytes(MIDDLE, offloaded, ranks=2) < learner_bytes(MIDDLE, TRAIN, ranks=2) / 2
-    assert not shard("m", looked_at(offloaded)).full, "what goes over its batches afterwards may be alone"
+    assert not choose_sharding("m", for_single_rank(offloaded)).full, (
+        "what goes over its batches afterwards may be alone"
+    )
 
 
 def test_ranks_without_gpus_have_no_state_to_keep_elsewhere_and_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +203,7 @@ def test_ranks_without_gpus_have_no_state_to_keep_elsewhere_and_say_so(monkeypat
                 LearnerError, match=r"train\.cpu_offload: there is no GPU .* leave train\.cpu_offload out"
             )
         ):
-            assert shard("m", offloaded).full
+            assert choose_sharding("m", offloaded).full
 
 
 def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +215,7 @@ def test_ranks_share_passes_in_whole_groups(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("WORLD_SIZE", "6")
     check_rank_count(three, num_ranks())
     monkeypatch.setenv("WORLD_SIZE", "1")
-    check_rank_count(looked_at(three), num_ranks())
+    check_rank_count(for_single_rank(three), num_ranks())
 
 
 def test_ranks_that_share_a_pass_have_room_for_longer_ones() -> None:
@@ -223,7 +235,7 @@ def test_advice_is_advice_that_the_settings_take() -> None:
     with pytest.raises(
         LearnerError, match="or set train.sharding = 'full' with train.cpu_offload on two GPUs or more$"
     ):
-        check_shape(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora()), ranks=1, gpu=Gpu(total=GIB, free=GIB))
+        check_shape(MIDDLE, msgspec.structs.replace(TRAIN, lora=Lora()), ranks=1, gpu=GpuMemory(total=GIB, free=GIB))
     Train(sharding="full", cpu_offload=True, lora=Lora())
 
 
@@ -247,5 +259,5 @@ def test_shards_are_kept_only_where_the_ranks_can_gather_them(
 def test_accelerate_is_told_of_the_offload_before_it_founds_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_OFFLOAD_PARAMS", "")
     for offload in (True, False):
-        plugin(msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload))
+        build_fsdp_plugin(msgspec.structs.replace(TRAIN, sharding="full", cpu_offload=offload))
         assert os.environ["FSDP_OFFLOAD_PARAMS"] == str(offload).lower()

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, HrmTextConfig
 from support.tiny_model import tiny_experts
 from swarmq.config import Lora, Train
 from swarmq.learner.model import hf_names
-from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.packing import Deferred, made
 from swarmq.weights.push.transfers import distinct
@@ -64,14 +64,14 @@ def test_what_the_folder_has_together_is_put_together(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     lm = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(load_file(tmp_path / WEIGHTS)) < len(lm.state_dict())
-    assert same(as_in_folder(lm, lm.state_dict().items()), tmp_path)
+    assert same(to_hf_names(lm, lm.state_dict().items()), tmp_path)
 
 
 def test_what_is_in_the_folder_as_in_the_model_is_not_copied(tiny_qwen: Path) -> None:
     named = {
         name: tensor.detach() for name, tensor in AutoModelForCausalLM.from_pretrained(tiny_qwen).named_parameters()
     }
-    told = dict(as_in_folder(AutoModelForCausalLM.from_pretrained(tiny_qwen), named.items()))
+    told = dict(to_hf_names(AutoModelForCausalLM.from_pretrained(tiny_qwen), named.items()))
     assert list(told) == list(named)
     assert all(told[name] is tensor for name, tensor in named.items())
 

@@ -46,7 +46,7 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
 ) -> None:
     identity, learner = RunIdentity(run="r", policy="main", model=str(tiny_qwen)), Trainer(str(tiny_qwen), TRAIN)
     learner.step(batch(1))
-    save_load.save(tmp_path, learner, identity, model=str(tiny_qwen), keep=1)
+    save_load.save_checkpoint(tmp_path, learner, identity, model=str(tiny_qwen), keep=1)
 
     def fail(*_: object) -> None:
         raise error
@@ -56,7 +56,7 @@ def test_a_step_says_what_failed_and_the_checkpoint_before_it_goes_on(
         with pytest.raises(LearnerError, match=said):
             learner.step(batch(2))
     assert learner.version == 1
-    found = discovery.newest(tmp_path, identity)
+    found = discovery.find_newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), TRAIN, initial=str(tiny_qwen))
     save_load.restore(again, found)

@@ -23,7 +23,7 @@ from swarmq.learner.algorithms.losses import LOSSES
 from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch, Weigher, build_rank_batch, idle_micro_batch
 from swarmq.learner.health.signs import SignWatch
 from swarmq.learner.model import logprob_head
-from swarmq.learner.model.layout_model import evaluating
+from swarmq.learner.model.layout_model import evaluation_mode
 from swarmq.learner.model.loading import load_lm
 from swarmq.learner.train.metrics import MetricSums
 from swarmq.learner.train.trainer import Trainer
@@ -371,7 +371,7 @@ def test_a_router_chooses_in_training_what_it_chooses_in_an_engine(
     for one in work(routed, PLAIN).passes:
         with torch.no_grad():
             ours = routed.model(routed.laid(one)).logprobs
-        with evaluating(routed.model):
+        with evaluation_mode(routed.model):
             wanted = routed.model(routed.laid(one)).logprobs
         torch.testing.assert_close(ours, wanted, rtol=0, atol=1e-5)
     assert routed.model.training

@@ -14,14 +14,14 @@ from structlog.testing import capture_logs
 from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.memory import host
-from swarmq.learner.memory.estimate import GIB, Shape, host_bytes
-from swarmq.learner.memory.host import Room, rooms
-from swarmq.learner.memory.plan import check_host, shape_of
+from swarmq.learner.memory.estimate import GIB, ModelShape, host_bytes
+from swarmq.learner.memory.host import HostRoom, measure_rooms
+from swarmq.learner.memory.plan import check_host, load_shape
 from swarmq.learner.memory.ranks import ranks_of_this_host
 from swarmq.learner.train import trainer
 
 SHARED = Train(sharding="full", mixed_precision="bf16")
-SHAPE = Shape(parameters=1000, hidden=8, layers=2, fans=100)
+SHAPE = ModelShape(parameters=1000, hidden=8, layers=2, fans=100)
 NODE = range(8)
 
 
@@ -51,11 +51,11 @@ OLD = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 def test_a_machine_of_metal_has_what_it_has_and_a_virtual_one_may_be_given_more(tmp_path: Path) -> None:
-    (metal,) = rooms(make_host(tmp_path / "metal"))
-    assert metal == Room(whose="the host", total=66 * GIB, free=50 * GIB, bound=66 * GIB)
-    (virtual,) = rooms(make_host(tmp_path / "virtual", flags="fpu hypervisor sse"))
+    (metal,) = measure_rooms(make_host(tmp_path / "metal"))
+    assert metal == HostRoom(whose="the host", total=66 * GIB, free=50 * GIB, bound=66 * GIB)
+    (virtual,) = measure_rooms(make_host(tmp_path / "virtual", flags="fpu hypervisor sse"))
     assert virtual == msgspec.structs.replace(metal, bound=None)
-    assert rooms(tmp_path / "another system") == []
+    assert measure_rooms(tmp_path / "another system") == []
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_limit_of_a_cgroup_bounds_what_is_not_held_but_for_files(
     cgroup: str, mount: str, names: tuple[str, str, str], tmp_path: Path
 ) -> None:
     files = cgroup_files(mount, names, str(32 * GIB))
-    limited, host = rooms(make_host(tmp_path, cgroup=cgroup, **files))
+    limited, host = measure_rooms(make_host(tmp_path, cgroup=cgroup, **files))
     assert names[0] in limited.whose
     assert limited.free == limited.bound == (32 - (20 - 6) + 2) * GIB
     assert limited.total == 34 * GIB
@@ -82,7 +82,7 @@ def test_a_limit_of_a_cgroup_bounds_what_is_not_held_but_for_files(
 
 def test_a_cgroup_without_a_limit_says_nothing(tmp_path: Path) -> None:
     files = cgroup_files("sys/fs/cgroup/mine", NEW, "max\n")
-    assert [room.whose for room in rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
+    assert [room.whose for room in measure_rooms(make_host(tmp_path, cgroup="0::/mine\n", **files))] == ["the host"]
 
 
 def test_a_process_has_no_more_addresses_than_its_limit(tmp_path: Path) -> None:
@@ -92,21 +92,21 @@ def test_a_process_has_no_more_addresses_than_its_limit(tmp_path: Path) -> None:
         "proc/self/limits": rows.format(32 * GIB),
         "proc/self/status": f"Name:\tpython\nVmSize:\t{20 * GIB // 1024} kB\n",
     }
-    limited, host = rooms(make_host(tmp_path, **files))
-    assert limited == Room(whose="this process (ulimit -v)", total=32 * GIB, free=12 * GIB, bound=None)
+    limited, host = measure_rooms(make_host(tmp_path, **files))
+    assert limited == HostRoom(whose="this process (ulimit -v)", total=32 * GIB, free=12 * GIB, bound=None)
     assert host.whose == "the host"
-    assert rooms(make_host(tmp_path, **files | {"proc/self/limits": rows.format("unlimited")})) == [host]
+    assert measure_rooms(make_host(tmp_path, **files | {"proc/self/limits": rows.format("unlimited")})) == [host]
 
 
 @pytest.mark.parametrize(("flags", "bound"), [("fpu", 40 * GIB), ("fpu hypervisor", None)])
 def test_a_strict_kernel_promises_no_more_than_it_can_keep(flags: str, bound: int | None, tmp_path: Path) -> None:
     files = {"proc/sys/vm/overcommit_memory": "2\n"}
     promised = {"CommitLimit": 40 * GIB, "Committed_AS": 15 * GIB}
-    strict, _ = rooms(make_host(tmp_path, flags=flags, memory=promised, **files))
+    strict, _ = measure_rooms(make_host(tmp_path, flags=flags, memory=promised, **files))
     assert "vm.overcommit_memory = 2" in strict.whose
     assert (strict.total, strict.free, strict.bound) == (40 * GIB, 25 * GIB, bound)
     files = {"proc/sys/vm/overcommit_memory": "0\n"}
-    assert len(rooms(make_host(tmp_path, flags=flags, memory=promised, **files))) == 1
+    assert len(measure_rooms(make_host(tmp_path, flags=flags, memory=promised, **files))) == 1
 
 
 def test_the_limits_of_this_very_process_are_read() -> None:
@@ -115,7 +115,7 @@ def test_the_limits_of_this_very_process_are_read() -> None:
     limit = 1 << 45 if soft == resource.RLIM_INFINITY else soft
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
-        (own,) = [room for room in rooms() if "ulimit" in room.whose]
+        (own,) = [room for room in measure_rooms() if "ulimit" in room.whose]
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     assert own.total == limit
@@ -152,14 +152,14 @@ def test_what_is_kept_in_host_memory_between_uses_counts_there() -> None:
     assert needed(range(1), full=False, cuda=False) == 16
 
 
-def here(free: int, *, bound: int | None) -> list[Room]:
-    return [Room(whose="the host", total=1 << 20, free=free, bound=bound)]
+def here(free: int, *, bound: int | None) -> list[HostRoom]:
+    return [HostRoom(whose="the host", total=1 << 20, free=free, bound=bound)]
 
 
 def test_a_host_that_cannot_have_the_memory_is_refused_and_says_what_is_missing(
     tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape, source = shape_of(str(tiny_qwen)), str(tiny_qwen)
+    shape, source = load_shape(str(tiny_qwen)), str(tiny_qwen)
     monkeypatch.setenv("WORLD_SIZE", "4")
     room = 4 * 4 * shape.parameters
     with capture_logs() as logs:
@@ -190,7 +190,7 @@ def test_memory_that_others_may_give_up_is_a_warning(tiny_qwen: Path) -> None:
 
 
 def test_a_learner_looks_before_it_loads(tiny_qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "rooms", lambda: here(0, bound=0))
+    monkeypatch.setattr(host, "measure_rooms", lambda: here(0, bound=0))
     monkeypatch.setattr(trainer, "load_lm", lambda *_, **__: pytest.fail("it loads"))
     with pytest.raises(LearnerError, match="does not fit the host"):
         trainer.Trainer(str(tiny_qwen), Train(token_log=False, trackers=()))

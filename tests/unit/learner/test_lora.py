@@ -19,11 +19,11 @@ from swarmq.config import Lora, Loss, Train
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
 from swarmq.learner.checkpoint import save_load
-from swarmq.learner.checkpoint.discovery import newest
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.checkpoint.discovery import find_newest
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.lora import MARK
 from swarmq.learner.store.records import BatchIndex, BatchRecord, RunIdentity
-from swarmq.learner.teachers.reference_models import Frozen
+from swarmq.learner.teachers.reference_models import FrozenModel
 from swarmq.learner.train.trainer import Trainer
 from swarmq.weights.format.packing import Adapter, Packed, made
 from swarmq.weights.push.transfers import distinct
@@ -48,7 +48,7 @@ def has_adapters(lm: torch.nn.Module) -> bool:
 
 
 def logprobs(model: torch.nn.Module, one: MicroBatch) -> torch.Tensor:
-    return model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs.detach()
+    return model(PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs.detach()
 
 
 @pytest.fixture(params=["dense", "experts"])
@@ -124,9 +124,9 @@ def test_what_is_pushed_is_merged_tensor_by_tensor(tiny_qwen: Path, monkeypatch:
 def test_a_checkpoint_is_a_whole_model_and_goes_on_exactly(model: Path, tmp_path: Path) -> None:
     trainer, identity = Trainer(str(model), TRAIN), RunIdentity(run="r", policy="main", model=str(model))
     trainer.step(record(1))
-    save_load.save(tmp_path, trainer, identity, model=str(model), keep=1)
+    save_load.save_checkpoint(tmp_path, trainer, identity, model=str(model), keep=1)
     trainer.step(record(2))
-    found = newest(tmp_path, identity)
+    found = find_newest(tmp_path, identity)
     assert found is not None
     assert {file.name for file in model.glob("*.json")} <= {file.name for file in found.path.glob("*.json")}
     assert not has_adapters(AutoModelForCausalLM.from_pretrained(found.path))
@@ -198,11 +198,11 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
         RunIdentity(run="r", policy="main", model=str(model)),
     )
     trainer = Trainer(str(model), train)
-    initial = Frozen(str(model), trainer.accelerator, role="reference", vocab=0)
+    initial = FrozenModel(str(model), trainer.accelerator, role="reference", vocab=0)
     works = build_rank_batch(EPISODES, train, trainer.traits).passes
 
     def judged(by: Any) -> list[torch.Tensor]:
-        return [by.logprobs(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
+        return [by.logprobs(PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)) for one in works]
 
     def same(policy: Trainer) -> bool:
         ours = judged(policy.frozen.of(train)["reference"])
@@ -214,8 +214,8 @@ def test_the_reference_is_the_initial_model_after_steps_and_after_a_resume(
     for version in (1, 2):
         trainer.step(record(version, train))
         assert same(trainer)
-    save_load.save(tmp_path, trainer, identity, model=str(model), keep=1)
-    found = newest(tmp_path, identity)
+    save_load.save_checkpoint(tmp_path, trainer, identity, model=str(model), keep=1)
+    found = find_newest(tmp_path, identity)
     assert found is not None
     again = Trainer(str(found.path), train, initial=str(model))
     save_load.restore(again, found)
@@ -248,7 +248,7 @@ def test_adapters_are_on_and_trained_again_when_the_reference_fails(model: Path)
     before, trained = logprobs(trainer.model, one), [p.requires_grad for p in trainer.lm.parameters()]
     with pytest.raises(IndexError):
         trainer.frozen.of(HELD)["reference"].logprobs(
-            Placed.of(msgspec.structs.replace(one.layout, token_ids=one.layout.token_ids + 10**6), CPU),
+            PlacedLayout.of(msgspec.structs.replace(one.layout, token_ids=one.layout.token_ids + 10**6), CPU),
             torch.from_numpy(one.temperatures),
         )
     assert torch.equal(logprobs(trainer.model, one), before)
@@ -267,5 +267,7 @@ def saved(model: Path, train: Train, folder: Path) -> Path:
     """The checkpoint of a run that made a step."""
     trainer = Trainer(str(model), train)
     trainer.step(record(1))
-    save_load.save(folder, trainer, RunIdentity(run="r", policy="main", model=str(model)), model=str(model), keep=1)
+    save_load.save_checkpoint(
+        folder, trainer, RunIdentity(run="r", policy="main", model=str(model)), model=str(model), keep=1
+    )
     return folder / "step-00000001"

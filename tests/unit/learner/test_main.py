@@ -23,7 +23,7 @@ def test_a_collector_runs_beside_the_training_unless_it_is_told_off(
         yield
         running.clear()
 
-    monkeypatch.setattr(main, "collector_beside", collector)
+    monkeypatch.setattr(main, "run_collector", collector)
     monkeypatch.setattr(main, "train", lambda *_, **__: seen.append(list(running)))
     main.run(
         SwarmJob.build({"run": "r", "folder": str(tmp_path), "policies": {"main": {"model": "m"}}}), "main", **arguments

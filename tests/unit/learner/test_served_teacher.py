@@ -20,7 +20,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.doctor.examine import layouts_agree
 from swarmq.learner.feed.ipc import StopSignal
 from swarmq.learner.store.records import BatchIndex, BatchReady, BatchRecord, ToIO, Warn, encode_record
-from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.train import loop
 from swarmq.learner.train.loop import Learner
 from swarmq.learner.train.trainer import Trainer
@@ -196,8 +196,8 @@ def test_a_batch_of_a_teacher_that_has_moved_is_trained_with_it_where_it_is_now(
 
 
 def test_who_does_not_answer_is_told_from_who_refuses(teacher: Vllm) -> None:
-    assert trouble_of(teacher.url) == trouble_of(f"{teacher.url}/none") == ""
-    assert trouble_of("http://127.0.0.1:9").startswith("does not answer (")
+    assert find_teacher_trouble(teacher.url) == find_teacher_trouble(f"{teacher.url}/none") == ""
+    assert find_teacher_trouble("http://127.0.0.1:9").startswith("does not answer (")
 
 
 def test_a_served_teacher_does_not_judge_other_temperatures(tiny_qwen: Path, teacher: Vllm) -> None:

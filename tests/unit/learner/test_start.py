@@ -28,7 +28,7 @@ class SharedGpu:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, too_small: bool = False) -> None:
         self.seen: list[str] = []
         self.too_small = too_small
-        monkeypatch.setattr(trainer, "stays_gathered", lambda *_: self.check())
+        monkeypatch.setattr(trainer, "can_stay_gathered", lambda *_: self.check())
         monkeypatch.setattr(loop, "_control_group", object)
         monkeypatch.setattr(torch.distributed, "barrier", lambda group: self.seen.append("met" if group else "alone"))
 

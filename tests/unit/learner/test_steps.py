@@ -16,7 +16,7 @@ from swarmq.errors import LearnerError
 from swarmq.learner.algorithms.advantages import compute_advantages
 from swarmq.learner.batching.batch_split import merge_metrics, split_groups
 from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
-from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import BatchIndex, BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
@@ -27,7 +27,7 @@ TRAIN = Train(gradient_checkpointing=False, learning_rate=1e-2, warmup_steps=0, 
 
 
 def logprobs(trainer: Trainer, one: MicroBatch) -> torch.Tensor:
-    return trainer.model(Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs
+    return trainer.model(PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)).logprobs
 
 
 def record(train: Train, version: int = 1) -> BatchRecord:
@@ -97,7 +97,7 @@ def test_distillation_moves_the_policy_towards_its_teacher(tiny_qwen: Path, othe
     trainer = Trainer(str(tiny_qwen), train)
     (one,) = build_rank_batch(BATCH, train, trainer.traits).passes
     teacher = trainer.frozen.of(train)["teacher"].logprobs(
-        Placed.of(one.layout, CPU), torch.from_numpy(one.temperatures)
+        PlacedLayout.of(one.layout, CPU), torch.from_numpy(one.temperatures)
     )
 
     def distance() -> float:

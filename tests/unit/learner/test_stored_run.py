@@ -38,7 +38,7 @@ def test_every_batch_is_read(stored):
 def test_checkpoints_are_sound(stored):
     _, folder = stored
     found = sorted(folder.checkpoints("main").glob("step-*"))
-    assert [discovery.check(path).version for path in found] == [10, 17]
+    assert [discovery.verify(path).version for path in found] == [10, 17]
 
 
 def test_a_replay_from_a_stored_checkpoint_gives_the_stored_weights(stored, tmp_path):

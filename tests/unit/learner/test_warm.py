@@ -24,7 +24,14 @@ from swarmq.cli import main
 from swarmq.config import Policy, SwarmJob, Train
 from swarmq.errors import LearnerError, TaskError
 from swarmq.learner.train.trainer import Trainer
-from swarmq.learner.warm_start import Progress, WarmStart, demonstration, longest, read, warm
+from swarmq.learner.warm_start import (
+    WarmStart,
+    WarmStartProgress,
+    longest_call,
+    parse_demonstration,
+    read_demonstrations,
+    warm,
+)
 
 TRAIN = Train(learning_rate=3e-3, warmup_steps=0, micro_batch_tokens=256, gradient_checkpointing=False, trackers=())
 CHAT = [
@@ -45,7 +52,7 @@ def text(tokenizer: Any, packed: bytes) -> str:
 
 
 def test_everything_the_assistant_says_is_a_turn_up_to_its_end_of_turn(tokenizer: Any) -> None:
-    episode = demonstration(json.dumps({"messages": CHAT}), tokenizer, where="here")
+    episode = parse_demonstration(json.dumps({"messages": CHAT}), tokenizer, where="here")
     assert [text(tokenizer, turn.sampled_ids) for turn in episode.turns] == [
         "The answer is 42.<|im_end|>",
         "Yes.<|im_end|>",
@@ -53,7 +60,8 @@ def test_everything_the_assistant_says_is_a_turn_up_to_its_end_of_turn(tokenizer
     asked = tokenizer.apply_chat_template(CHAT[:3], add_generation_prompt=True, tokenize=False)
     assert text(tokenizer, episode.turns[1].prompt_ids) == asked
     assert (
-        longest(episode) == sum(len(part) for part in (episode.turns[1].prompt_ids, episode.turns[1].sampled_ids)) // 4
+        longest_call(episode)
+        == sum(len(part) for part in (episode.turns[1].prompt_ids, episode.turns[1].sampled_ids)) // 4
     )
 
 
@@ -64,7 +72,7 @@ def test_words_are_spelled_as_they_are_in_their_place(tokenizer: Any) -> None:
         "{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>assistant\n{% endif %}"
     )
-    turn = demonstration(json.dumps({"messages": CHAT}), spaced, where="here").turns[1]
+    turn = parse_demonstration(json.dumps({"messages": CHAT}), spaced, where="here").turns[1]
     ids = np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4").tolist()
     in_place = spaced(spaced.apply_chat_template(CHAT, tokenize=False), add_special_tokens=False).input_ids
     assert ids == in_place[: len(ids)]
@@ -91,7 +99,7 @@ def test_a_turn_ends_where_an_engine_would_end_it(template: str, ends: list[str]
         + "{% endif %}{% endfor %}"
     )
     chat = json.dumps({"messages": [CHAT[0], CHAT[3]]})
-    [turn] = demonstration(chat, base, where="here", ends=base.convert_tokens_to_ids(ends)).turns
+    [turn] = parse_demonstration(chat, base, where="here", ends=base.convert_tokens_to_ids(ends)).turns
     assert text(base, turn.sampled_ids) == said
 
 
@@ -126,7 +134,7 @@ def test_the_loss_that_is_reported_is_in_nats_a_token(normalisation: str, tmp_pa
     warm(msgspec.structs.replace(plan, train=msgspec.structs.replace(TRAIN, normalisation=normalisation)), seen.append)
     lm, tokenizer = AutoModelForCausalLM.from_pretrained(plan.model), AutoTokenizer.from_pretrained(plan.model)
     nats = []
-    for turn in (turn for episode in read(plan.demonstrations, tokenizer) for turn in episode.turns):
+    for turn in (turn for episode in read_demonstrations(plan.demonstrations, tokenizer) for turn in episode.turns):
         ids = torch.tensor(np.frombuffer(turn.prompt_ids + turn.sampled_ids, "<i4")[None]).long()
         likely = lm(ids).logits.float().log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
         nats += (-likely[len(turn.prompt_ids) // 4 - 1 :, 0]).tolist()
@@ -154,14 +162,14 @@ def test_a_line_that_cannot_be_used_is_named(line: str, match: str, tokenizer: A
     path = tmp_path / "demonstrations.jsonl"
     path.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
     with pytest.raises(TaskError, match=match):
-        list(read(path, tokenizer))
+        list(read_demonstrations(path, tokenizer))
 
 
 def test_a_line_ends_where_json_lines_end_and_a_file_may_begin_with_a_mark(tokenizer: Any, tmp_path: Path) -> None:
     path = tmp_path / "demonstrations.jsonl"
     chat = [CHAT[0], {"role": "assistant", "content": "one\u2028paragraph"}]
     path.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\r\n", encoding="utf-8-sig")
-    [episode] = read(path, tokenizer)
+    [episode] = read_demonstrations(path, tokenizer)
     assert "one\u2028paragraph" in text(tokenizer, episode.turns[0].sampled_ids)
 
 
@@ -255,7 +263,7 @@ def test_a_model_that_cannot_be_written_ends_it_without_a_folder(
 def test_a_second_one_for_the_same_folder_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     plan = started(tmp_path)
 
-    def again(_: Progress) -> None:
+    def again(_: WarmStartProgress) -> None:
         with pytest.raises(LearnerError, match=rf"is in use by process {os.getpid()}"):
             warm(plan, lambda _: None)
 
@@ -276,7 +284,7 @@ def test_what_a_killed_one_left_is_in_nobodys_way(tmp_path: Path) -> None:
 def test_a_folder_that_appears_meanwhile_is_left_alone_and_the_model_is_kept(tmp_path: Path) -> None:
     plan = started(tmp_path)
 
-    def appear(_: Progress) -> None:
+    def appear(_: WarmStartProgress) -> None:
         plan.out.mkdir()
         (plan.out / "notes").write_text("mine")
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from swarmq.learner.model import batched_attention
-from swarmq.learner.model.batched_attention import TOLERATED_WASTE, batches_of
+from swarmq.learner.model.batched_attention import TOLERATED_WASTE, build_batches
 from swarmq.learner.model.layout_attention import Visibility
 from swarmq.timeline import PrefixTree, row_layouts
 from swarmq.timeline.layout import visible
@@ -21,7 +21,7 @@ def laid(way, make_group):
 
 def batches(layout, window):
     visibility = Visibility(layout, CPU, compiled=False)
-    return batches_of(visibility.nodes, visibility.paths, window, CPU)
+    return build_batches(visibility.nodes, visibility.paths, window, CPU)
 
 
 def seen(made, size):
@@ -65,5 +65,5 @@ def test_little_is_padded_where_it_would_cost(make_group, monkeypatch, way):
 
 def test_no_mask_grows_with_the_square_of_a_long_node(monkeypatch):
     monkeypatch.setattr(batched_attention, "PIECE", 8)
-    made = batches_of([(0, 100), (100, 200)], [[(0, 100)], [(0, 200)]], None, CPU)
+    made = build_batches([(0, 100), (100, 200)], [[(0, 100)], [(0, 200)]], None, CPU)
     assert all(batch.queries.shape[1] <= 8 for batch in made.batches if batch.mask is not None)

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.forks import make_group
-from swarmq.learner.model.attention_check import Recorded, attend_as_ranks
-from swarmq.learner.model.context_parallel import ALONE, Context, _by_rank, _in_order, cut
+from swarmq.learner.model.attention_check import RecordingVisibility, attend_as_ranks
+from swarmq.learner.model.context_parallel import ALONE, ContextGroup, _by_rank, _in_order, cut_for_rank
 from swarmq.learner.model.layout_attention import BLOCK, LENGTHS, Visibility
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import PrefixTree, lay_rows, row_layouts, standalone, unfold
 from swarmq.timeline.layout import visible
 
@@ -19,7 +19,7 @@ RANKS = [2, 3, 4, 8]
 
 
 def parts_of(layout, ranks, block=1):
-    return [cut(layout, Context(ranks, rank), block=block) for rank in range(ranks)]
+    return [cut_for_rank(layout, ContextGroup(ranks, rank), block=block) for rank in range(ranks)]
 
 
 def layouts(seed, turns=5):
@@ -66,7 +66,7 @@ def test_blocks_and_masks_are_those_of_the_layout(ranks, window):
         allowed = visible(whole, window)
         found = []
         for part in parts_of(layout, ranks, BLOCK):
-            context = Context(ranks, len(found))
+            context = ContextGroup(ranks, len(found))
             visibility = Visibility(layout, CPU, compiled=True, part=part, context=context)
             seen = dense(visibility.block_mask(window))
             queries, keys = len(part.tokens), whole.num_tokens
@@ -99,8 +99,8 @@ def test_there_is_one_kernel_for_each_length(ranks):
     """However a pass is cut."""
     shapes = {}
     for length in (100, 1000, 1025, 3000, 4096, 5000, 8192, 9000, 16384):
-        layout, context = one_row(length), Context(ranks)
-        part = cut(layout, context, block=BLOCK)
+        layout, context = one_row(length), ContextGroup(ranks)
+        part = cut_for_rank(layout, context, block=BLOCK)
         visibility = Visibility(layout, CPU, compiled=True, part=part, context=context)
         assert visibility.padded_length in LENGTHS
         assert len(part.tokens) <= visibility.padded_queries <= visibility.padded_length / ranks + BLOCK
@@ -113,12 +113,12 @@ def test_there_is_one_kernel_for_each_length(ranks):
 def test_what_ranks_attend_to_together_is_what_one_does(make_model, name, ranks):
     """Windows, capped scores and sinks, with the gradients of all."""
     for layout in layouts(seed=5)[:2]:
-        model, recorded = LayoutModel(make_model(name)), Recorded(layout, CPU)
-        placed = Placed.of(layout, CPU)
-        model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
+        model, recorded = LayoutModel(make_model(name)), RecordingVisibility(layout, CPU)
+        placed = PlacedLayout.of(layout, CPU)
+        model(PlacedLayout(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
         alone = [Visibility(layout, CPU, compiled=False)]
         cut_up = [
-            Visibility(layout, CPU, compiled=False, part=part, context=Context(ranks, rank))
+            Visibility(layout, CPU, compiled=False, part=part, context=ContextGroup(ranks, rank))
             for rank, part in enumerate(parts_of(layout, ranks))
         ]
         for call in recorded.calls:

@@ -5,7 +5,7 @@ from transformers import AutoConfig
 
 from swarmq.learner.memory.outline import build_outline
 from swarmq.learner.model import logprob_head
-from swarmq.learner.model.logprob_head import CPU_CHUNK, Form, Head, head_of, score, score_logits
+from swarmq.learner.model.logprob_head import CPU_CHUNK, LmHead, LogitForm, get_head, score_hidden, score_logits
 
 TOKENS, WIDTH, VOCAB = 11, 6, 37
 SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS = CPU_CHUNK // 8
@@ -34,10 +34,10 @@ def plainly(hidden, weight, bias, form, targets, temperatures):
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS])
-@pytest.mark.parametrize("form", [Form(), Form(0.3, None), Form(1.0, 2.0), Form(0.5, 3.0)])
+@pytest.mark.parametrize("form", [LogitForm(), LogitForm(0.3, None), LogitForm(1.0, 2.0), LogitForm(0.5, 3.0)])
 def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
     hidden, weight, bias, targets, temperatures = make_inputs(vocab)
-    scored = score(hidden, Head(weight, bias, form), targets, temperatures)
+    scored = score_hidden(hidden, LmHead(weight, bias, form), targets, temperatures)
     expected, entropy = plainly(hidden, weight, bias, form, targets, temperatures)
     assert torch.allclose(scored.logprobs, expected, atol=1e-5)
     assert torch.allclose(scored.entropies, entropy, rtol=1e-4, atol=1e-5)
@@ -59,14 +59,14 @@ def test_chunks_give_the_plain_computation_and_its_gradient(form, vocab):
 )
 def test_a_cap_of_the_logits_is_found_by_the_name_that_its_family_has_for_it(family, name):
     config = AutoConfig.for_model(family, num_hidden_layers=3, vocab_size=VOCAB, **{name: 7.0})
-    assert head_of(build_outline(family, config)).form.softcap == 7.0
+    assert get_head(build_outline(family, config)).form.softcap == 7.0
 
 
 def test_a_rank_without_tokens_has_a_gradient_of_zeros(inputs):
     """A rank without work still takes part in the exchange of gradients."""
     hidden, weight, bias, _, _ = inputs
     none = torch.empty(0, dtype=torch.long)
-    scored = score(hidden[:0], Head(weight, bias), none, torch.empty(0))
+    scored = score_hidden(hidden[:0], LmHead(weight, bias), none, torch.empty(0))
     scored.logprobs.sum().backward()
     assert not weight.grad.any()
     assert not bias.grad.any()
@@ -78,7 +78,7 @@ def test_a_head_that_is_not_trained_costs_no_gradient_and_passes_the_same_on(voc
 
     def gradient(*head):
         asked = (hidden, *(each for each in head if each.requires_grad))
-        logprobs = score(hidden, Head(*head), targets, temperatures).logprobs
+        logprobs = score_hidden(hidden, LmHead(*head), targets, temperatures).logprobs
         with FlopCounterMode(display=False) as counted:
             above, *_ = torch.autograd.grad(logprobs.sum(), asked)
         return above, counted.get_total_flops()
@@ -91,7 +91,7 @@ def test_a_head_that_is_not_trained_costs_no_gradient_and_passes_the_same_on(voc
 
 def test_entropies_carry_no_gradient(inputs):
     hidden, weight, bias, targets, temperatures = inputs
-    assert not score(hidden, Head(weight, bias), targets, temperatures).entropies.requires_grad
+    assert not score_hidden(hidden, LmHead(weight, bias), targets, temperatures).entropies.requires_grad
     assert not score_logits(hidden @ weight.t(), targets, temperatures).entropies.requires_grad
 
 
@@ -105,7 +105,7 @@ def kept_for_backward(compute):
 def test_logits_never_exist_at_once():
     """Of so large a vocabulary the gradients of one chunk are kept, and those of no more."""
     hidden, weight, bias, targets, temperatures = make_inputs(SO_LARGE_THAT_CHUNKS_HOLD_EIGHT_TOKENS)
-    kept = kept_for_backward(lambda: score(hidden, Head(weight, bias), targets, temperatures))
+    kept = kept_for_backward(lambda: score_hidden(hidden, LmHead(weight, bias), targets, temperatures))
     made = sum(x.numel() for x in kept) - sum(x.numel() for x in (hidden, weight, bias, targets, temperatures))
     assert CPU_CHUNK <= made < CPU_CHUNK + 2 * TOKENS
 
@@ -115,7 +115,7 @@ def test_without_a_gradient_nothing_is_kept(inputs, monkeypatch):
     asked = []
     monkeypatch.setattr(logprob_head, "_slope", lambda *_: asked.append(1))
     with torch.no_grad():
-        score(hidden, Head(weight, bias), targets, temperatures)
+        score_hidden(hidden, LmHead(weight, bias), targets, temperatures)
     assert not asked
 
 

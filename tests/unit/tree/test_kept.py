@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from swarmq.learner.memory.estimate import LAYER_BYTES
 from swarmq.learner.model import activation_checkpointing as keeping
-from swarmq.learner.model.activation_checkpointing import Checkpointing, Kept
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing, KeptActivations
 from swarmq.learner.model.context_parallel import ALONE
 
 LAYERS = 3
@@ -40,7 +40,7 @@ def layers():
 
 
 def with_room(size=1 << 20):
-    kept = Kept()
+    kept = KeptActivations()
     kept.room = size
     return kept
 
@@ -67,7 +67,7 @@ def test_attention_is_computed_again_only_where_memory_is_short(layers, room, co
 def test_a_second_pass_over_a_layout_is_computed_anew(layers):
     layer, kept = layers[0], with_room()
     for x in (torch.ones(2, 4), torch.zeros(2, 4)):
-        assert torch.equal(layer(x, kept), layer(x, Kept()))
+        assert torch.equal(layer(x, kept), layer(x, KeptActivations()))
 
 
 def test_without_a_gradient_nothing_is_kept(layers):
@@ -92,10 +92,10 @@ class Decoder:
     def __init__(self, monkeypatch, layers, total):
         self.total, self.taken = total, 0
         monkeypatch.setattr(keeping, "SHARE", 1)
-        monkeypatch.setattr(keeping, "room", lambda _: self.total - self.taken)
+        monkeypatch.setattr(keeping, "keepable_bytes", lambda _: self.total - self.taken)
         monkeypatch.setattr(keeping, "allocated", lambda _: self.taken)
         monkeypatch.setattr(keeping, "checkpoint", self.checkpoint)
-        self.layers, self.checkpointing = layers, Checkpointing(LAYERS, list)
+        self.layers, self.checkpointing = layers, ActivationCheckpointing(LAYERS, list)
         self.kept, self.context = [], ALONE
 
     def checkpoint(self, layer, *inputs, use_reentrant):
@@ -106,7 +106,7 @@ class Decoder:
     def gradient(self):
         self.layers.zero_grad()
         self.kept, x = [], torch.linspace(-1, 1, 8).view(1, 2, 4)
-        visibility = SimpleNamespace(kept=Kept(), compiled=True, context=self.context)
+        visibility = SimpleNamespace(kept=KeptActivations(), compiled=True, context=self.context)
         self.visibility = visibility
         visibility.kept.attention_bytes, visibility.kept._fits = ATTENTION, True
         for layer in self.layers:
@@ -188,7 +188,7 @@ def later(monkeypatch, *, held, passes, trained=None):
     sizes = {LAYER: True} if trained is None else {trained: True, LAYER - trained: False}
     layers = [Share(size, requires_grad=learns) for _ in range(LAYERS) for size, learns in sizes.items()]
     ends = torch.zeros(ENDS, requires_grad=trained is None)
-    checkpointing = Checkpointing(LAYERS, lambda: [ends, *layers])
+    checkpointing = ActivationCheckpointing(LAYERS, lambda: [ends, *layers])
     checkpointing.held = held
     for learns in passes:
         with torch.set_grad_enabled(learns):

@@ -7,9 +7,9 @@ import torch
 from torch._dynamo.utils import get_optimize_ddp_mode
 
 from swarmq.learner.model import layout_attention, layout_model
-from swarmq.learner.model.attention_check import Recorded, refusal
+from swarmq.learner.model.attention_check import RecordingVisibility, find_refusal
 from swarmq.learner.model.batched_attention import attend_in_batches
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import PrefixTree
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -58,12 +58,12 @@ def checked(make_model, make_group, monkeypatch):
 
     def check(kernel, name="gpt-oss", dtype=torch.float32, *, backward=True, **asked):
         (layout, *_) = PrefixTree(make_group(seed=3)).layouts(2000)
-        model, recorded = LayoutModel(make_model(name)), Recorded(layout, CPU)
-        placed = Placed.of(layout, CPU)
+        model, recorded = LayoutModel(make_model(name)), RecordingVisibility(layout, CPU)
+        placed = PlacedLayout.of(layout, CPU)
         with torch.no_grad():
-            model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
+            model(PlacedLayout(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
         monkeypatch.setattr(layout_attention, "_attend_compiled", kernel)
-        return refusal(recorded.calls, layout, CPU, dtype, backward=backward, **asked)
+        return find_refusal(recorded.calls, layout, CPU, dtype, backward=backward, **asked)
 
     return check
 
@@ -156,9 +156,9 @@ def test_a_full_gpu_is_no_reason_to_compute_rows(checked):
 
 def test_a_layer_of_every_kind_is_tried(make_model, make_group):
     (layout, *_) = PrefixTree(make_group(seed=3)).layouts(2000)
-    model, recorded = LayoutModel(make_model("gpt-oss")), Recorded(layout, CPU)
-    placed = Placed.of(layout, CPU)
-    model(Placed(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
+    model, recorded = LayoutModel(make_model("gpt-oss")), RecordingVisibility(layout, CPU)
+    placed = PlacedLayout.of(layout, CPU)
+    model(PlacedLayout(placed.input_ids, placed.position_ids, placed.predictors, placed.targets, recorded))
     assert [call.form.window for call in recorded.calls] == [7, None]
 
 
@@ -170,7 +170,7 @@ def test_a_model_whose_kernels_are_refused_computes_rows_with_its_own_attention(
         tried.append((len(calls), device, dtype, backward, pass_tokens, ranks))
         return "its attention cannot be compiled for this GPU: too wide"
 
-    monkeypatch.setattr(layout_model, "refusal", check)
+    monkeypatch.setattr(layout_model, "find_refusal", check)
     lm = make_model("mistral").requires_grad_(trained)
     model = LayoutModel(lm, device=CUDA, dtype=torch.bfloat16, pass_tokens=5000, ranks=2)
     assert tried == [(1, CUDA, torch.bfloat16, trained, 5000, 2)]
@@ -182,7 +182,7 @@ def test_layers_are_compiled_whole_for_the_gpu_that_computes_them_wherever_their
     make_model, monkeypatch
 ):
     compiled = []
-    monkeypatch.setattr(layout_model, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(layout_model, "find_refusal", lambda *_, **__: None)
     monkeypatch.setattr(torch, "compile", lambda forward, **_: compiled.append(forward) or forward)
     model = LayoutModel(make_model("mistral"), device=CUDA)
     with torch._dynamo.config.patch(optimize_ddp=True, suppress_errors=False):  # which are the process's
@@ -192,7 +192,7 @@ def test_layers_are_compiled_whole_for_the_gpu_that_computes_them_wherever_their
 
 
 def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monkeypatch):
-    monkeypatch.setattr(layout_model, "refusal", lambda *_, **__: None)
+    monkeypatch.setattr(layout_model, "find_refusal", lambda *_, **__: None)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", lambda box, **_: box)
@@ -205,5 +205,5 @@ def test_a_kernel_that_one_rank_cannot_compile_is_left_to_none(make_model, monke
 
 
 def test_without_a_gpu_there_is_no_kernel_to_try(make_model, monkeypatch):
-    monkeypatch.setattr(layout_model, "refusal", refused)
+    monkeypatch.setattr(layout_model, "find_refusal", refused)
     assert LayoutModel(make_model("mistral")).rows_only is None

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from support.forks import CONFIGS, MIXED, SHARED, VOCAB
 from swarmq.errors import LearnerError
 from swarmq.learner.model.layout_attention import NAME
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm
 from swarmq.timeline import Cost, PrefixTree, lay_rows, row_layouts, standalone, unfold
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def score(model, layout, **options):
-    return model(Placed.of(layout, CPU), **options).logprobs
+    return model(PlacedLayout.of(layout, CPU), **options).logprobs
 
 
 def neighbours(first_token):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.timeline import PrefixTree, row_layouts
 
 pytestmark = pytest.mark.slow
@@ -36,7 +36,7 @@ def oracle(model, group):
 def computed(model, layouts):
     logprobs, loss = {}, 0.0
     for layout in layouts:
-        scored = model(Placed.of(layout, torch.device("cpu")), TEMPERATURE).logprobs
+        scored = model(PlacedLayout.of(layout, torch.device("cpu")), TEMPERATURE).logprobs
         keys = list(zip(layout.episodes.tolist(), layout.turns.tolist(), layout.offsets.tolist(), strict=True))
         logprobs.update(zip(keys, scored.tolist(), strict=True))
         loss += (scored * torch.tensor([weight(*key) for key in keys])).sum()

@@ -13,8 +13,8 @@ from transformers import models as families
 
 from support.forks import MIXED, SHARED
 from swarmq.config import EngineSettings, Policy, Train
-from swarmq.learner.model.context_parallel import Context, cut
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.train.trainer import load_trainer
 from swarmq.timeline import lay_rows, row_layouts, standalone, unfold
 
@@ -66,7 +66,7 @@ def logprobs(model: LayoutModel, *lengths: int) -> torch.Tensor:
     rows = [[standalone([5 + n] * (length - 2), [3, 4], [-1.0] * 2)] for n, length in enumerate(lengths)]
     (layout,) = row_layouts(rows, budget=1000)
     with torch.no_grad():
-        return model(Placed.of(layout, CPU)).logprobs[torch.from_numpy(layout.episodes == 0)]
+        return model(PlacedLayout.of(layout, CPU)).logprobs[torch.from_numpy(layout.episodes == 0)]
 
 
 def angles(model: PreTrainedModel, positions: torch.Tensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ def test_ranks_that_compute_other_tokens_of_a_row_turn_them_alike(name: str) -> 
     rotary = lm.model.rotary_emb
     whole = rotary(torch.zeros(1), position_ids=torch.arange(104)[None], **kinds)[0][0]
     for rank in range(2):
-        positions = torch.from_numpy(cut(layout, Context(2, rank)).positions.astype("int64"))
+        positions = torch.from_numpy(cut_for_rank(layout, ContextGroup(2, rank)).positions.astype("int64"))
         assert torch.equal(rotary(torch.zeros(1), position_ids=positions[None], **kinds)[0][0], whole[positions])
 
 

@@ -194,14 +194,14 @@ def runs(monkeypatch: pytest.MonkeyPatch, placement: Placement, own: Policy, mod
     """As the processes of this plan do: the engine starts, the learner checks its GPU and loads, the engine wakes."""
     shape = shape_of(model)
     monkeypatch.setenv("WORLD_SIZE", str(len(placement.learner)))
-    monkeypatch.setattr(plan, "shape_of", lambda _: shape)
+    monkeypatch.setattr(plan, "load_shape", lambda _: shape)
     assert own.engine.gpu_memory_utilization
     engine = int(own.engine.gpu_memory_utilization * gpu.total)
     assert engine <= gpu.free, "vLLM starts only where it finds its share"
     beside = engine if placement.kind == "shared" else 0
-    ranks, full = len(placement.learner), plan.shard("m", own.train).full
+    ranks, full = len(placement.learner), plan.choose_sharding("m", own.train).full
     free = gpu.free - (ASLEEP if placement.sleep else beside)
-    plan.check_shape(shape, own.train, ranks=ranks, full=full, gpu=plan.Gpu(total=gpu.total, free=free))
+    plan.check_shape(shape, own.train, ranks=ranks, full=full, gpu=plan.GpuMemory(total=gpu.total, free=free))
     assert state_bytes(shape, own.train, ranks=ranks, full=full) + beside <= gpu.free
 
 

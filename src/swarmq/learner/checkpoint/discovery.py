@@ -1,5 +1,5 @@
-"""The checkpoints in a policy's folder, as they are found again: which is the newest sound one, and whether a learner's settings
-continue it. No torch in here."""
+"""Discovery of checkpoints: the newest valid one in a policy's folder, and whether a learner's settings continue it. Without
+torch."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     schema: int
     identity: RunIdentity
     version: int
-    """Weight version; the batch log goes on after it."""
+    """Weight version; the batch log continues after it."""
     files: dict[str, File]
     written_at: float
     swarmq: str
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint that was found and checked."""
+    """A checkpoint that was found and verified."""
 
     path: Path
     version: int
 
 
-def newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> Checkpoint | None:
-    """The newest sound checkpoint, if any; `hashed` as for `check`.
+def find_newest(folder: Path, identity: RunIdentity, *, hashed: bool = True) -> Checkpoint | None:
+    """Return the newest valid checkpoint, or None; `hashed` as for `verify`.
 
-    Raises LearnerError when one is of another run, policy or model, or from a newer swarmq: that is no damage.
+    Raises LearnerError for a checkpoint of another run, policy or model, or of a newer version: that is not damage.
     """
-    for path in reversed(all_of(folder)):
+    for path in reversed(list_checkpoints(folder)):
         try:
-            manifest = check(path, hashed=hashed)
+            manifest = verify(path, hashed=hashed)
         except DamagedError as error:
             log.warning("checkpoint_damaged", path=str(path), what=str(error), consequence="the one before is used")
             continue
@@ -65,9 +65,11 @@ class DamagedError(Exception):
     """A checkpoint folder is incomplete or was changed; the message says where."""
 
 
-def check(path: Path, *, hashed: bool = True) -> Manifest:
-    """The manifest, when every file is as it was written: what is not `hashed` is known by its size. Raises DamagedError; LearnerError
-    for a newer schema."""
+def verify(path: Path, *, hashed: bool = True) -> Manifest:
+    """Return the manifest if every file is as it was written; without `hashed`, files are compared by size alone.
+
+    Raises DamagedError if not, and LearnerError for a newer schema.
+    """
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         if manifest.schema > SCHEMA:
@@ -82,8 +84,9 @@ def check(path: Path, *, hashed: bool = True) -> Manifest:
     return manifest
 
 
-def check_goes_on(folder: Path, lora: Lora | None) -> None:
-    """Raises LearnerError for a checkpoint whose training `lora` does not continue: its weights would not be those it has."""
+def check_continues(folder: Path, lora: Lora | None) -> None:
+    """Raise LearnerError for a checkpoint whose training the settings `lora` do not continue, because its weights would not be
+    theirs."""
     was = None
     if (file := folder / ADAPTER_FILE).is_file():
         with safe_open(file, framework="np") as opened:
@@ -103,8 +106,8 @@ def _words(lora: Lora | None) -> str:
     return f"train.lora = {{rank = {lora.rank}, alpha = {lora.alpha:g}{modules}}}"
 
 
-def all_of(folder: Path) -> list[Path]:
-    """Oldest first."""
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoint folders, oldest first."""
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdecimal())
 
 

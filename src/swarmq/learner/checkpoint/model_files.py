@@ -1,4 +1,4 @@
-"""What of a trained model is written: taken from it between two steps, put on disk then or beside the steps that follow."""
+"""The files of a trained model, copied between two steps and written at once or while the next steps run."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from swarmq.weights.format.packing import NamedTensors
 
 class Adapters(NamedTuple):
     tensors: Mapping[str, Tensor]
-    """By the names that `lora.load_adapter` knows."""
+    """Adapters by the names that `lora.load_adapter` knows."""
     settings: Lora
 
 
 class ModelFiles(NamedTuple):
-    """What `from_pretrained` loads."""
+    """Content of a folder that `from_pretrained` loads."""
 
     weights: dict[str, Tensor]
-    """By the names that the model's folder has, in host memory."""
+    """Weights by the names of the model's folder, in host memory."""
     configs: tuple[Any, ...]
-    """transformers': the model's, and that of generation, which may name more ends of an answer."""
+    """Configurations of transformers: the model's, and that of generation, which may name further end tokens."""
     adapters: Adapters | None
 
     def write(self, folder: Path) -> None:
@@ -39,18 +39,18 @@ class ModelFiles(NamedTuple):
             lora.save_adapter(self.adapters.tensors, self.adapters.settings, folder)
 
 
-Outline = tuple[str, torch.Size, torch.dtype]
-"""Of a tensor: its name, which nothing else has, and what it is like."""
+CopyOutline = tuple[str, torch.Size, torch.dtype]
+"""(unique name, shape, dtype) of a tensor."""
 
 
 class NotGrantedError(Exception):
-    """The system gives this process no more memory; the message says so."""
+    """The system grants this process no more memory."""
 
 
 class HostCopies:
-    """Tensors in host memory that stay what they are while training goes on.
+    """Copies of tensors in host memory, which stay unchanged while training goes on.
 
-    Their memory is kept for the next ones: getting as much anew takes longer than filling it.
+    Their memory is kept for later copies, because allocating it takes longer than filling it.
     """
 
     def __init__(self) -> None:
@@ -61,22 +61,22 @@ class HostCopies:
         return sum(tensor.nbytes for tensor in self._kept.values())
 
     def of(self, name: str, tensor: Tensor) -> Tensor:
-        """A copy, until the next of that name is asked for."""
+        """Return a copy, valid until the next copy under this name."""
         self.reserve([(name, tensor.shape, tensor.dtype)])
         return self._kept[name].copy_(tensor)
 
     def of_optimizer(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """The same of every tensor in what `Optimizer.state_dict` gave."""
+        """Return copies of every tensor in an `Optimizer.state_dict`."""
         own = {
             index: {name: self.of(_moment(index, name), each) for name, each in values.items()}
             for index, values in state["state"].items()
         }
         return {**state, "state": own}
 
-    def reserve(self, outlines: Iterable[Outline]) -> None:
-        """Get memory for copies now, all of it: a kernel gives what it promised when it is written to, and takes its time.
+    def reserve(self, outlines: Iterable[CopyOutline]) -> None:
+        """Allocate memory for copies now, and touch it, because a kernel provides promised memory only on the first write.
 
-        Raises NotGrantedError when it promises none; all that is kept is given back then, for training needs it more.
+        Raises NotGrantedError if the memory is not granted; all kept memory is then freed, because training needs it more.
         """
         for name, shape, dtype in outlines:
             kept = self._kept.get(name)
@@ -88,24 +88,24 @@ class HostCopies:
         try:
             return torch.empty(shape, dtype=dtype)
         except RuntimeError as error:
-            if not host.refuses(error):
+            if not host.is_out_of_memory(error):
                 raise
             self._kept.clear()
             raise NotGrantedError(f"the system grants no memory for a copy: {str(error).splitlines()[0]}") from error
 
 
-def outlines(weights: NamedTensors, state: Mapping[str, Any]) -> list[Outline]:
-    """Of a model's weights and of what `Optimizer.state_dict` gave: what `HostCopies` holds of them."""
+def outline_copies(weights: NamedTensors, state: Mapping[str, Any]) -> list[CopyOutline]:
+    """Return the outlines of a model's weights and an `Optimizer.state_dict`, as `HostCopies` holds them."""
     moments = [
         (_moment(index, name), each) for index, values in state["state"].items() for name, each in values.items()
     ]
     return [(name, each.shape, each.dtype) for name, each in (*weights, *moments)]
 
 
-def num_bytes(outlines: Iterable[Outline]) -> int:
+def num_bytes(outlines: Iterable[CopyOutline]) -> int:
     return sum(shape.numel() * dtype.itemsize for _, shape, dtype in outlines)
 
 
 def _moment(index: int, name: str) -> str:
-    """Of a parameter, by its number."""
+    """Return the name of a parameter's moment, by the parameter's index."""
     return f"{index}.{name}"

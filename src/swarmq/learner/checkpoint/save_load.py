@@ -1,15 +1,15 @@
-"""Checkpoints: a folder that `from_pretrained` loads, and beside the weights all that continues the run exactly.
+"""Writing and restoring of checkpoints: a folder that `from_pretrained` loads, with everything that continues the run exactly.
 
-    <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
-                              state/   accelerate's: optimizer (whole, also of ranks that share it out), random numbers
-                              manifest.json   schema, identity, version, size and SHA-256 of every file
+  <folder>/step-00000020/   config.json, model.safetensors, tokenizer files   Hugging Face's, FP32 weights
+                            state/   accelerate's: optimizer (whole, also of sharding ranks), random numbers
+                            manifest.json   schema, identity, version, size and SHA-256 of every file
 
-    draw ──> draft ──> training goes on
-               └──> finish: weights and optimizer, checksums, fsync, rename, older ones removed; beside training
+  draft_checkpoint ──> draft ──> training goes on
+                         └──> finish_checkpoint: weights and optimizer, checksums, fsync, rename, prune; beside training
 
-Written under a name that no other draft has, fsynced, then renamed: a folder of that name is whole. The newest one whose checksums
-hold is used; one that is damaged is passed over, aloud. Nothing that is whole is replaced, and what is damaged goes when another
-stands in its place. What cannot be removed stays, and is said once.
+A checkpoint is written under a unique draft name, fsynced, then renamed, so a folder of the final name is complete. The newest
+one with valid checksums is used; damaged ones are skipped with a warning. Complete checkpoints are never replaced, and a
+damaged one goes when a new one takes its place. What cannot be removed stays, with one warning.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from swarmq.learner.checkpoint.discovery import (
     DamagedError,
     File,
     Manifest,
-    all_of,
-    check,
+    list_checkpoints,
+    verify,
     version_of,
 )
-from swarmq.learner.checkpoint.model_files import HostCopies, ModelFiles, NotGrantedError, num_bytes, outlines
-from swarmq.learner.distributed.sharding import WholeState, is_sharded
+from swarmq.learner.checkpoint.model_files import HostCopies, ModelFiles, NotGrantedError, num_bytes, outline_copies
+from swarmq.learner.distributed.sharding import FullOptimizerState, is_sharded
 from swarmq.learner.memory import host
 from swarmq.learner.memory.estimate import GIB, WHOLE_BYTES
 from swarmq.learner.store.durable_files import DiskFullError, fsync_tree, map_os_errors, sha256
@@ -56,12 +56,12 @@ log = structlog.get_logger()
 
 STATE = "state"
 OPTIMIZER = "optimizer.bin"
-"""As accelerate calls it."""
+"""Name of accelerate's file."""
 DRAFT = ".draft-"
 OLD = f"{DRAFT}old-"
-"""What was a checkpoint, and is on its way out."""
+"""Prefix of a checkpoint that is being removed."""
 TORCH_CANNOT_WRITE = ("inline_container", "iostream", "Parent directory")
-"""What stands in a RuntimeError of `torch.save` that is one of the disk; it gives no other sign."""
+"""Texts in a RuntimeError of `torch.save` that mean a disk error; there is no other sign."""
 TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -93,38 +93,39 @@ class TrainerState(Protocol):
         ...
 
 
-def save(folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, keep: int) -> int:
-    """Both, at once: on rank 0 the version of the oldest checkpoint kept. Every rank calls it. Raises LearnerError."""
-    draft = draw(folder, trainer, identity, model=model)
-    oldest = finish(draft, keep=keep) if trainer.accelerator.is_main_process else 0
+def save_checkpoint(folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, keep: int) -> int:
+    """Draft and finish a checkpoint. Returns, on rank 0, the version of the oldest checkpoint kept. Every rank calls it. Raises
+    LearnerError."""
+    draft = draft_checkpoint(folder, trainer, identity, model=model)
+    oldest = finish_checkpoint(draft, keep=keep) if trainer.accelerator.is_main_process else 0
     trainer.accelerator.wait_for_everyone()
     return oldest
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
-    """A checkpoint in the making, which a crash may still take away."""
+    """A checkpoint in the making, which a crash may still lose."""
 
     path: Path
     identity: RunIdentity
     version: int
     writing: tuple[Callable[[], None], ...] = ()
-    """What puts the files there that are not there yet. On rank 0 alone."""
+    """Functions that write the files still missing; on rank 0 alone."""
     whole: bool = False
-    """There is a sound one of this version already, and nothing is to be written."""
+    """Whether there is a valid checkpoint of this version already and nothing is to be written."""
 
     @property
     def target(self) -> Path:
         return self.path.with_name(f"step-{self.version:08d}")
 
 
-def draw(
+def draft_checkpoint(
     folder: Path, trainer: TrainerState, identity: RunIdentity, *, model: str, copies: HostCopies | None = None
 ) -> Draft:
-    """A draft of the trainer's state. Drafts that are there already are removed.
+    """Draft a checkpoint of the trainer's state, after removing earlier drafts. Every rank calls it.
 
-    Training may go on where there are `copies`: what they hold is written later, and what the host has no memory for is written
-    now. Every rank calls it. Raises LearnerError when it cannot be written, DiskFullError where it can be tried again: on every
-    rank, and then all checkpoints are as they were.
+    With `copies`, training may go on: copied data is written later, and data for which the host has no memory is written now.
+    Raises LearnerError if it cannot be written, DiskFullError if it can be tried again: on every rank, and all checkpoints are
+    then unchanged.
     """
     accelerator = trainer.accelerator
     draft = _begun(folder, trainer.version, identity, accelerator)
@@ -145,12 +146,13 @@ def draw(
 
 
 def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accelerator) -> Draft:
-    """The same on every rank: nothing yet, in a folder of its own, for another learner of the same run may be writing, too."""
+    """Return an empty draft, the same on every rank, in a folder of its own, because another learner of the run may be writing,
+    too."""
     path = folder / f"{DRAFT}step-{version:08d}-{secrets.token_hex(4)}"
     draft = Draft(path=path, identity=identity, version=version)
     with _agreed(accelerator, draft):
         if accelerator.is_main_process:
-            clean(folder)
+            remove_drafts(folder)
             draft = msgspec.structs.replace(draft, whole=_is_whole(draft))
             if not draft.whole:
                 (path / STATE).mkdir(parents=True)
@@ -161,7 +163,7 @@ def _begun(folder: Path, version: int, identity: RunIdentity, accelerator: Accel
 def _optimizer_written(
     state: Mapping[str, Any], file: Path, trainer: TrainerState, copies: HostCopies | None
 ) -> list[Callable[[], None]]:
-    """Now, or by what is given back."""
+    """Write the optimizer's state now, or return the function that writes it."""
     if copies is not None:
         if not (short := _short_of_room(copies, state, trainer)):
             try:
@@ -176,7 +178,10 @@ def _optimizer_written(
 def _model_written(
     folder: Path, trainer: TrainerState, copies: HostCopies | None, *, before: list[Callable[[], None]]
 ) -> list[Callable[[], None]]:
-    """The same of the weights. `before`: what is to be written already, which is done now where it has the memory. Every rank calls it."""
+    """Write the weights now, or return the function that writes them. Every rank calls it.
+
+    `before`: functions whose writing is pending; they are called first if they hold the memory.
+    """
     try:
         files = trainer.files(copies)
     except NotGrantedError as error:  # on the one rank that copies, with nobody to wait for it
@@ -189,13 +194,13 @@ def _model_written(
     return [partial(files.write, folder)] if files is not None else []
 
 
-def reserve(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
-    """What gets memory for the copies of the next checkpoint, as far as the host has room: beside training, so that none of it has to
-    be waited for then. Rank 0 alone calls it."""
+def reserve_copies(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
+    """Return a function that allocates memory for the copies of the next checkpoint, as far as the host has room, to be called
+    beside training. Rank 0 alone calls it."""
     if is_sharded(trainer.model):  # whose parts are gathered into other memory
         return lambda: None
     state = trainer.optimizer.state_dict()
-    wanted = [] if _short_of_room(copies, state, trainer) else outlines(trainer.weights_to_write(), state)
+    wanted = [] if _short_of_room(copies, state, trainer) else outline_copies(trainer.weights_to_write(), state)
 
     def get() -> None:
         with contextlib.suppress(NotGrantedError):  # the checkpoint asks again, and says so
@@ -205,21 +210,21 @@ def reserve(trainer: TrainerState, copies: HostCopies) -> Callable[[], None]:
 
 
 def _short_of_room(copies: HostCopies, state: Mapping[str, Any], trainer: TrainerState) -> str | None:
-    """Why there is no room on the host for a copy of the optimizer's state and of the weights, and as much again for others."""
-    moments = num_bytes(outlines((), state))
+    """Return why the host has no room for copies of optimizer state and weights, with as much again for others, or None."""
+    moments = num_bytes(outline_copies((), state))
     gathered = moments if is_sharded(trainer.model) else 0  # which is there by now
     needed = moments + WHOLE_BYTES * trainer.num_parameters - copies.nbytes
-    short = next((room for room in host.rooms() if room.free + gathered < 2 * needed), None)
+    short = next((room for room in host.measure_rooms() if room.free + gathered < 2 * needed), None)
     if short is None:
         return None
     return f"{(short.free + gathered) / GIB:.1f} GiB are free of {short.whose}, and a copy takes {needed / GIB:.1f}"
 
 
-def finish(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
-    """Make a checkpoint of a draft, remove all but the `keep` newest; the version of the oldest one kept.
+def finish_checkpoint(draft: Draft, *, keep: int, check: Callable[[], None] = lambda: None) -> int:
+    """Complete a draft, remove all but the `keep` newest checkpoints, and return the version of the oldest one kept.
 
-    Rank 0 alone calls it; it needs no trainer. `check` may refuse, before each file and before any checkpoint is touched.
-    Raises LearnerError when it cannot be written, DiskFullError where it can be tried again; then the ones before are as they were.
+    Rank 0 alone calls it, without a trainer. `check`: called before each file and before any checkpoint is touched; may raise.
+    Raises LearnerError if it cannot be written, DiskFullError if it can be tried again; earlier checkpoints are then unchanged.
     """
     try:
         with _told(draft):
@@ -241,7 +246,7 @@ def _write(draft: Draft, check: Callable[[], None]) -> None:
 
 
 def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
-    """Optimizer and random numbers; the weights are the trainer's already, loaded from `checkpoint.path`."""
+    """Restore optimizer and random numbers; the trainer's weights were already loaded from `checkpoint.path`."""
     state = checkpoint.path / STATE
     if not (state / OPTIMIZER).is_file():
         raise SetUpError(
@@ -252,14 +257,14 @@ def restore(trainer: TrainerState, checkpoint: Checkpoint) -> None:
     trainer.version = checkpoint.version
 
 
-def clean(folder: Path) -> None:
+def remove_drafts(folder: Path) -> None:
     """Remove drafts that a crash left. Only for the holder of the policy's lock."""
     for draft in folder.glob(f"{DRAFT}*"):
         _remove(draft)
 
 
 def copy_tokenizer(model: str, folder: Path) -> None:
-    """Put the tokenizer's files beside the weights, unchanged where the model is a folder."""
+    """Copy the tokenizer's files beside the weights, unchanged if the model is a folder."""
     if Path(model).is_dir():
         for pattern in TOKENIZER_FILES:
             for file in Path(model).glob(pattern):
@@ -272,7 +277,7 @@ def copy_tokenizer(model: str, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
-    """What one rank cannot do, each raises, and the draft is removed: the others would go on, and wait for that one for ever."""
+    """Raise on every rank what fails on one, and remove the draft: otherwise the other ranks would go on and wait forever."""
     own: LearnerError | None = None
     try:
         with _told(draft):
@@ -289,8 +294,8 @@ def _agreed(accelerator: Accelerator, draft: Draft) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _told(draft: Draft) -> Iterator[None]:
-    """Raises LearnerError for what keeps a draft from being written, also where torch and safetensors say so in errors of their
-    own, neither of which tells a full disk from another."""
+    """Raise LearnerError for errors of writing a draft, including those of torch and safetensors, which do not tell a full disk
+    from others."""
     with map_os_errors(draft.path.parent):
         try:
             yield
@@ -313,17 +318,17 @@ def _told(draft: Draft) -> Iterator[None]:
 
 
 def _is_whole(draft: Draft) -> bool:
-    """Whether there is a sound checkpoint already of what is drawn."""
+    """Return whether there is a valid checkpoint of this version already."""
     try:
-        return draft.target.is_dir() and not draft.identity.difference(check(draft.target).identity)
+        return draft.target.is_dir() and not draft.identity.difference(verify(draft.target).identity)
     except DamagedError:
         return False
 
 
 def _optimizer(trainer: TrainerState) -> Any:
-    """Its state is that of one process, whatever the ranks hold of it."""
+    """Return the optimizer with its state as that of one process, whatever the ranks hold."""
     if is_sharded(trainer.model):
-        return WholeState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
+        return FullOptimizerState(trainer.optimizer, keep=trainer.accelerator.is_main_process)
     return trainer.optimizer
 
 
@@ -351,8 +356,9 @@ def _publish(draft: Draft) -> None:
 
 
 def _prune(folder: Path, version: int, keep: int) -> int:
-    """Remove all but the `keep` newest up to `version`; that of the oldest one kept. Newer ones were passed over as damaged."""
-    paths = [path for path in all_of(folder) if version_of(path) <= version]
+    """Remove all but the `keep` newest checkpoints up to `version` and return the version of the oldest one kept. Newer ones
+    were skipped as damaged."""
+    paths = [path for path in list_checkpoints(folder) if version_of(path) <= version]
     for path in paths[:-keep]:
         with _left(path):
             _remove(_aside(path))
@@ -360,12 +366,12 @@ def _prune(folder: Path, version: int, keep: int) -> int:
 
 
 def _aside(path: Path) -> Path:
-    """The checkpoint under a name that is none's."""
+    """Rename the checkpoint to a unique name and return it."""
     return path.rename(path.with_name(f"{OLD}{path.name}-{secrets.token_hex(4)}"))
 
 
 def _remove(path: Path) -> None:
-    """As much of it as can be: somebody may have put files of his own there."""
+    """Remove as much of the folder as possible; it may contain foreign files."""
     with _left(path):
         shutil.rmtree(path, ignore_errors=True)
         if path.exists():
@@ -374,7 +380,7 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _left(path: Path) -> Iterator[None]:
-    """What cannot be removed is no reason to end."""
+    """Ignore errors of removal."""
     try:
         yield
     except OSError as error:
@@ -383,7 +389,7 @@ def _left(path: Path) -> Iterator[None]:
 
 @cache
 def _say_left(path: Path, what: str) -> None:
-    """Once, not at each checkpoint."""
+    """Warn once about what cannot be removed."""
     log.warning(
         "checkpoint_not_removed", path=str(path), what=what, consequence="it takes room until somebody removes it"
     )

@@ -1,4 +1,4 @@
-"""What the ranks of a learner are to accelerate: made once, before a model is loaded, and left when none trains any more."""
+"""The accelerator of a learner's ranks: created once, before a model is loaded, and left when no model is trained any more."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 
 from swarmq.config import Train
 from swarmq.learner.distributed.launcher_modes import refuse_modes
-from swarmq.learner.distributed.processes import MEETING, own_rank
-from swarmq.learner.distributed.sharding import check_collectives, plugin, shard_on_cpu, shares_out
+from swarmq.learner.distributed.processes import STORE_SOCKET_ENV, own_rank
+from swarmq.learner.distributed.sharding import build_fsdp_plugin, check_collectives, is_sharding, shard_on_cpu
 from swarmq.learner.memory import plan as memory_plan
 from swarmq.learner.memory.ranks import check_rank_count, num_ranks
 
 log = structlog.get_logger()
 
 COMMAND_TIMEOUT = timedelta(days=7)
-"""Ranks wait for rank 0, which waits for episodes: no time is too long, and a dead rank ends all of them."""
+"""Timeout of commands. Ranks wait for rank 0, which waits for rollouts, so no time is too long; a dead rank ends all of them."""
 COLLECTIVE_TIMEOUT = timedelta(hours=1)
-"""Within a step and a checkpoint. A terabyte is written in half of it; a GPU that hangs ends the others after it, and the
-next start goes on."""
+"""Timeout of collectives within a step and a checkpoint. A terabyte is written in half of it; a GPU that hangs ends the other
+ranks after it, and the next start continues."""
 
 
 def make_accelerator(train: Train, source: str = "") -> Accelerator:
-    """For the policy in `source`, whose size decides whether it is sharded."""
+    """Create the accelerator for the policy in `source`, whose size decides whether it is sharded."""
     refuse_modes(os.environ, cuda=torch.cuda.is_available())
     serve_store()
     check_rank_count(train, num_ranks())
-    shard = memory_plan.shard(source, train)
+    shard = memory_plan.choose_sharding(source, train)
     log.info("sharding", full=shard.full, reason=shard.reason)
-    plan = plugin(train) if shard.full else None
+    plan = build_fsdp_plugin(train) if shard.full else None
     accelerator = Accelerator(
         mixed_precision=train.precision(cuda=torch.cuda.is_available()),
         cpu=not torch.cuda.is_available(),
@@ -54,8 +54,8 @@ def make_accelerator(train: Train, source: str = "") -> Accelerator:
 
 @functools.cache
 def serve_store() -> Any:
-    """Where this is rank 0 of our own launcher: serve the store at which ranks meet, on the socket that it gave us."""
-    if MEETING not in os.environ or own_rank() != 0:
+    """On rank 0 of swarmq's own launcher, serve the store at which ranks meet, on the socket that the launcher opened."""
+    if STORE_SOCKET_ENV not in os.environ or own_rank() != 0:
         return None
     distributed: Any = torch.distributed  # which does not export it to type checkers
     return distributed.TCPStore(
@@ -64,35 +64,38 @@ def serve_store() -> Any:
         int(os.environ["WORLD_SIZE"]),
         is_master=True,
         wait_for_workers=False,
-        master_listen_fd=int(os.environ[MEETING]),
+        master_listen_fd=int(os.environ[STORE_SOCKET_ENV]),
     )
 
 
-def stays_gathered(accelerator: Accelerator, train: Train, source: str) -> bool:
-    """Whether layers of a sharded policy can stay gathered from pass to pass: every rank has room for all beside its share.
+def can_stay_gathered(accelerator: Accelerator, train: Train, source: str) -> bool:
+    """Return whether layers of a sharded policy can stay gathered between micro-batches, because every rank has room for all of
+    them.
 
-    Raises LearnerError when it does not fit what is free of this rank's GPU now, or the memory of its host.
+    Raises LearnerError if the policy does not fit the free memory of this rank's GPU, or of its host.
     """
-    ranks, full, gpu = accelerator.num_processes, shares_out(accelerator), None
+    ranks, full, gpu = accelerator.num_processes, is_sharding(accelerator), None
     if accelerator.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(accelerator.device)
-        gpu = memory_plan.Gpu(total=total, free=free)
-        log.info("memory", fits=memory_plan.check(source, train, ranks=ranks, full=full, gpu=gpu))
+        gpu = memory_plan.GpuMemory(total=total, free=free)
+        log.info("memory", fits=memory_plan.check_gpu(source, train, ranks=ranks, full=full, gpu=gpu))
     memory_plan.check_host(source, train, full=full, cuda=gpu is not None)
     if not full:
         return False
-    roomy = torch.tensor([memory_plan.holds_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device)
+    roomy = torch.tensor(
+        [memory_plan.has_room_for_whole(source, train, ranks=ranks, gpu=gpu)], device=accelerator.device
+    )
     held = bool(accelerator.gather(roomy).all())  # the ranks gather together, or wait for each other for ever
     log.info("sharded_layers", stay_gathered=held)
     return held
 
 
-def leave() -> None:
-    """End this process's part among the ranks, if there are several. Models and trainers must be out of use by now.
+def leave_group() -> None:
+    """Leave the process group, if there are several ranks. Models and trainers must be out of use by now.
 
-    After a collective, a thread of Gloo takes the GIL to let go of what it kept of its caller. Until it has, two ways out fail:
-    a process that just ends is aborted, and a DDP model that outlives all other holders of the group waits for that thread
-    and does not give the GIL away. So models go first, and the group then, which waits without the GIL.
+    After a collective, a Gloo thread takes the GIL to release its caller's objects. Until then, two ways out fail: a process
+    that just ends is aborted, and a DDP model that outlives all other holders of the group waits for that thread while holding
+    the GIL. So models are freed first, and then the group is destroyed, which waits without the GIL.
     """
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         gc.collect()

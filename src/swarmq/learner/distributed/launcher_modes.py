@@ -1,6 +1,7 @@
-"""What `accelerate launch` can ask for beside processes, by options or by accelerate's configuration file, and is refused here.
+"""Modes of `accelerate launch`, set by options or by accelerate's configuration file, that a learner refuses.
 
-accelerate takes it from each rank's environment, whatever an `Accelerator` is made with: it would change what is computed.
+accelerate reads them from each rank's environment, whatever an `Accelerator` is created with, and they would change the
+computation.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ MODES = {
     "ACCELERATE_DYNAMO_BACKEND": ("--dynamo_backend", "layers are compiled without it where that is of use"),
     "ACCELERATE_FP8_BACKEND": ("--fp8_backend", "train.mixed_precision says what layers compute in"),
 }
-"""By the variable of its environment: the option, and what there is in its place."""
+"""Environment variable of a mode -> its option, and the alternative in swarmq."""
 OFF = {"", "0", "false", "no"}
 
 
 def refuse_modes(environment: Mapping[str, str], *, cuda: bool) -> None:
-    """`cuda`: whether there is a GPU. Raises LearnerError for what is not done by accelerate here."""
+    """Raise LearnerError for modes that accelerate must not apply here. `cuda`: whether there is a GPU."""
     for axis, name in CUTS.items():
         if (ranks := int(environment.get(f"PARALLELISM_CONFIG_{axis}_SIZE") or 1)) > 1:
             raise SetUpError(

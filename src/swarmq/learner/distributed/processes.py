@@ -1,7 +1,7 @@
-"""The learner's child processes: the collector beside it, and its ranks when there are several.
+"""The learner's child processes: the collector, and the ranks if there are several.
 
-They read the job from a file only the user can read, run in sessions of their own, and end with their parent. A rank
-that dies takes the others with it; the next start resumes from checkpoint and batch log.
+They read the job from a file that only the user can read, run in sessions of their own, and end with their parent. A rank that
+dies ends the others; the next start resumes from checkpoint and batch log.
 """
 
 from __future__ import annotations
@@ -29,36 +29,36 @@ from swarmq.runtime.processes import die_with_parent
 log = structlog.get_logger()
 
 LOOPBACK = "127.0.0.1"
-MEETING = "SWARMQ_RANKS_MEET_ON"
-"""Rank 0's descriptor of the socket that the ranks' store listens on."""
+STORE_SOCKET_ENV = "SWARMQ_RANKS_MEET_ON"
+"""Environment variable with rank 0's descriptor of the socket on which the ranks' store listens."""
 STOP_S = 30.0
 BACKOFF_S = 1.0
-"""A collector that died is started again after this, twice as long each time, up to 32 s."""
+"""Seconds before a dead collector is started again, doubled each time up to 32 s."""
 MAX_BACKOFF_S = 32.0
 WHY = {
     signal.SIGKILL: " (out of memory?)",
     signal.SIGABRT: " (a GPU that stopped answering? NCCL ends a rank that waited too long for the others)",
 }
 HEAR_S = 1.0
-"""A rank that the system killed takes the others with it, and may be heard of after them."""
+"""Seconds to wait for the exit of a rank that the system killed, which may be noticed after the ranks that it ended."""
 STEADY_S = 120.0
-"""One that has lived this long begins with the short wait again."""
+"""Seconds of life after which a process's restart delay is short again."""
 
 
 def own_rank() -> int | None:
-    """This process's rank when a launcher made it one."""
+    """Return this process's rank if a launcher made it one, else None."""
     return int(os.environ["RANK"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def is_main() -> bool:
-    """Whether this process is the only one, or the first of those that a launcher started."""
+    """Return whether this process is the only one, or the first that a launcher started."""
     return own_rank() in (None, 0)
 
 
 @contextlib.contextmanager
-def collector_beside(job: SwarmJob, policy: str) -> Iterator[None]:
-    """Keep `swarmq collector` running while the context is open, and stop it in order at the end."""
-    keeper = Keeper([sys.executable, "-m", "swarmq", "collector", str(job_file(job, policy))])
+def run_collector(job: SwarmJob, policy: str) -> Iterator[None]:
+    """Keep `swarmq collector` running while the context is open, and stop it at the end."""
+    keeper = CommandKeeper([sys.executable, "-m", "swarmq", "collector", str(write_job_file(job, policy))])
     try:
         yield
     finally:
@@ -66,11 +66,11 @@ def collector_beside(job: SwarmJob, policy: str) -> Iterator[None]:
 
 
 def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> None:
-    """Start every rank and wait for all. Raises LearnerError when one fails; the others are stopped then.
+    """Start every rank and wait for all. Raises LearnerError if one fails; the others are then stopped.
 
     SIGTERM and SIGINT reach the ranks as SIGTERM; rank 0 decides when all of them stop.
     """
-    argv = [sys.executable, "-m", "swarmq.learner.rank", str(job_file(job, policy)), policy, str(int(no_push))]
+    argv = [sys.executable, "-m", "swarmq.learner.rank", str(write_job_file(job, policy)), policy, str(int(no_push))]
     ranks = start_ranks(argv, num_ranks)
 
     def forward(*_: object) -> None:
@@ -102,9 +102,8 @@ def run_ranks(job: SwarmJob, policy: str, *, num_ranks: int, no_push: bool) -> N
 
 
 def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[bytes]]:
-    """Start ranks that meet on loopback. By itself torch listens on every interface, whatever MASTER_ADDR says, and whoever reaches
-    that port can take part in a run without a password; so rank 0 gets a socket that is bound already (`accelerator.serve_store`).
-    """
+    """Start ranks that meet on loopback. torch listens on every interface, whatever MASTER_ADDR says, so that anybody who
+    reaches that port could join without a password; rank 0 therefore gets a bound socket (`accelerator.serve_store`)."""
     with socket.create_server((LOOPBACK, 0)) as meeting:
         world = {
             "MASTER_ADDR": LOOPBACK,
@@ -112,7 +111,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
             "WORLD_SIZE": str(num_ranks),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # none of the ranks opens a store of its own
             "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-            MEETING: str(meeting.fileno()),
+            STORE_SOCKET_ENV: str(meeting.fileno()),
         }
         return [
             _start(argv, world | {"RANK": str(n), "LOCAL_RANK": str(n)}, () if n else (meeting.fileno(),))
@@ -121,7 +120,7 @@ def start_ranks(argv: Sequence[str], num_ranks: int) -> list[subprocess.Popen[by
 
 
 def _first_of(number: int, status: int, ended: queue.SimpleQueue[tuple[int, int]]) -> tuple[int, int]:
-    """The rank that failed first, and how."""
+    """Return the rank that failed first, and its status."""
     with contextlib.suppress(queue.Empty):
         while status != -signal.SIGKILL:
             other = ended.get(timeout=HEAR_S)
@@ -137,8 +136,8 @@ def _how(status: int) -> str:
     return f"was killed by {killer.name}{WHY.get(killer, '')}"
 
 
-def job_file(job: SwarmJob, policy: str) -> Path:
-    """The job as the children read it; it may hold the broker's password. Raises LearnerError where it cannot be written."""
+def write_job_file(job: SwarmJob, policy: str) -> Path:
+    """Write the job for the children; the file may contain the broker's password. Raises LearnerError if it cannot be written."""
     path = job.run_folder.path / policy / "job.toml"
     with map_os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -146,7 +145,7 @@ def job_file(job: SwarmJob, policy: str) -> Path:
     return path
 
 
-class Keeper:
+class CommandKeeper:
     """Runs a command until told to stop, and starts it again when it dies."""
 
     def __init__(self, argv: Sequence[str]) -> None:

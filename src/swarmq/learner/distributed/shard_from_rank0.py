@@ -1,10 +1,10 @@
-"""A model that rank 0 alone has loaded, shared out over the ranks: host memory holds it once, however many they are.
+"""Sharding of a model that only rank 0 has loaded, so that host memory holds it once, whatever the number of ranks.
 
-    rank 0   loaded, then empty --FSDP2--> shards without values <--scatter, tensor by tensor-- what was loaded
-    others   empty from the start --^
+  rank 0   loaded, then emptied --FSDP2--> shards without values <--scatter, tensor by tensor-- loaded values
+  others   empty from the start --^
 
-accelerate's own way (`cpu_ram_efficient_loading`) fills host memory with zeros on every rank, which it tells parameters
-apart by, unties weights of models that are wrapped as ours are, and knows no buffers that are saved.
+accelerate's own method (`cpu_ram_efficient_loading`) fills host memory with zeros on every rank to identify parameters, unties
+weights of wrapped models like these, and ignores saved buffers.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from swarmq.errors import LearnerError
-from swarmq.learner.model.attention_check import of_rank_0
+from swarmq.learner.model.attention_check import broadcast_from_rank0
 
 
-class Outline(NamedTuple):
-    """A tensor of a model, without its values."""
+class TensorOutline(NamedTuple):
+    """A tensor of a model without its values."""
 
     first: str
-    """The first of its names; tied weights have several."""
+    """First of its names; tied weights have several."""
     shape: torch.Size
     dtype: torch.dtype
     trained: bool | None
-    """None: a buffer."""
+    """Whether it is a trained parameter; None for a buffer."""
 
 
-def hand_out(model: nn.Module, accelerator: Accelerator) -> Any:
-    """The model, every rank with its shards of the values that rank 0 has; the others' is on the meta device. Every rank calls
-    it. Raises LearnerError when the ranks' models are not made alike."""
-    ours = outlined(model)
-    outlines = of_rank_0(ours)
+def shard_from_rank0(model: nn.Module, accelerator: Accelerator) -> Any:
+    """Return the model with every rank holding its shards of rank 0's values; other ranks pass it on the meta device. Every
+    rank calls it.
+
+    Raises LearnerError if the ranks' models differ in structure.
+    """
+    ours = outline_tensors(model)
+    outlines = broadcast_from_rank0(ours)
     _check_alike(ours, outlines)
     values = {} if on_meta(model) else {name: each.detach() for name, each in _named(model, once=True)}
     _make_empty(model, outlines)
@@ -51,11 +54,11 @@ def on_meta(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
-def outlined(model: nn.Module) -> dict[str, Outline]:
-    """Of every parameter and buffer, under each of its names."""
+def outline_tensors(model: nn.Module) -> dict[str, TensorOutline]:
+    """Return the outlines of every parameter and buffer, under each of its names."""
     first: dict[int, str] = {}
     return {
-        name: Outline(
+        name: TensorOutline(
             first.setdefault(id(each), name),
             each.shape,
             each.dtype,
@@ -70,7 +73,7 @@ def _named(model: nn.Module, *, once: bool = False) -> Iterable[tuple[str, Tenso
     yield from model.named_buffers(remove_duplicate=once)
 
 
-def _check_alike(ours: dict[str, Outline], outlines: dict[str, Outline]) -> None:
+def _check_alike(ours: dict[str, TensorOutline], outlines: dict[str, TensorOutline]) -> None:
     if different := sorted(ours.keys() ^ outlines.keys()):
         raise LearnerError(
             f"the model's weights are not those that its config.json describes: {different[0]} (and {len(different) - 1} more) "
@@ -78,8 +81,8 @@ def _check_alike(ours: dict[str, Outline], outlines: dict[str, Outline]) -> None
         )
 
 
-def _make_empty(model: nn.Module, outlines: dict[str, Outline]) -> None:
-    """Put tensors without values, tied like rank 0's, in the places of all."""
+def _make_empty(model: nn.Module, outlines: dict[str, TensorOutline]) -> None:
+    """Replace all tensors by tensors without values, tied like rank 0's."""
     made: dict[str, Tensor] = {}
     for name, one in outlines.items():
         if one.first not in made:
@@ -93,8 +96,10 @@ def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
     setattr(model.get_submodule(owner), own, tensor)
 
 
-def _fill(model: nn.Module, outlines: dict[str, Outline], values: dict[str, Tensor], accelerator: Accelerator) -> None:
-    """Parameters stay the objects that FSDP2 knows. Rank 0 lets go of what it has sent."""
+def _fill(
+    model: nn.Module, outlines: dict[str, TensorOutline], values: dict[str, Tensor], accelerator: Accelerator
+) -> None:
+    """Fill the shards; parameters stay the objects that FSDP2 knows, and rank 0 frees what it has sent."""
     offloaded = isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, DTensor)
@@ -111,6 +116,6 @@ def _fill(model: nn.Module, outlines: dict[str, Outline], values: dict[str, Tens
         _put(model, name, made[one.first])
 
 
-def _ready(value: Tensor | None, one: Outline, device: torch.device) -> Tensor:
-    """Rank 0's value, or room for it."""
+def _ready(value: Tensor | None, one: TensorOutline, device: torch.device) -> Tensor:
+    """Return rank 0's value, or an empty tensor for it."""
     return torch.empty(one.shape, dtype=one.dtype, device=device) if value is None else value.to(device).contiguous()

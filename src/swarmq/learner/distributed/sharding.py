@@ -1,10 +1,10 @@
-"""Parameters, gradients and optimizer state spread over the ranks: FSDP2, by accelerate.
+"""Sharding of parameters, gradients and optimizer state over the ranks: FSDP2, by accelerate.
 
-Each decoder layer is gathered when it is computed. Where a GPU has room for the whole model beside its share, layers stay
-gathered until the last pass of a step, which alone adds gradients up over the ranks; otherwise each is freed again and its
-gradient shared out in every pass. Weights for engines and checkpoints are gathered whole, on every rank in the same order,
-and kept by rank 0 alone: for engines after every step, in the type that layers compute in; for checkpoints as they are, and
-the optimizer's state, too.
+Each decoder layer is gathered when it is computed. If a GPU has room for the whole model besides its shard, layers stay
+gathered until the last pass of a step, which alone reduces gradients over the ranks; otherwise each is freed again and its
+gradient reduced in every pass. Weights for engines and checkpoints are gathered whole, on every rank in the same order, and
+kept by rank 0 alone: for engines after every step, in the compute dtype; for checkpoints unconverted, with the optimizer's
+state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from swarmq.config import Train
 from swarmq.errors import LearnerError
-from swarmq.learner.distributed.shard_from_rank0 import hand_out
+from swarmq.learner.distributed.shard_from_rank0 import shard_from_rank0
 from swarmq.weights.format.packing import Adapter, FromFolder, NamedTensors, Weight, held, made
 
 PRECISION = {
@@ -34,15 +34,15 @@ PRECISION = {
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=None, cast_forward_inputs=False
     ),
 }
-"""Layers compute in BF16, since their weights are; what goes into the model (temperatures) and comes out of it
-(log-probabilities) stays FP32, and gradients are added up in FP32. accelerate's own choice is BF16 for all of these."""
+"""Layers compute in BF16, since their weights are; the model's inputs (temperatures) and outputs (log-probabilities) stay FP32,
+and gradients are reduced in FP32. accelerate's default is BF16 for all of these."""
 
 Made = TypeVar("Made")
 AsNamed = Callable[[Mapping[str, Tensor]], NamedTensors]
 
 
-def plugin(train: Train) -> FullyShardedDataParallelPlugin:
-    """Full sharding of every decoder layer, as transformers names it."""
+def build_fsdp_plugin(train: Train) -> FullyShardedDataParallelPlugin:
+    """Return the plug-in for full sharding of every decoder layer, as named by transformers."""
     os.environ["FSDP_OFFLOAD_PARAMS"] = str(train.cpu_offload).lower()  # accelerate founds CPU collectives by it alone
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
@@ -55,12 +55,12 @@ def plugin(train: Train) -> FullyShardedDataParallelPlugin:
 
 
 def compute_dtype(accelerator: Accelerator) -> torch.dtype:
-    """What matrix products and attention are computed in, sharded or not."""
+    """Return the dtype of matrix products and attention, sharded or not."""
     return torch.bfloat16 if accelerator.mixed_precision == "bf16" else torch.float32
 
 
 def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin) -> None:
-    """accelerate shards only over accelerators; torch also shards over processes without any, which tests use."""
+    """Enable sharding over CPU processes, which tests use: torch supports it, accelerate only shards over accelerators."""
     if accelerator.device.type == "cpu" and accelerator.num_processes > 1:
         for state in (PartialState, AcceleratorState):
             state._shared_state["distributed_type"] = DistributedType.FSDP  # noqa: SLF001
@@ -68,7 +68,7 @@ def shard_on_cpu(accelerator: Accelerator, plan: FullyShardedDataParallelPlugin)
 
 
 def check_collectives(train: Train, device: torch.device) -> None:
-    """Raises LearnerError when tensors where they are kept cannot be gathered."""
+    """Raise LearnerError if tensors cannot be gathered where they are kept."""
     kept_on = "cpu" if train.cpu_offload else device.type
     backends = torch.distributed.get_backend_config()
     if f"{kept_on}:" not in backends:
@@ -78,31 +78,33 @@ def check_collectives(train: Train, device: torch.device) -> None:
         )
 
 
-def hold(accelerator: Accelerator) -> None:
-    """Before a model is prepared: its layers stay gathered from its forward to its backward pass."""
+def keep_layers_gathered(accelerator: Accelerator) -> None:
+    """Before models are prepared: keep their layers gathered from forward to backward pass."""
     accelerator.state.fsdp_plugin.reshard_after_forward = False
 
 
-def accumulate(model: Any, *, last: bool) -> None:
-    """Before a pass of a model that is held: only the `last` one of a step adds gradients up and lets layers go."""
+def set_gradient_sync(model: Any, *, last: bool) -> None:
+    """Before a pass of a model with gathered layers: only the `last` pass of a step reduces gradients and frees layers."""
     model.set_requires_gradient_sync(last)
     model.set_reshard_after_backward(last)
 
 
-def shares_out(accelerator: Accelerator) -> bool:
-    """Whether the ranks hold a part of every model each. Rank 0 alone loads them then."""
+def is_sharding(accelerator: Accelerator) -> bool:
+    """Return whether the ranks hold a part of every model each, which rank 0 alone then loads."""
     return bool(accelerator.distributed_type == DistributedType.FSDP)
 
 
-def without_weights(accelerator: Accelerator) -> bool:
-    """Whether this rank builds models empty, to be handed its part by rank 0."""
-    return shares_out(accelerator) and not accelerator.is_main_process
+def loads_no_weights(accelerator: Accelerator) -> bool:
+    """Return whether this rank builds models empty and gets its shards from rank 0."""
+    return is_sharding(accelerator) and not accelerator.is_main_process
 
 
-def prepared(model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]) -> Any:
-    """The model that is trained, laid out over the ranks, and what `optimizer` makes of its trained parameters."""
-    if shares_out(accelerator):
-        sharded = hand_out(model, accelerator)
+def prepare_model(
+    model: nn.Module, accelerator: Accelerator, optimizer: Callable[[list[nn.Parameter]], Optimizer]
+) -> Any:
+    """Return the trained model, laid out over the ranks, and the optimizer that `optimizer` makes of its trained parameters."""
+    if is_sharding(accelerator):
+        sharded = shard_from_rank0(model, accelerator)
         return sharded, accelerator.prepare_optimizer(optimizer(_trained(sharded)))
     return accelerator.prepare(model, optimizer(_trained(model)))
 
@@ -111,47 +113,46 @@ def _trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def frozen(model: nn.Module, accelerator: Accelerator) -> Any:
-    """A model that is never trained, on the accelerator's device; shared out over the ranks if the policy is."""
-    if shares_out(accelerator):
+def prepare_frozen_model(model: nn.Module, accelerator: Accelerator) -> Any:
+    """Return a model that is never trained, on the accelerator's device, sharded if the policy is."""
+    if is_sharding(accelerator):
         plan = accelerator.state.fsdp_plugin  # which knows the policy's layers by now
         plan.auto_wrap_policy, plan.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, None
         plan.reshard_after_forward = True
-        return hand_out(model, accelerator).eval()
+        return shard_from_rank0(model, accelerator).eval()
     return accelerator.prepare_model(model, evaluation_mode=True).eval()
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Also while its layers are gathered."""
+    """Return whether the model is sharded, also while its layers are gathered."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """The full tensor of a shard; a collective. Others as they are."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the full tensor of a shard (a collective), and other tensors unchanged."""
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach()
 
 
-def gathered(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
-    """Sharded tensors whole, in host memory of their own where `keep`; empty elsewhere. Every rank calls it."""
+def gather_tensors(named: Mapping[str, Weight], *, keep: bool) -> dict[str, Tensor]:
+    """Return sharded tensors whole, in host memory of their own if `keep`, else empty. Every rank calls it."""
 
     def bring(_: str, tensor: Weight) -> Tensor:
-        full = whole(made(tensor))
+        full = full_tensor(made(tensor))
         return full.to("cpu", copy=True) if keep else full.new_empty(0)
 
     weights = _each_once(named, bring)
     return weights if keep else {}
 
 
-def computed_with(
+def gather_compute_weights(
     model: nn.Module, lm: Any, *, keep: bool, into: Mapping[str, Weight], as_named: AsNamed
 ) -> dict[str, Weight]:
-    """The weights of `lm` inside of the sharded `model`, in the type that layers compute in, in host memory where `keep`; empty
-    elsewhere. Every rank calls it.
+    """Return the weights of `lm` inside the sharded `model` in the compute dtype, in host memory if `keep`, else empty. Every
+    rank calls it.
 
-    A layer's weights come together at once, as they do when it is computed: a tenth of the collectives. `into`: what an
-    earlier call gave, filled anew; memory that a GPU writes without the processor's help is slow to get. What the model's folder
-    has stays as it is there. `as_named`: from weights that are there to what is wanted of them.
+    A layer's weights are gathered at once, as for its computation: a tenth of the collectives. `into`: the result of an earlier
+    call, to be filled again, because pinned memory is slow to get. `as_named`: maps gathered weights to the wanted ones.
     """
 
     def bring(name: str, weight: Weight) -> Weight:
@@ -174,7 +175,7 @@ def computed_with(
 
 
 def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]) -> dict[str, Made]:
-    """By name, what `bring` makes of every tensor: once of one that has several names (a tied head)."""
+    """Return by name what `bring` makes of every tensor, once for a tensor with several names (a tied head)."""
     places: dict[int, Made] = {}
     for name, tensor in named.items():
         if id(held(tensor)) not in places:
@@ -183,7 +184,7 @@ def _each_once(named: Mapping[str, Weight], bring: Callable[[str, Weight], Made]
 
 
 def _on_host(weight: Weight, place: Weight | None) -> Weight:
-    """`place`: of the same weight before."""
+    """Return the weight on the host; `place`: its memory from before."""
     if not isinstance(weight, FromFolder):
         assert place is None or isinstance(place, Tensor)
         return _kept(made(weight).detach().to(weight.dtype), place)
@@ -199,7 +200,7 @@ def _on_host(weight: Weight, place: Weight | None) -> Weight:
 
 
 def _kept(full: Tensor, place: Tensor | None) -> Tensor:
-    """On the host, in `place` if there is one; on its way there while the GPU is not waited for."""
+    """Copy a tensor to the host, into `place` if given, without waiting for the GPU."""
     if not full.is_cuda:
         return full.clone() if place is None else place.copy_(full)
     if place is None:
@@ -207,26 +208,27 @@ def _kept(full: Tensor, place: Tensor | None) -> Tensor:
     return place.copy_(full, non_blocking=True)
 
 
-class WholeState:
-    """The state of a sharded optimizer, saved and loaded as that of one process: any number of ranks goes on from it."""
+class FullOptimizerState:
+    """The state of a sharded optimizer, saved and loaded as that of one process, so that any number of ranks can continue from
+    it."""
 
     def __init__(self, optimizer: Any, *, keep: bool) -> None:
-        """`keep`: whether this rank is the one that saves."""
+        """`keep`: whether this rank saves."""
         self._optimizer, self._keep = optimizer, keep
 
     def state_dict(self) -> dict[str, Any]:
-        """In host memory of its own. Every rank calls it; without tensors where not kept."""
+        """Return the state in host memory of its own, without tensors if not kept. Every rank calls it."""
         saved: dict[str, Any] = self._optimizer.state_dict()
         whole_state: dict[int, dict[str, Any]] = {}
         for index, values in saved["state"].items():
-            full = {name: whole(value) for name, value in values.items()}
+            full = {name: full_tensor(value) for name, value in values.items()}
             whole_state[index] = (
                 {name: value.to("cpu", copy=True) for name, value in full.items()} if self._keep else {}
             )
         return {**saved, "state": whole_state}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Take this rank's part."""
+        """Load this rank's part."""
         parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         parts = {
             index: {name: _part(value, parameters[index]) for name, value in values.items()}
@@ -236,7 +238,7 @@ class WholeState:
 
 
 def _part(value: Tensor, of: Tensor) -> Tensor:
-    """This rank's shard of what belongs to the parameter `of`; a number, such as the count of steps, as it is."""
+    """Return this rank's shard of a value of the parameter `of`; numbers, such as the step count, are unchanged."""
     if not isinstance(of, DTensor) or value.shape != of.shape:
         return value
     return distribute_tensor(value, of.device_mesh, of.placements, src_data_rank=None).clone()

@@ -17,7 +17,7 @@ from swarmq.learner.doctor.checks import checks
 from swarmq.learner.doctor.mismatch import compare, explain
 from swarmq.learner.health.findings import Finding, judge_value
 from swarmq.learner.memory import plan
-from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store import batch_log
 from swarmq.learner.store.records import BatchRecord, RunIdentity
 from swarmq.learner.train.gpu_errors import map_gpu_errors
@@ -52,7 +52,7 @@ def _replayed(job: SwarmJob, policy: str, folder: RunFolder, batches: int) -> It
     if not places:
         raise LearnerError(f"{folder.batch_log(policy)}: no batch was trained yet; there is nothing to examine")
     start = _start(folder.checkpoints(policy), identity, places[-1].index.version, batches)
-    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.looked_at(settings.train)))
+    trainer = load_trainer(start, msgspec.structs.replace(settings, train=plan.for_single_rank(settings.train)))
     stored = [batch_log.read_record(p) for p in places if p.index.version > trainer.version][:batches]
     if not stored or stored[0].index.version != trainer.version + 1:
         raise LearnerError(
@@ -79,7 +79,7 @@ def _start(folder: Path, identity: RunIdentity, last: int, batches: int) -> disc
     sound = []
     for path in sorted(folder.glob("step-*")):
         try:
-            manifest = discovery.check(path)
+            manifest = discovery.verify(path)
         except discovery.DamagedError:
             continue
         if not identity.difference(manifest.identity) and manifest.version < last:
@@ -99,7 +99,7 @@ def head_agrees(trainer: Trainer, record: BatchRecord) -> Finding:
     turns = (turn for episode in record.episodes for turn in resolve(episode.turns))
     turn = min(turns, key=lambda turn: (max(CHUNKS - len(turn.logprobs), 0), len(turn)))
     (layout,) = row_layouts([[turn]], budget=len(turn))
-    placed, device = Placed.of(layout, trainer.accelerator.device), trainer.accelerator.device
+    placed, device = PlacedLayout.of(layout, trainer.accelerator.device), trainer.accelerator.device
     temperatures = torch.full((layout.num_trained,), WARM, device=device)
     chunk = max(1, layout.num_trained // CHUNKS)
     with torch.no_grad():

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from swarmq.learner.batching.micro_batches import MicroBatch, build_rank_batch
 from swarmq.learner.health.findings import Finding, Level
-from swarmq.learner.model.layout_model import Placed
+from swarmq.learner.model.layout_model import PlacedLayout
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.train.trainer import Trainer
 
@@ -169,6 +169,6 @@ def _cause(name: str, gap: Floats) -> Cause:
 def _score(trainer: Trainer, one: MicroBatch, temperatures: torch.Tensor) -> Floats:
     device = trainer.accelerator.device
     with torch.no_grad():
-        scored = trainer.model(Placed.of(one.layout, device), temperatures.to(device)).logprobs
+        scored = trainer.model(PlacedLayout.of(one.layout, device), temperatures.to(device)).logprobs
     values: Floats = scored.double().cpu().numpy()
     return values

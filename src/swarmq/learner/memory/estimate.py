@@ -1,11 +1,12 @@
-"""What learning takes of a GPU's memory, and of the host's. Pure: numbers in, bytes out.
+"""Memory that training needs on a GPU and on the host. Pure: numbers in, bytes out.
 
-Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; where
-several ranks hold the whole model each, gradients are added up over them in buckets, 4. What adapters are trained in is
-there once, in the type that layers compute in, and no parameter of it is trained.
-Beside them: models that judge (a reference, a teacher that no engine serves), and the buffer that weights are pushed from.
+Bytes per trained parameter: FP32 master weight 4, gradient 4, AdamW's two moments 8; under autocast also its BF16 copy 2; if
+several ranks hold the whole model each, gradients are reduced in buckets, 4. The base of adapters is there once, in the compute
+dtype, and none of its parameters is trained.
 
-Models are loaded in host memory, in FP32 or what they are kept in: by every rank that holds the whole of them, else by rank 0 for all.
+Besides these: frozen models (a reference, a teacher that no engine serves), and the buffer from which weights are pushed.
+Models are loaded in host memory, in FP32 or their stored dtype, by every rank that holds the whole model, else by rank 0 for
+all.
 """
 
 from __future__ import annotations
@@ -23,50 +24,50 @@ HALF_BYTES = 2
 WHOLE_BYTES = 4
 MOMENTS_BYTES = 8
 KEPT_BYTES = 2
-"""Per token, hidden unit and layer: a layer's input in BF16, kept by gradient checkpointing."""
+"""Bytes per token, hidden unit and layer of a layer's input in BF16, kept by gradient checkpointing."""
 LAYER_BYTES = 70
-"""Per token and hidden unit: everything inside one layer, in BF16."""
+"""Bytes per token and hidden unit of everything inside one layer, in BF16."""
 GATHERED_BYTES = 10
-"""Per token of the whole pass and hidden unit, where ranks share it: one layer's keys and values in BF16, and their gradients in
-BF16 and FP32, if they are half as wide as hidden states."""
+"""Bytes per token of the whole pass and hidden unit, if ranks share it: one layer's keys and values in BF16 with their
+gradients in BF16 and FP32, if they are half as wide as hidden states."""
 HEADROOM = 0.92
 """Share of a GPU's memory that may be planned with."""
 GPU_SHARE = "SWARMQ_LEARNER_GPU_SHARE"
-"""Environment variable: the share of its GPU's memory that a learner may fill with what it could do without."""
+"""Environment variable with the share of a GPU's memory that a learner may fill with recomputable activations."""
 GIB = 1 << 30
 
 
-class Shape(msgspec.Struct, frozen=True, kw_only=True):
-    """Of a model, without its weights."""
+class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of a model, without its weights."""
 
     parameters: int
     hidden: int
     layers: int
     fans: int
-    """Inputs and outputs of every matrix in the layers, added up: so many parameters have adapters of rank 1."""
+    """Sum of inputs and outputs of every matrix in the layers: the number of parameters of rank-1 adapters."""
 
 
-def or_less(train: Train) -> str:
-    """The last resort of an error that says what to do where a model does not fit."""
+def suggest_less(train: Train) -> str:
+    """Return the last resort of an error about a model that does not fit."""
     offloaded = "train.sharding = 'full' with train.cpu_offload on two GPUs or more"
     return f"or set {offloaded}" if train.lora else f"or set train.lora, or {offloaded}"
 
 
-def judges(train: Train, initial: str) -> dict[str, str]:
-    """The frozen models that the learner holds: `reference`, by default the initial model, and `teacher`; each only where
-    `train` has a use for it. The initial model under adapters is not among them, nor is a teacher that an engine serves."""
+def list_frozen_models(train: Train, initial: str) -> dict[str, str]:
+    """Return the frozen models that the learner holds, by role: `reference` (by default the initial model) and `teacher`, if
+    `train` uses them. The initial model under adapters and a served teacher are not among them."""
     loads = train.loss.kl and (train.reference or not train.lora)
     reference = {"reference": train.reference or initial} if loads else {}
     return reference | ({"teacher": train.teacher} if train.teacher and not train.teacher_url else {})
 
 
 def learner_bytes(
-    shape: Shape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
 ) -> int:
-    """Of one GPU: state of its share of the parameters, and the largest pass.
+    """Return the bytes on one GPU: state of its share of the parameters, and the largest micro-batch.
 
-    `ranks` share the model out, or hold the whole of it each where the sharding is not `full`.
-    `judged_by`: parameters of each frozen model; by default they are as large as the policy.
+    `full`: whether the ranks shard the model; otherwise each holds the whole. `judged_by`: parameters of each frozen model, by
+    default those of the policy.
     """
     half = train.precision(cuda=True) == "bf16"
     copies = shape.parameters * HALF_BYTES // (ranks if full else 1) if half and not train.lora else 0
@@ -79,23 +80,24 @@ def learner_bytes(
 
 
 def layer_bytes(units: int, ranks: int = 1) -> int:
-    """What one layer computes for `units` (hidden size times tokens of this rank), on one of the `ranks` that share the pass."""
+    """Return the bytes of one layer's computation for `units` (hidden size times tokens of this rank), on one of the `ranks`
+    that share the pass."""
     return units * (LAYER_BYTES + (GATHERED_BYTES * ranks if ranks > 1 else 0))
 
 
-def whole_bytes(shape: Shape, train: Train) -> int:
-    """Of a GPU with a share of the parameters, where layers stay gathered: all weights as computed with, gradients in FP32."""
+def whole_bytes(shape: ModelShape, train: Train) -> int:
+    """Return the bytes that gathered layers need besides a shard: all weights in the compute dtype, gradients in FP32."""
     computed_with = HALF_BYTES if train.precision(cuda=True) == "bf16" else WHOLE_BYTES
     return shape.parameters * computed_with + _trained(shape, train) * WHOLE_BYTES
 
 
 def state_bytes(
-    shape: Shape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
+    shape: ModelShape, train: Train, *, ranks: int = 1, full: bool = True, judged_by: Sequence[int] | None = None
 ) -> int:
-    """Of one GPU: what stays there between steps.
+    """Return the bytes on one GPU that stay between steps.
 
-    The buffer of pushes is a policy's whole weights. Ranks that share a policy out do without where there is no room:
-    weights go by file then.
+    The buffer of pushes holds a policy's whole weights. Sharding ranks do without it if there is no room: weights are then
+    pushed by file.
     """
     parts = ranks if full else 1
     if train.cpu_offload and parts > 1:
@@ -103,18 +105,18 @@ def state_bytes(
     whole = HALF_BYTES * shape.parameters if parts == 1 else 0
     if ranks > parts:
         whole += BUCKET_BYTES * _trained(shape, train)
-    frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(judges(train, "")))
+    frozen = sum(judged_by if judged_by is not None else [shape.parameters] * len(list_frozen_models(train, "")))
     return (_own_bytes(shape, train, cuda=True) + FROZEN_BYTES * frozen) // parts + whole
 
 
 def host_bytes(
-    shape: Shape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
+    shape: ModelShape, train: Train, *, here: range, ranks: int, full: bool, cuda: bool, judged_by: Sequence[int]
 ) -> int:
-    """Of the memory of a host that has the ranks `here` of all `ranks`, at the most: when models are loaded, or when a
-    checkpoint is written. Other arguments as `learner_bytes` has them.
+    """Return the most bytes on a host with the ranks `here` of all `ranks`, while models are loaded or a checkpoint is written.
+    Other arguments as for `learner_bytes`.
 
-    Rank 0 of those that share a policy out also gathers its weights for engines and, for checkpoints, in FP32 and the optimizer's
-    moments, one after the other. What adapters add is merged for checkpoints in FP32, whoever holds the model.
+    Rank 0 of a sharded policy also gathers its weights for engines and, for checkpoints, in FP32 and the optimizer's moments,
+    one after the other. Adapters are merged for checkpoints in FP32, whoever holds the model.
     """
     gathering = full and 0 in here
     writing = gathering or (0 in here and train.lora)
@@ -128,18 +130,19 @@ def host_bytes(
     return kept + max(loaded * copies, saved)
 
 
-def _loaded_bytes(shape: Shape, train: Train, *, cuda: bool) -> int:
-    """Of the policy as its folder has it: what adapters are trained in is loaded as layers compute in it."""
+def _loaded_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
+    """Return the bytes of the policy as loaded from its folder; the base of adapters is loaded in the compute dtype."""
     half = train.lora is not None and train.precision(cuda=cuda) == "bf16"
     return (HALF_BYTES if half else WHOLE_BYTES) * shape.parameters
 
 
-def _own_bytes(shape: Shape, train: Train, *, cuda: bool) -> int:
-    """Of the policy between steps."""
+def _own_bytes(shape: ModelShape, train: Train, *, cuda: bool) -> int:
+    """Return the bytes of the policy between steps."""
     under = _loaded_bytes(shape, train, cuda=cuda) if train.lora else 0
     return under + STATE_BYTES * _trained(shape, train)
 
 
-def _trained(shape: Shape, train: Train) -> int:
-    """Parameters; with adapters, those that every matrix in the layers would have, whichever `train.lora.modules` names."""
+def _trained(shape: ModelShape, train: Train) -> int:
+    """Return the number of trained parameters; with adapters, as if every matrix in the layers had one, whatever
+    `train.lora.modules` names."""
     return train.lora.rank * shape.fans if train.lora else shape.parameters

@@ -32,7 +32,7 @@ def explain_errors(source: str, what: str, instead: str) -> Iterator[None]:
     except LearnerError:
         raise
     except Exception as error:
-        if host.refuses(error):
+        if host.is_out_of_memory(error):
             instead = "free some of the host's memory, or raise the limit of this process (ulimit -v, the container's)"
         kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
         said = " ".join(str(error).split()).removesuffix(".")

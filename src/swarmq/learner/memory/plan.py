@@ -1,4 +1,4 @@
-"""Whether a policy fits the GPUs and the host it is given: whole on every rank, sharded, or an error before it is loaded."""
+"""Whether a policy fits its GPUs and host: whole on every rank, sharded, or an error before it is loaded."""
 
 from __future__ import annotations
 
@@ -15,16 +15,25 @@ import torch
 from swarmq.config import Train
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
-from swarmq.learner.memory.estimate import GIB, HEADROOM, Shape, host_bytes, judges, learner_bytes, or_less, whole_bytes
-from swarmq.learner.memory.host import Room
+from swarmq.learner.memory.estimate import (
+    GIB,
+    HEADROOM,
+    ModelShape,
+    host_bytes,
+    learner_bytes,
+    list_frozen_models,
+    suggest_less,
+    whole_bytes,
+)
+from swarmq.learner.memory.host import HostRoom
 from swarmq.learner.memory.outline import build_outline, load_config, name_setting_in_errors
 from swarmq.learner.memory.ranks import check_offload, num_ranks, ranks_of_this_host
 
 log = structlog.get_logger()
 
 
-class Gpu(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of its memory."""
+class GpuMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory of a GPU in bytes."""
 
     total: int
     free: int
@@ -36,8 +45,8 @@ class Sharding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @cache
-def shape_of(source: str) -> Shape:
-    """Raises LearnerError when there is no such model."""
+def load_shape(source: str) -> ModelShape:
+    """Return the sizes of a model. Raises LearnerError if there is no such model."""
     config: Any = load_config(source)
     lm = build_outline(source, config)
     text = config.get_text_config()
@@ -45,7 +54,7 @@ def shape_of(source: str) -> Shape:
     matrices = [
         (name, p.shape) for name, p in lm.named_parameters() if p.ndim > 1 and not any(p is end for end in ends)
     ]
-    return Shape(
+    return ModelShape(
         parameters=sum(p.numel() for p in lm.parameters()),
         hidden=text.hidden_size,
         layers=text.num_hidden_layers,
@@ -54,18 +63,19 @@ def shape_of(source: str) -> Shape:
 
 
 def _fans(name: str, matrix: Sequence[int]) -> int:
-    """PEFT gives stacked experts whose gates are fused the rank of both matrices."""
+    """Return inputs plus outputs of a matrix; PEFT gives stacked experts with fused gates the rank of both matrices."""
     *stacked, fan_out, fan_in = matrix
     return math.prod(stacked) * (fan_out + fan_in) * (2 if stacked and "gate_up" in name else 1)
 
 
-def looked_at(train: Train) -> Train:
-    """The settings for one rank that goes over what several have trained (a replay, the doctor): no offload, and whole passes."""
+def for_single_rank(train: Train) -> Train:
+    """Return the settings for one rank that repeats what several have trained (replay, doctor): no offload, and whole
+    micro-batches."""
     return msgspec.structs.replace(train, cpu_offload=False, context_parallel=1) if num_ranks() == 1 else train
 
 
-def shard(source: str, train: Train) -> Sharding:
-    """Whether the ranks of this process's world share out the model. Raises LearnerError for one that cannot be offloaded."""
+def choose_sharding(source: str, train: Train) -> Sharding:
+    """Decide whether the ranks shard the model. Raises LearnerError if it is to be offloaded and cannot be."""
     ranks = num_ranks()
     check_offload(train, ranks)
     if train.cpu_offload and not torch.cuda.is_available():
@@ -80,35 +90,41 @@ def shard(source: str, train: Train) -> Sharding:
     if not torch.cuda.is_available():
         return Sharding(full=False, reason="no GPU whose memory could be short")
     gpu = torch.cuda.get_device_properties(0).total_memory
-    needed = learner_bytes(shape_of(source), train, ranks=ranks, full=False, judged_by=_judged_by(source, train))
+    needed = learner_bytes(load_shape(source), train, ranks=ranks, full=False, judged_by=_judged_by(source, train))
     said = f"the whole takes {needed / GIB:.0f} GiB of a GPU's {gpu / GIB:.0f}"
     return Sharding(full=needed > HEADROOM * gpu, reason=said)
 
 
-def check(source: str, train: Train, *, ranks: int, full: bool, gpu: Gpu) -> str:
-    """How `ranks`, which share a model out or else hold the whole of it each, fit their GPUs, in words.
+def check_gpu(source: str, train: Train, *, ranks: int, full: bool, gpu: GpuMemory) -> str:
+    """Check that `ranks` ranks fit their GPUs (`full`: sharded) and return how, in words.
 
-    Raises LearnerError where they do not, saying how much is missing and what to change.
+    Raises LearnerError if they do not, with the missing memory and what to change.
     """
-    return check_shape(shape_of(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
+    return check_shape(load_shape(source), train, ranks=ranks, full=full, gpu=gpu, judged_by=_judged_by(source, train))
 
 
-def holds_whole(source: str, train: Train, *, ranks: int, gpu: Gpu | None) -> bool:
-    """Whether there is room for all weights and the whole gradient between the passes of a step, beside one rank's share of
-    everything. `gpu`: None where a rank computes on none."""
+def has_room_for_whole(source: str, train: Train, *, ranks: int, gpu: GpuMemory | None) -> bool:
+    """Return whether a GPU has room for all weights and the whole gradient between the passes of a step, besides one rank's
+    shard. `gpu`: None for ranks without a GPU."""
     if train.cpu_offload:
         return False
     if gpu is None:
         return True
-    shape = shape_of(source)
+    shape = load_shape(source)
     needed = learner_bytes(shape, train, ranks=ranks, judged_by=_judged_by(source, train)) + whole_bytes(shape, train)
     return needed <= gpu.free
 
 
 def check_shape(
-    shape: Shape, train: Train, *, ranks: int, full: bool = True, gpu: Gpu, judged_by: Sequence[int] | None = None
+    shape: ModelShape,
+    train: Train,
+    *,
+    ranks: int,
+    full: bool = True,
+    gpu: GpuMemory,
+    judged_by: Sequence[int] | None = None,
 ) -> str:
-    """As `check`, for a model of this shape; `judged_by` as `learner_bytes` has it."""
+    """Check a model with these sizes; like `check_gpu`, with `judged_by` as in `learner_bytes`."""
     needed = learner_bytes(shape, train, ranks=ranks, full=full, judged_by=judged_by)
     others = gpu.total - gpu.free
     said = f"the learner takes about {needed / GIB:.1f} of {gpu.free / GIB:.1f} GiB, {others / GIB:.1f} are taken by others"
@@ -116,20 +132,25 @@ def check_shape(
         return said
     raise LearnerError(
         f"a model of {shape.parameters / 1e9:.1f} B parameters does not fit: {said}, {(needed - gpu.free) / GIB:.1f} are "
-        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {or_less(train)}"
-        + ("; a reference or teacher takes its share, too: train.loss.kl, train.teacher" if judges(train, "") else "")
+        f"missing; lower engine.gpu_memory_utilization or train.micro_batch_tokens, take more GPUs (--num-gpus), {suggest_less(train)}"
+        + (
+            "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
+            if list_frozen_models(train, "")
+            else ""
+        )
     )
 
 
-def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[Room] | None = None) -> None:
-    """That this host's ranks can load their models and write checkpoints; the first of them looks, and warns of memory that
-    is short now and may not be later. `rooms`: by default what there is.
+def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequence[HostRoom] | None = None) -> None:
+    """Check that this host's ranks can load their models and write checkpoints; the first of them checks, and warns of memory
+    that is short at present. `rooms`: measured by default.
 
-    Raises LearnerError where there cannot be enough, saying how much is missing and what to change: a kernel kills without a word.
+    Raises LearnerError if there cannot be enough memory, with what is missing and what to change, because a kernel kills
+    without a message.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
-    here, shape, judged_by = ranks_of_this_host(), shape_of(source), _judged_by(source, train)
+    here, shape, judged_by = ranks_of_this_host(), load_shape(source), _judged_by(source, train)
     taking = partial(host_bytes, shape, train, here=here, ranks=num_ranks(), cuda=cuda, judged_by=judged_by)
     needed = taking(full=full)
     instead = "raise the limit of the container, or take a host with more"
@@ -139,7 +160,7 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
         instead += "; or leave train.cpu_offload out, or spread the ranks over several hosts"
     if judged_by:
         instead += "; a reference or teacher takes its share, too: train.loss.kl, train.teacher"
-    for room in host.rooms() if rooms is None else rooms:
+    for room in host.measure_rooms() if rooms is None else rooms:
         total = f"of {room.total / GIB:.1f}"
         said = f"its ranks here ({len(here)}) take about {needed / GIB:.1f} GiB of host memory, {room.whose} has "
         if room.bound is not None and needed > room.bound:
@@ -153,9 +174,9 @@ def check_host(source: str, train: Train, *, full: bool, cuda: bool, rooms: Sequ
 
 
 def _judged_by(source: str, train: Train) -> list[int]:
-    return [_judge(role, judge).parameters for role, judge in judges(train, source).items()]
+    return [_judge(role, judge).parameters for role, judge in list_frozen_models(train, source).items()]
 
 
-def _judge(role: str, source: str) -> Shape:
+def _judge(role: str, source: str) -> ModelShape:
     with name_setting_in_errors(f"train.{role}"):
-        return shape_of(source)
+        return load_shape(source)

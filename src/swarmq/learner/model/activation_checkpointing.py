@@ -1,8 +1,8 @@
-"""Gradient checkpointing that computes again only what a GPU's memory cannot hold.
+"""Activation checkpointing that recomputes only what a GPU's memory cannot hold.
 
-A pass keeps, as far as there is room: first what attention saves for its backward pass, which costs little memory for its
-time, then whole layers from the first one on. All others are checkpointed as transformers would do it. What a layer
-takes is not estimated but seen, pass by pass, on its first layer. Elsewhere than on CUDA every layer is checkpointed.
+As far as there is room, a pass keeps first what attention saves for its backward pass, which costs little memory for its time,
+then whole layers from the first one on. All other layers are checkpointed as in transformers. The memory of a layer is not
+estimated but measured, in each pass, on its first layer. Without CUDA every layer is checkpointed.
 """
 
 from __future__ import annotations
@@ -24,32 +24,33 @@ from swarmq.learner.memory.estimate import GPU_SHARE, layer_bytes
 log = structlog.get_logger()
 
 SHARE = 0.8
-"""Of what will be free beside gradients, one layer's recomputation and the inputs of all others, which may be kept: the head
-needs some, and memory is never without gaps."""
+"""Share of the expected free memory (besides gradients, one recomputed layer and the inputs of all others) that activations may
+fill: the head needs some, and memory is fragmented."""
 
 GATHERED = 2
-"""Layers that are gathered at a time where they do not stay so: the one that is computed and the one after it."""
+"""Number of layers that are gathered at a time if they do not stay gathered: the present one and the next."""
 
 
-class Kept:
-    """What the backward pass of one layout finds ready."""
+class KeptActivations:
+    """Activations of one layout that are kept for its backward pass."""
 
     def __init__(self) -> None:
         self.layers: int | None = None
-        """How many more are kept whole; None before the first."""
+        """Number of further layers that are kept whole; None before the first."""
         self.whole = False
-        """Whether the layer that is computed now is kept whole."""
+        """Whether the present layer is kept whole."""
         self.room = 0.0
         """Bytes that attention may keep in each layer."""
         self.attention_bytes: int = 0
-        """What attention keeps of each checkpointed layer."""
+        """Bytes that attention keeps of each checkpointed layer."""
         self._outputs: dict[nn.Module, Tensor] = {}
         self._fits: bool | None = None
 
     def output(self, module: Any, saved: int, compute: Callable[[], Tensor]) -> Tensor:
-        """The attention that `compute` makes, or made before if `module` is computed again. Its backward pass needs `saved` bytes.
+        """Return the attention that `compute` makes, or made before if `module` is being recomputed. Its backward pass needs
+        `saved` bytes.
 
-        The tensors that it saves are exempt from checkpointing, and the recomputation is given the output that there was.
+        The tensors that it saves are exempt from checkpointing, and the recomputation reuses the earlier output.
         """
         recomputing = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - as torch.utils.checkpoint asks, too
         if recomputing and module in self._outputs:
@@ -68,12 +69,12 @@ class Kept:
         return self._fits
 
 
-class Checkpointing:
-    """Stands where transformers has a layer checkpointed, and decides which are."""
+class ActivationCheckpointing:
+    """Replacement for transformers' layer checkpointing that decides which layers are checkpointed."""
 
     @classmethod
     def enable(cls, lm: Any) -> None:
-        """Let this decide for every layer of a transformers model."""
+        """Install this for every layer of a transformers model."""
         lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         layers = [module for module in lm.modules() if isinstance(module, GradientCheckpointingLayer)]
         decide = cls(len(layers), lm.parameters)
@@ -82,22 +83,22 @@ class Checkpointing:
 
     @staticmethod
     def share_out(lm: Any, *, held: bool) -> None:
-        """Say that ranks share the layers out, where this decides for them; `held`: they stay gathered from pass to pass."""
+        """Tell the installed instance that ranks shard the layers; `held`: layers stay gathered between micro-batches."""
         for layer in lm.modules():
-            if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), Checkpointing):
+            if isinstance(decide := getattr(layer, "_gradient_checkpointing_func", None), ActivationCheckpointing):
                 decide.held = held
 
     def __init__(self, num_layers: int, parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        """`parameters` are those that the model has now: sharding puts others in their places."""
+        """`parameters`: returns the model's present parameters, which sharding replaces."""
         self._num_layers, self._parameters = num_layers, parameters
         self.held: bool | None = None
-        """Whether ranks that share the layers out keep them gathered from pass to pass; None where each has them all."""
+        """Whether sharded layers stay gathered between micro-batches; None if each rank has whole layers."""
         self._passes = 0
-        """With gradients, since layers that stay gathered were gathered."""
+        """Number of passes with gradients since the layers that stay gathered were gathered."""
         self._told: int | None = None
 
     def __call__(self, layer: functools.partial[Any], *inputs: Tensor) -> Any:
-        """`layer` of `inputs`, the first of which are the hidden states [1, T, hidden]."""
+        """Compute `layer` of `inputs`, the first of which is the hidden states [1, T, hidden]."""
         visibility = layer.keywords.get("visibility")
         if visibility is None or not visibility.compiled:
             return checkpoint(layer, *inputs, use_reentrant=False)
@@ -122,25 +123,25 @@ class Checkpointing:
         return checkpoint(layer, *inputs, use_reentrant=False)
 
     def _how_many(self, room: float, whole: int, attention: int) -> int:
-        """Layers beside the first that may be kept, when one takes `whole` bytes besides its input, and the `attention` that
-        is kept anyway a part of it."""
+        """Return the number of layers besides the first that may be kept, if a layer takes `whole` bytes besides its input, of
+        which `attention` bytes are kept anyway."""
         others = self._num_layers - 1
         return max(0, min(others, int((room - others * attention) / max(whole - attention, 1))))
 
     def _room(self, hidden: Tensor, ranks: int) -> float:
-        """Bytes that may be kept beside what cannot be helped: weights and gradients that are not there yet, the input of every
-        layer, and one layer when it is computed again, by one of the `ranks` that share the pass."""
+        """Return the bytes that may be kept besides what is unavoidable: missing weights and gradients, the input of every
+        layer, and one layer recomputed by one of the `ranks` that share the pass."""
         later = self._later(hidden) + self._num_layers * hidden.nbytes + layer_bytes(hidden.numel(), ranks)
-        return SHARE * (room(hidden.device) - later)
+        return SHARE * (keepable_bytes(hidden.device) - later)
 
     def _begin(self) -> None:
-        """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient that a pass has left."""
+        """Count the passes since layers were gathered: parameters that stay gathered do not show the gradient of a pass."""
         if any(isinstance(p, DTensor) for p in self._parameters()):
             self._passes = 0
         self._passes += torch.is_grad_enabled()
 
     def _later(self, hidden: Tensor) -> int:
-        """Bytes that weights, as computed with, and gradients will take beside what they take now, before the first layer."""
+        """Return the bytes that computed weights and gradients will take besides their present ones, before the first layer."""
         parameters = list(self._parameters())
         trained = [p for p in parameters if p.requires_grad and p.grad is None]
         if self.held is None:
@@ -162,7 +163,7 @@ class Checkpointing:
             self._told = kept
 
 
-def _whole(kept: Kept, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+def _whole(kept: KeptActivations, layer: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
     kept.whole = True
     try:
         return layer(*inputs)
@@ -175,12 +176,12 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes of a GPU that this process could allocate."""
+    """Return the bytes of a GPU that this process could allocate."""
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - allocated(device)
 
 
-def room(device: torch.device) -> int:
-    """Bytes that it may fill with what it could do without."""
+def keepable_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that this process may fill with activations it could recompute."""
     mine = float(os.environ.get(GPU_SHARE, "1")) * torch.cuda.mem_get_info(device)[1]
     return min(free_memory(device), int(mine) - allocated(device))
 

@@ -1,10 +1,10 @@
-"""Try the compiled attention before training relies on it.
+"""Trial of the compiled attention before training relies on it.
 
-Compilers refuse kernels for reasons that only the attempt tells: heads too wide for a GPU's shared memory, often in the backward
-pass alone. So the attention of every kind of layer is computed once as training will compute it, on its device and in its
-precision, from the very queries, keys and values of a small example, padded to every length that passes will be
-padded to: what training will need is compiled then. Only attention: that needs neither the memory of the model there, nor
-the ranks that share it out.
+Compilers refuse kernels for reasons that only an attempt reveals, such as heads too wide for a GPU's shared memory, often in
+the backward pass alone. So the attention of every kind of layer is computed once as training will compute it, on its device and
+in its precision, from the queries, keys and values of a small example, padded to every length to which passes will be padded.
+What training needs is then compiled. Only attention is tried, so neither the model's memory nor the ranks that shard it are
+needed.
 """
 
 from __future__ import annotations
@@ -16,51 +16,51 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - as torch's own documentation writes it
 
-from swarmq.learner.model.batched_attention import Form
-from swarmq.learner.model.context_parallel import Context, cut, cut_length
-from swarmq.learner.model.layout_attention import BLOCK, Visibility, lengths_for
+from swarmq.learner.model.batched_attention import AttentionForm
+from swarmq.learner.model.context_parallel import ContextGroup, cut_for_rank, cut_length
+from swarmq.learner.model.layout_attention import BLOCK, Visibility, padded_lengths
 from swarmq.timeline import Layout
 
 T = TypeVar("T")
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Of the largest value, how far another may be off; ..."""
+"""Largest error relative to the largest value, in single and double precision."""
 ROUNDED = 0.1
-"""... in half precision."""
+"""Largest relative error in half precision."""
 
 
-class Call(NamedTuple):
-    """What a layer asked of its attention."""
+class AttentionCall(NamedTuple):
+    """Inputs of a layer's attention."""
 
     query: Tensor  # [1, heads, T, D]
     key: Tensor  # [1, key heads, T, D]
     value: Tensor
-    form: Form
+    form: AttentionForm
 
 
-class Recorded(Visibility):
-    """Attention in batches that keeps a call of every kind."""
+class RecordingVisibility(Visibility):
+    """Attention in batches that records one call of every kind."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
         super().__init__(layout, device, compiled=False)
         self.windows: list[int | None] = []
-        """Of every layer that was computed."""
-        self._calls: dict[Any, Call] = {}
+        """Attention window of every layer that was computed."""
+        self._calls: dict[Any, AttentionCall] = {}
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[AttentionCall]:
         return list(self._calls.values())
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
         shapes = (query.shape, key.shape, value.shape)
         kind = (*shapes, form.scale, form.window, form.softcap, form.sinks is None)
         self.windows.append(form.window)
-        self._calls.setdefault(kind, Call(query, key, value, form))
+        self._calls.setdefault(kind, AttentionCall(query, key, value, form))
         return super().attend(module, query, key, value, form)
 
 
-def refusal(
-    calls: Iterable[Call],
+def find_refusal(
+    calls: Iterable[AttentionCall],
     layout: Layout,
     device: torch.device,
     dtype: torch.dtype,
@@ -69,15 +69,14 @@ def refusal(
     pass_tokens: int = 0,
     ranks: int = 1,
 ) -> str | None:
-    """Why attention over `layout` cannot be compiled for `device`; None when it gives what attention in batches gives.
+    """Return why attention over `layout` cannot be compiled for `device`, or None if it equals attention in batches.
 
-    `backward`: whether gradients will be asked for. `pass_tokens`: of the largest pass. `ranks` share each pass; what all of
-    them would compute is tried here. A GPU that fails or is full is no
-    refusal: its error is passed on.
+    `backward`: whether gradients are needed. `pass_tokens`: tokens of the largest pass. `ranks`: number of ranks that share
+    each pass; what all of them would compute is tried here. Errors of a GPU that fails or is full are raised, not returned.
     """
     here = [Visibility(layout, torch.device("cpu"), compiled=False)]
     longest = cut_length(pass_tokens, ranks, BLOCK) if ranks > 1 else pass_tokens
-    padded = [_shared(layout, device, length, ranks) for length in lengths_for(longest)]
+    padded = [_shared(layout, device, length, ranks) for length in padded_lengths(longest)]
     limit = TOLERANCE.get(dtype, ROUNDED)
     for call in calls:
         rounded = [x.detach().to("cpu", dtype).float() for x in call[:3]]
@@ -96,9 +95,9 @@ def refusal(
     return None
 
 
-def agreed(reason: str | None) -> str | None:
-    """The same on every rank, for compilers may fail on one alone: ranks that plan differently would train some tokens twice and
-    others never, or wait for each other for ever. Every rank calls it."""
+def agree_on_reason(reason: str | None) -> str | None:
+    """Return the same reason on every rank, because a compiler may fail on one alone: ranks with different plans would train
+    tokens twice or never, or wait for each other forever. Every rank calls it."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return reason
     said: list[str | None] = [None] * torch.distributed.get_world_size()
@@ -106,8 +105,8 @@ def agreed(reason: str | None) -> str | None:
     return next(filter(None, said), None)
 
 
-def of_rank_0(found: T) -> T:
-    """What rank 0 found; the others may have a model without weights. Every rank calls it."""
+def broadcast_from_rank0(found: T) -> T:
+    """Return rank 0's value on every rank, because other ranks may have a model without weights. Every rank calls it."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return found
     box = [found]
@@ -116,23 +115,25 @@ def of_rank_0(found: T) -> T:
 
 
 def _error(values: Tensor, expected: Tensor) -> float:
-    """Relative to the largest; where a gradient should vanish there is nothing but rounding to be relative to."""
+    """Return the error relative to the largest value; where a gradient should vanish there is only rounding to compare with."""
     return float(((values - expected).abs().max() / expected.abs().max().clamp(min=1e-3)).nan_to_num(torch.inf))
 
 
 def _shared(layout: Layout, device: torch.device, least: int, ranks: int) -> list[Visibility]:
-    """Of every rank."""
+    """Return the visibility on every rank."""
     if ranks == 1:
         return [Visibility(layout, device, compiled=True, least=least)]
-    each = [Context(ranks, rank) for rank in range(ranks)]
+    each = [ContextGroup(ranks, rank) for rank in range(ranks)]
     return [
-        Visibility(layout, device, compiled=True, least=least, part=cut(layout, one, block=BLOCK), context=one)
+        Visibility(layout, device, compiled=True, least=least, part=cut_for_rank(layout, one, block=BLOCK), context=one)
         for one in each
     ]
 
 
-def attend_as_ranks(query: Tensor, key: Tensor, value: Tensor, form: Form, ranks: Sequence[Visibility]) -> Tensor:
-    """What ranks that exchange nothing compute together, each with all keys and values."""
+def attend_as_ranks(
+    query: Tensor, key: Tensor, value: Tensor, form: AttentionForm, ranks: Sequence[Visibility]
+) -> Tensor:
+    """Return what ranks that exchange nothing compute together, each with all keys and values."""
     if len(ranks) == 1:
         return ranks[0].attend(None, query, key, value, form)
     count = query.shape[2]
@@ -142,8 +143,8 @@ def attend_as_ranks(query: Tensor, key: Tensor, value: Tensor, form: Form, ranks
     return torch.cat(outputs, dim=2)[:, :, torch.cat(tokens).argsort()[:count]]
 
 
-def _outcome(inputs: list[Tensor], form: Form, ranks: Sequence[Visibility], *, backward: bool) -> list[Tensor]:
-    """The attention's output and, of half the sum of its squares, the gradient of every input."""
+def _outcome(inputs: list[Tensor], form: AttentionForm, ranks: Sequence[Visibility], *, backward: bool) -> list[Tensor]:
+    """Return the attention's output and the gradients of half the sum of its squares with respect to every input."""
     sinks = () if form.sinks is None else (form.sinks.detach().to(inputs[0].device),)
     asked = [x.detach().requires_grad_(backward) for x in (*inputs, *sinks)]
     query, key, value = asked[:3]

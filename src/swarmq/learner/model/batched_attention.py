@@ -1,7 +1,7 @@
-"""Attention over a layout without a compiler: nodes of similar size in one batch of plain scaled-dot-product attention.
+"""Attention over a layout without a compiler: nodes of similar size in batches of plain scaled-dot-product attention.
 
-Each node attends over the path from its root. Only here is anything padded: queries and keys are gathered into
-[B, L] and the answers gathered back, so everything outside the attention computes real tokens alone.
+Each node attends over the path from its root. Padding happens only here: queries and keys are gathered into [B, L] and the
+outputs gathered back, so everything outside attention computes real tokens alone.
 """
 
 from __future__ import annotations
@@ -19,54 +19,56 @@ from swarmq.timeline.turns import IntArray
 Run = tuple[int, int]
 
 PIECE = 512
-"""A node that needs a mask is computed in pieces of so many queries, so that no mask grows with length x length."""
+"""Number of queries into which a node that needs a mask is cut, so that no mask grows with length x length."""
 TOLERATED_WASTE = 1.5
-"""Padded pairs over real ones in a batch; ..."""
+"""Largest ratio of padded to real pairs in a batch."""
 WORTHWHILE_PAIRS = 1 << 16
-"""... a batch with fewer pairs costs little more than its call."""
+"""Number of pairs below which a batch costs little more than its call."""
 
 
-class Form(NamedTuple):
-    """What a layer's attention does besides looking at its ancestors."""
+class AttentionForm(NamedTuple):
+    """Features of a layer's attention besides attending to ancestors."""
 
     scale: float
     window: int | None
-    """Sees tokens less than this far back."""
+    """Number of tokens, back from the query, that are visible."""
     softcap: float | None
     sinks: Tensor | None  # [heads]
 
 
-class Batch(NamedTuple):
-    """B nodes, or pieces of them; indices are into the T tokens, or into those that have queries."""
+class AttentionBatch(NamedTuple):
+    """B nodes or pieces of nodes; indices are into the T tokens, or into those with queries."""
 
     queries: Tensor  # [B, Q]
     keys: Tensor  # [B, K]
     mask: Tensor | None  # [B, 1, Q, K] True where seen; None: Q is K, and each sees itself and what is before it
 
 
-class Batches(NamedTuple):
-    """All of a layout."""
+class AttentionBatches(NamedTuple):
+    """Batches of a whole layout."""
 
-    batches: list[Batch]
+    batches: list[AttentionBatch]
     answers: Tensor  # [T] where each token's answer is among all queries of all batches; of those that have one
 
 
-class Piece(NamedTuple):
+class QueryPiece(NamedTuple):
     """A run of queries and the tokens that they may see."""
 
     start: int
     end: int
     keys: list[Run]
     num_keys: int
-    """How many these are; the last of them are the queries themselves."""
+    """Number of visible tokens; the last of them are the queries themselves."""
 
     @property
     def num_queries(self) -> int:
         return self.end - self.start
 
 
-def attend_in_batches(query: Tensor, key: Tensor, value: Tensor, layout: Batches, form: Form) -> Tensor:
-    """[1, heads, L, D] from queries of that shape, and keys and values of [1, key heads, T, D]."""
+def attend_in_batches(
+    query: Tensor, key: Tensor, value: Tensor, layout: AttentionBatches, form: AttentionForm
+) -> Tensor:
+    """Compute attention [1, heads, L, D] from queries of that shape and keys and values [1, key heads, T, D]."""
     repeat = query.shape[1] // key.shape[1]
     answers = []
     for batch in layout.batches:
@@ -84,15 +86,15 @@ def attend_in_batches(query: Tensor, key: Tensor, value: Tensor, layout: Batches
     return _gather(torch.cat(answers).transpose(0, 1), layout.answers[None])
 
 
-def batches_of(
+def build_batches(
     nodes: Sequence[Run],
     paths: Sequence[Sequence[Run]],
     window: int | None,
     device: torch.device,
     tokens: IntArray | None = None,
-) -> Batches:
-    """`paths` are the runs of tokens from the root to the end of each node. `tokens` [L], ascending: those that have queries, by
-    default all."""
+) -> AttentionBatches:
+    """Build the batches of a layout. `paths`: the runs of tokens from the root to the end of each node. `tokens` [L],
+    ascending: the tokens with queries, by default all."""
     parts = zip(nodes, paths, strict=True) if tokens is None else _only(tokens, nodes, paths)
     pieces = [piece for part, path in parts for piece in _cut(part, path, window)]
     pieces.sort(key=lambda piece: (piece.num_keys, piece.num_queries), reverse=True)
@@ -109,17 +111,17 @@ def batches_of(
         places = torch.from_numpy(np.searchsorted(tokens, np.arange(len(answers)))).to(device)
         batches = [batch._replace(queries=places[batch.queries]) for batch in batches]
         answers = answers[tokens]
-    return Batches(batches, torch.from_numpy(answers).to(device))
+    return AttentionBatches(batches, torch.from_numpy(answers).to(device))
 
 
 def _gather(tokens: Tensor, index: Tensor) -> Tensor:
-    """[heads, T, D] by [B, L] to [B, heads, L, D]. As an embedding, because its gradient is quick and always the same."""
+    """Gather [heads, T, D] by [B, L] into [B, heads, L, D], as an embedding, whose gradient is fast and deterministic."""
     heads, _, size = tokens.shape
     found = F.embedding(index, tokens.transpose(0, 1).flatten(1))
     return found.view(*index.shape, heads, size).transpose(1, 2)
 
 
-def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: Form) -> Tensor:
+def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, form: AttentionForm) -> Tensor:
     if mask is None:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     scores = (q @ k.transpose(-1, -2)).float() * form.scale
@@ -136,7 +138,7 @@ def _attend_explicitly(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, for
 def _only(
     tokens: IntArray, nodes: Sequence[Run], paths: Sequence[Sequence[Run]]
 ) -> Iterator[tuple[Run, Sequence[Run]]]:
-    """The parts of nodes that are these tokens, each with the path to its own end."""
+    """Return the parts of nodes that are these tokens, each with the path to its own end."""
     runs = [(int(run[0]), int(run[-1]) + 1) for run in np.split(tokens, np.flatnonzero(np.diff(tokens) > 1) + 1)]
     for (start, end), path in zip(nodes, paths, strict=True):
         length = sum(b - a for a, b in path)
@@ -146,7 +148,7 @@ def _only(
                 yield (first, last), _middle(path, 0, length - (end - last))
 
 
-def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Piece]:
+def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[QueryPiece]:
     start, end = node
     length = sum(b - a for a, b in path)
     depth = length - (end - start)
@@ -155,11 +157,11 @@ def _cut(node: Run, path: Sequence[Run], window: int | None) -> Iterator[Piece]:
         last = min(first + step, end)
         unseen = 0 if window is None else max(0, depth + first - start - window + 1)
         keys = _middle(path, unseen, depth + last - start)
-        yield Piece(first, last, keys, depth + last - start - unseen)
+        yield QueryPiece(first, last, keys, depth + last - start - unseen)
 
 
 def _middle(path: Sequence[Run], first: int, last: int) -> list[Run]:
-    """Tokens number `first` up to `last` of a path."""
+    """Return tokens number `first` up to `last` of a path."""
     kept, at = [], 0
     for start, end in path:
         low, high = max(first - at, 0), min(last - at, end - start)
@@ -169,9 +171,9 @@ def _middle(path: Sequence[Run], first: int, last: int) -> list[Run]:
     return kept
 
 
-def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """Neighbours in the order of size, as many as can be padded to one size without much waste."""
-    members: list[Piece] = []
+def _grouped(pieces: Sequence[QueryPiece]) -> Iterator[list[QueryPiece]]:
+    """Yield groups of pieces of similar size that can be padded to one size without much waste."""
+    members: list[QueryPiece] = []
     real = widest = 0
     for piece in pieces:
         pairs = piece.num_queries * piece.num_keys
@@ -185,8 +187,8 @@ def _grouped(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
     yield members
 
 
-def _batch(pieces: Sequence[Piece], window: int | None, device: torch.device) -> Batch:
-    """Missing queries repeat the first one and see the first key, missing keys are seen by none of the others."""
+def _batch(pieces: Sequence[QueryPiece], window: int | None, device: torch.device) -> AttentionBatch:
+    """Build one batch. Missing queries repeat the first one and see the first key; missing keys are seen by no other query."""
     num_queries, num_keys = (max(sizes) for sizes in zip(*((p.num_queries, p.num_keys) for p in pieces), strict=True))
     queries, keys = (np.empty((len(pieces), size), np.int64) for size in (num_queries, num_keys))
     for i, piece in enumerate(pieces):
@@ -203,4 +205,4 @@ def _batch(pieces: Sequence[Piece], window: int | None, device: torch.device) ->
         real = np.arange(num_queries)[None, :] < [[piece.num_queries] for piece in pieces]
         seen = np.where(real[:, :, None], seen, np.arange(num_keys) == 0)
         mask = torch.from_numpy(seen[:, None]).to(device)
-    return Batch(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask)
+    return AttentionBatch(torch.from_numpy(queries).to(device), torch.from_numpy(keys).to(device), mask)

@@ -1,7 +1,7 @@
-"""Weights by the names and in the shapes that the model's folder has, which engines and checkpoints want.
+"""Names and shapes of weights as in the model's Hugging Face folder, which engines and checkpoints expect.
 
-transformers keeps some of them otherwise: the experts of a layer stacked in one tensor, parts under other names. It knows
-the way back.
+transformers stores some of them differently, such as a layer's experts stacked in one tensor, or under other names. It knows
+the reverse mapping.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from swarmq.weights.format.packing import Deferred, FromFolder, NamedTensors, We
 Sources = dict[str, Weight]
 
 
-def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
-    """`named`, by the names of `lm`, as the folder that it was loaded from has them. What has to be taken apart or put together is
-    made when it is asked for; all else is passed on as it is."""
+def to_hf_names(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
+    """Yield `named`, by the names of `lm`, as in the folder from which the model was loaded. Tensors to split or merge are made
+    when they are requested; all others are passed on unchanged."""
     together: dict[tuple[str, ...], Sources] = {}
     for name, tensor in named:
         parts = _reverted(lm, {name: _outline(tensor)})
@@ -33,7 +33,7 @@ def as_in_folder(lm: Any, named: NamedTensors) -> Iterator[tuple[str, Weight]]:
 def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
     outlines = {name: _outline(tensor) for name, tensor in sources.items()}
     known, some = {id(outline): sources[name] for name, outline in outlines.items()}, next(iter(sources.values()))
-    apart, bases = Apart(lm, sources), [held(tensor) for tensor in sources.values()]
+    apart, bases = SplitTensors(lm, sources), [held(tensor) for tensor in sources.values()]
     unchanged = all(base is not tensor for base, tensor in zip(bases, sources.values(), strict=True))
     tensors = tuple(base for base in bases if isinstance(base, Tensor))
     for name, part in _reverted(lm, outlines).items():
@@ -44,8 +44,8 @@ def _parts(lm: Any, sources: Sources) -> Iterator[tuple[str, Weight]]:
             yield name, FromFolder(one._replace(sources=tensors)) if unchanged else one
 
 
-class Apart:
-    """What becomes of some tensors; all of it is made for the first part that is asked for, none is kept after the last."""
+class SplitTensors:
+    """Tensors that are split or merged: all parts are made when the first is requested, and freed after the last."""
 
     def __init__(self, lm: Any, sources: Sources) -> None:
         self._lm, self._sources = lm, sources

@@ -1,9 +1,9 @@
 """Attention over a layout: every token sees its own ancestors and nothing else (swarmq.timeline.layout).
 
-On CUDA this is FlexAttention, compiled, with block masks computed from the layout instead of from T x T pairs. Lengths are
-padded to one of a few inside the attention alone, so there is little to compile and nothing else computes the
-padding. Elsewhere, nodes are computed in batches by plain scaled-dot-product attention (batched_attention). Where ranks share a
-pass (context.py), queries are those of some of the tokens, keys and values those of all.
+On CUDA this is compiled FlexAttention with block masks computed from the layout and not from T x T pairs. Lengths are padded to
+a few values inside attention alone, so there is little to compile and nothing else computes padding. Elsewhere, nodes are
+computed in batches by plain scaled-dot-product attention (batched_attention). If ranks share a pass (context_parallel.py),
+queries are those of some of the tokens, keys and values those of all.
 """
 
 from __future__ import annotations
@@ -21,32 +21,38 @@ from torch.nn import functional as F  # noqa: N812 - as torch's own documentatio
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from swarmq.errors import LearnerError
-from swarmq.learner.model.activation_checkpointing import Kept
-from swarmq.learner.model.batched_attention import Batches, Form, Run, attend_in_batches, batches_of
-from swarmq.learner.model.context_parallel import ALONE, Context, Part
+from swarmq.learner.model.activation_checkpointing import KeptActivations
+from swarmq.learner.model.batched_attention import (
+    AttentionBatches,
+    AttentionForm,
+    Run,
+    attend_in_batches,
+    build_batches,
+)
+from swarmq.learner.model.context_parallel import ALONE, ContextGroup, ContextPart
 from swarmq.timeline.layout import Layout, block_map, node_spans
 from swarmq.timeline.turns import IntArray
 
 NAME = "swarmq_layout"
-"""What the attention is called among a transformers model's attention implementations."""
+"""Name of this attention among the attention implementations of transformers."""
 
 BLOCK = 128
 LENGTHS = [1024, 4096, 8192, *(step * 2**n for n in range(7) for step in (16384, 24576))]
-"""What layouts are padded to. A block of padding costs one of the many that a real block costs, and its share of the
+"""Lengths to which layouts are padded. A block of padding costs one of the many tiles of a real block and its share of the
 copies; a compilation costs seconds."""
 
 
-def lengths_for(tokens: int) -> list[int]:
-    """All that layouts of up to so many tokens are padded to."""
+def padded_lengths(tokens: int) -> list[int]:
+    """Return all lengths to which layouts of up to `tokens` tokens are padded."""
     return LENGTHS[: bisect_left(LENGTHS, tokens) + 1]
 
 
 class NoLayoutError(LearnerError):
-    """Attention was not told which layout it is to compute."""
+    """Attention was called without a layout."""
 
 
 class Visibility:
-    """Who sees whom in one layout, on one device."""
+    """The visibility of one layout on one device."""
 
     def __init__(
         self,
@@ -55,11 +61,11 @@ class Visibility:
         *,
         compiled: bool,
         least: int = 0,
-        part: Part | None = None,
-        context: Context = ALONE,
+        part: ContextPart | None = None,
+        context: ContextGroup = ALONE,
     ) -> None:
-        """`least`: tokens that what is compiled has at least, with padding. `part`: what is computed of the layout here, in whole
-        blocks where it is compiled; `context` computes the rest."""
+        """`least`: fewest tokens, with padding, of what is compiled. `part`: the part of the layout computed here, in whole
+        blocks if compiled; `context` computes the rest."""
         layout = part.layout if part else layout
         self.num_tokens = layout.num_tokens
         self.compiled = compiled
@@ -67,11 +73,11 @@ class Visibility:
         self.context = context
         self._layout = layout
         self._device = device
-        length = lengths_for(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
+        length = padded_lengths(max(self.num_tokens, least))[-1] if compiled else self.num_tokens
         self._exits, self._positions = _lengthened(layout, length)
         self._block_masks: dict[int | None, BlockMask] = {}
-        self._batches: dict[int | None, Batches] = {}
-        self.kept = Kept()
+        self._batches: dict[int | None, AttentionBatches] = {}
+        self.kept = KeptActivations()
 
     @functools.cached_property
     def nodes(self) -> list[Run]:
@@ -79,34 +85,34 @@ class Visibility:
 
     @functools.cached_property
     def paths(self) -> list[list[Run]]:
-        """Node -> the runs of tokens from its root to its own end, in order."""
+        """Node -> runs of tokens from its root to its own end, in order."""
         return _paths(self.nodes, self._layout.node_parents.tolist())
 
     def block_mask(self, window: int | None) -> BlockMask:
-        """For queries and keys padded to `padded_length`; made once per window and layout."""
+        """Return the block mask for queries and keys padded to `padded_length`; cached per window and layout."""
         if window not in self._block_masks:
             partly, wholly = block_map(self._exits, self._positions, BLOCK, window)
             partly[-(-self.num_tokens // BLOCK) :] = False  # padding alone
-            sees = _sees(placed(self._exits, self._device), placed(self._positions, self._device), window)
+            sees = _sees(to_device(self._exits, self._device), to_device(self._positions, self._device), window)
             if self.part:
                 rows, tokens = self.part.tokens[::BLOCK] // BLOCK, self.part.tokens
                 partly, wholly = (_longer(x[rows], self.padded_queries // BLOCK) for x in (partly, wholly))
-                sees = _from(placed(_longer(tokens, self.padded_queries), self._device), sees)
+                sees = _from(to_device(_longer(tokens, self.padded_queries), self._device), sees)
             self._block_masks[window] = BlockMask.from_kv_blocks(
                 *_ordered(partly, self._device), *_ordered(wholly, self._device), BLOCK_SIZE=BLOCK, mask_mod=sees
             )
         return self._block_masks[window]
 
-    def batches(self, window: int | None) -> Batches:
-        """For attention without a compiler; made once per window and layout."""
+    def batches(self, window: int | None) -> AttentionBatches:
+        """Return the batches for attention without a compiler; cached per window and layout."""
         if window not in self._batches:
             tokens = self.part.tokens if self.part else None
-            self._batches[window] = batches_of(self.nodes, self.paths, window, self._device, tokens)
+            self._batches[window] = build_batches(self.nodes, self.paths, window, self._device, tokens)
         return self._batches[window]
 
-    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: Form) -> Tensor:
-        """[1, heads, T, D] from queries of that shape, and keys and values of [1, key heads, T, D], of layer `module`. All of them
-        are of the tokens that are computed here."""
+    def attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, form: AttentionForm) -> Tensor:
+        """Compute attention [1, heads, T, D] of layer `module` from queries of that shape and keys and values [1, key heads, T,
+        D], all for the tokens computed here."""
         if self.compiled:
             gathered = self.context.ranks * (key.nbytes + value.nbytes)
             saved = 2 * query.nbytes + gathered  # the output is as large as the query
@@ -116,17 +122,17 @@ class Visibility:
 
     @property
     def padded_length(self) -> int:
-        """Tokens that the attention kernel is given; what it is compiled for."""
+        """Number of tokens that the attention kernel gets and for which it is compiled."""
         return len(self._exits)
 
     @property
     def padded_queries(self) -> int:
-        """Of these, queries: as many for every layout of this length, so that there is one kernel for each."""
+        """Number of queries among these, the same for every layout of this length, so that there is one kernel for each."""
         return -(-self.padded_length // (BLOCK * self.context.ranks)) * BLOCK
 
 
-def placed(values: NDArray[Any], device: torch.device) -> Tensor:
-    """On `device`. From pinned memory, because any other copy makes the host wait for what the GPU has still to do."""
+def to_device(values: NDArray[Any], device: torch.device) -> Tensor:
+    """Copy to `device` from pinned memory, because any other copy makes the host wait for the GPU."""
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
@@ -147,7 +153,7 @@ def attend(
     visibility: Visibility | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """An attention function of transformers' interface. Returns [1, T, heads, D]."""
+    """Attention function with transformers' interface. Returns [1, T, heads, D]."""
     if visibility is None:
         raise NoLayoutError(
             "this model computes layouts only: call it through swarmq.learner.model.layout_model.LayoutModel"
@@ -156,11 +162,11 @@ def attend(
         raise LearnerError("its attention gets a mask of its own, or several rows, beside the layout")
     if dropout:
         raise LearnerError("attention dropout makes training differ from sampling: set the model's to 0")
-    form = Form(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
+    form = AttentionForm(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, softcap, s_aux)
     return visibility.attend(module, query, key, value, form).transpose(1, 2).contiguous(), None
 
 
-def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: Form) -> Tensor:
+def _attend_compiled(query: Tensor, key: Tensor, value: Tensor, visibility: Visibility, form: AttentionForm) -> Tensor:
     count, kind = query.shape[2], query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     key, value = visibility.context.gathered(key.to(dtype), value.to(dtype))
@@ -201,20 +207,20 @@ def _paths(nodes: list[Run], parents: list[int]) -> list[list[Run]]:
 
 
 def _lengthened(layout: Layout, length: int) -> tuple[IntArray, IntArray]:
-    """Exits and positions, padded with tokens that see nothing but themselves."""
+    """Return exits and positions, padded with tokens that see nothing but themselves."""
     extra = np.arange(layout.num_tokens, length, dtype=np.int32)
     return np.concatenate([layout.exits, extra + 1]), np.concatenate([layout.positions, 0 * extra])
 
 
 def _longer(values: NDArray[Any], length: int) -> NDArray[Any]:
-    """With zeros at the end of the first dimension."""
+    """Return `values` with zeros appended along the first dimension."""
     return np.pad(values, [(0, length - len(values)), *[(0, 0)] * (values.ndim - 1)])
 
 
 def _ordered(blocks: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
-    """[Q, K] as FlexAttention wants it: how many key blocks per query block, and which, those first."""
+    """Return FlexAttention's form of a block mask [Q, K]: the number of key blocks per query block, and their indices first."""
     which = np.argsort(~blocks, axis=1, kind="stable")
-    return tuple(placed(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]
+    return tuple(to_device(x.astype(np.int32)[None, None], device) for x in (blocks.sum(1), which))  # type: ignore[return-value]
 
 
 def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[..., Tensor]:
@@ -231,7 +237,7 @@ def _sees(exits: Tensor, positions: Tensor, window: int | None) -> Callable[...,
 
 
 def _from(queries: Tensor, sees: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Of which token each query is."""
+    """Adapt a mask function to queries that are some of the tokens."""
 
     def of_token(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         return sees(b, h, queries[q], k)
@@ -249,8 +255,8 @@ def _capped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    """One compilation per padded length, window and dtype. `fullgraph` makes one too many an error, because
-    uncompiled FlexAttention would quietly fill the memory with T x T scores."""
+    """Return FlexAttention compiled per padded length, window and dtype. `fullgraph` makes one compilation too many an error,
+    because uncompiled FlexAttention would fill the memory with T x T scores."""
     config = torch._dynamo.config  # noqa: SLF001 - the only home of this limit
     config.recompile_limit = max(config.recompile_limit, 64)
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)

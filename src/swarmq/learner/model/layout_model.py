@@ -1,8 +1,8 @@
-"""Train any Hugging Face decoder on layouts: packed rows without cross-talk, and trees.
+"""Training of any Hugging Face decoder on layouts: packed rows without cross-talk, and trees.
 
-`LayoutModel` owns a model and answers one question: the log-probability of every sampled token of a layout. A model
-whose attention can be replaced computes all of a layout in one pass. One that cannot (its state runs along the
-tokens, it has attention of its own making, or the check on a small tree fails) computes row after row, and says why.
+`LayoutModel` owns a model and computes the log-probability of every sampled token of a layout. A model whose attention can be
+replaced computes a whole layout in one pass. One that cannot (its state runs along the tokens, it has its own attention, or the
+check on a small tree fails) computes row after row, and says why.
 """
 
 from __future__ import annotations
@@ -23,38 +23,44 @@ from transformers import AttentionInterface, PreTrainedModel
 from swarmq.errors import LearnerError, SetUpError
 from swarmq.learner.memory import host
 from swarmq.learner.model import layout_attention, rotary_embeddings
-from swarmq.learner.model.attention_check import Call, Recorded, agreed, of_rank_0, refusal
-from swarmq.learner.model.context_parallel import ALONE, Context, cut
-from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, placed
-from swarmq.learner.model.logprob_head import Scored, head_of, score, score_logits
+from swarmq.learner.model.attention_check import (
+    AttentionCall,
+    RecordingVisibility,
+    agree_on_reason,
+    broadcast_from_rank0,
+    find_refusal,
+)
+from swarmq.learner.model.context_parallel import ALONE, ContextGroup, cut_for_rank
+from swarmq.learner.model.layout_attention import BLOCK, NoLayoutError, Visibility, to_device
+from swarmq.learner.model.logprob_head import Scored, get_head, score_hidden, score_logits
 from swarmq.timeline import Cost, Layout, PrefixTree, lay_rows, standalone, unfold
 
 log = structlog.get_logger()
 
 EAGER = "eager"
-"""transformers' attention that leaves nothing out: its faster ones drop soft-capping and sinks without a word."""
+"""transformers' attention that implements every feature: the faster ones silently drop soft-capping and sinks."""
 
 LAYERS = {"full_attention", "sliding_attention"}
-"""Kinds of layers for which who sees whom is all there is to know."""
+"""Layer types whose computation is fully determined by the attention mask."""
 
 EXPERTS = "experts"
-"""The module of those that tokens are routed to, in transformers; those that every token goes through are in another."""
+"""Name of the module of routed experts in transformers; shared experts are in another module."""
 EXPERTS_OF_A_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 EXPERTS_OF_A_LAYER = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that configurations have for their numbers."""
+"""Names that configurations have for the number of routed experts of a layer."""
 
 EXAMPLE = (([1, 2, 3], [4, 5]), ([1, 2, 3, 4, 5, 6], [7, 8]), ([1, 2, 3], [4, 9]), ([2, 3], [1, 1, 2]))
-"""Prompts and samples that fork, to check a model with."""
+"""Forking prompts and samples with which a model is checked."""
 GPU_FAILS = (torch.OutOfMemoryError, torch.AcceleratorError)
 """Errors that say nothing about the model."""
 TOLERATED = 1e-3
-"""Nats by which log-probabilities of `EXAMPLE` may differ."""
+"""Largest difference, in nats, of log-probabilities of `EXAMPLE`."""
 
 
 @dataclass(frozen=True)
-class Placed:
-    """The part of a layout that the model needs, on its device: all T tokens and S sampled ones, or those of one of the ranks that
-    share the pass."""
+class PlacedLayout:
+    """The inputs that the model needs of a layout, on its device: all T tokens and S sampled ones, or those of one of the ranks
+    that share the pass."""
 
     input_ids: Tensor  # [1, T]
     position_ids: Tensor  # [1, T]
@@ -63,18 +69,19 @@ class Placed:
     visibility: Visibility
     sampled: Tensor | None = None  # [S] which of the layout's these are; None: all
     num_sampled: int = 0
-    """Of the layout, where that is not S."""
+    """Number of sampled tokens of the whole layout, if it is not S."""
 
     @classmethod
     def of(
-        cls, layout: Layout, device: torch.device, *, compiled: bool | None = None, context: Context = ALONE
-    ) -> Placed:
-        """Copies to `device`. `compiled` chooses FlexAttention, by default where there is CUDA. `context` shares the pass."""
+        cls, layout: Layout, device: torch.device, *, compiled: bool | None = None, context: ContextGroup = ALONE
+    ) -> PlacedLayout:
+        """Copy a layout to `device`. `compiled` chooses FlexAttention, by default on CUDA. `context`: the ranks that share the
+        pass."""
         compiled = device.type == "cuda" if compiled is None else compiled
-        part = cut(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
+        part = cut_for_rank(layout, context, block=BLOCK if compiled else 1) if context.ranks > 1 else None
         mine = part or layout
         ids, positions, predictors, targets = (
-            placed(values.astype(np.int64), device)
+            to_device(values.astype(np.int64), device)
             for values in (mine.token_ids, mine.positions, mine.predictors, mine.targets)
         )
         return cls(
@@ -83,13 +90,13 @@ class Placed:
             predictors=predictors,
             targets=targets,
             visibility=Visibility(layout, device, compiled=compiled, part=part, context=context),
-            sampled=placed(part.sampled.astype(np.int64), device) if part else None,
+            sampled=to_device(part.sampled.astype(np.int64), device) if part else None,
             num_sampled=layout.num_trained,
         )
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """By the names that transformers gives; FSDP2 puts a class of its own in front of a layer's."""
+    """Return the decoder layers by their class names in transformers; FSDP2 puts its own class before a layer's."""
     names = set(model._no_split_modules or ())  # noqa: SLF001 - it has no public name
     return [module for module in model.modules() if not names.isdisjoint(c.__name__ for c in type(module).__mro__)]
 
@@ -97,8 +104,8 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 class LayoutModel(nn.Module):
     """A causal language model that scores the sampled tokens of layouts.
 
-    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered
-    where the head reads them. The model's attention is replaced by ours where that gives the model's own results.
+    Wrap it for data parallelism as a whole (`accelerator.prepare(LayoutModel(model))`), so that parameters are gathered where
+    the head reads them. The model's attention is replaced if that reproduces the model's own results.
     """
 
     def __init__(
@@ -111,23 +118,26 @@ class LayoutModel(nn.Module):
         ranks: int = 1,
         max_model_len: int | None = None,
     ) -> None:
-        """`device` and `dtype`: where, and in what precision attention, passes will be computed, if not as the model is now.
-        `pass_tokens`: of passes for which attention is compiled at once; for larger ones it is when they come. `ranks` share
-        each pass. `max_model_len`: tokens that the engine has room for, which positions may be turned by; None: as many as
-        the model was made for."""
+        """Wrap and check `model`.
+
+        `device`, `dtype`: where and in which precision of attention passes will be computed, if not as at present.
+        `pass_tokens`: size of passes for which attention is compiled at once; for larger ones it is compiled later. `ranks`:
+        number of ranks that share each pass. `max_model_len`: context length of the engine, on which rotary positions may
+        depend; None: the model's own.
+        """
         super().__init__()
-        rotary_embeddings.pin(model, max_model_len)
+        rotary_embeddings.pin_rotations(model, max_model_len)
         self.model: Any = model
         self.head_apart = True
-        """Whether the head makes the logits from hidden states; else all logits of a layout exist at once."""
+        """Whether the head computes logits from hidden states; otherwise all logits of a layout exist at once."""
         self.head_chunk: int | None = None
-        """Tokens whose logits exist at once then; None: as many as there is room for."""
+        """Number of tokens whose logits exist at once; None: as many as fit."""
         self.rows_only: str | None = "not checked yet"
-        """Why trees cannot be computed; None when they can."""
+        """Reason for which trees cannot be computed; None if they can."""
         self._windows: list[int | None] = []
-        """How far back each layer sees, where that was found out."""
+        """Attention window of each layer, as far as it was found out."""
         self._own: str = self.model.config._attn_implementation  # noqa: SLF001 - it has no public name
-        """transformers' attention that computes rows one after another."""
+        """transformers' attention with which rows are computed one after another."""
         self.ranks, self.max_model_len = ranks, max_model_len
         self._device = device or self.model.device
         self._check(self._device, dtype or self.model.dtype, pass_tokens)
@@ -148,8 +158,8 @@ class LayoutModel(nn.Module):
         return Cost(token=sum(prices), pair=pair * layers[None], windowed=windowed, frozen=frozen)
 
     def compile_layers(self) -> None:
-        """On CUDA: what lies between matrix products and attention becomes few kernels, compiled once for all layers and
-        lengths, in the first pass. A layer that the compiler refuses is computed as it is, and torch says so."""
+        """On CUDA, compile everything between matrix products and attention into few kernels, once for all layers and lengths,
+        in the first pass. A layer that the compiler refuses is computed uncompiled, with a message by torch."""
         if self.rows_only or self._device.type != "cuda":  # weights may be kept in host memory meanwhile
             return
         config = torch._dynamo.config  # noqa: SLF001 - the only home of these switches
@@ -158,8 +168,9 @@ class LayoutModel(nn.Module):
         for layer in decoder_layers(self.model):
             layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks that gather its weights
 
-    def forward(self, placed: Placed, temperatures: Tensor | float = 1.0) -> Scored:
-        """Log-probabilities of the layout's S targets, also those that other ranks score, at `temperatures`, one for all or [S]."""
+    def forward(self, placed: PlacedLayout, temperatures: Tensor | float = 1.0) -> Scored:
+        """Return the log-probabilities of the layout's S targets, also those that other ranks score, at `temperatures`, one for
+        all or [S]."""
         temperatures = torch.as_tensor(temperatures, dtype=torch.float32, device=placed.targets.device)
         shared = placed.sampled
         if shared is not None and temperatures.ndim:
@@ -170,7 +181,7 @@ class LayoutModel(nn.Module):
         # Forks predict from one token several times. As an embedding, the sum of their gradients is always the same.
         chosen = F.embedding(placed.predictors, outputs)
         if self.head_apart:
-            scored = score(chosen, head_of(self.model), placed.targets, temperatures, chunk=self.head_chunk)
+            scored = score_hidden(chosen, get_head(self.model), placed.targets, temperatures, chunk=self.head_chunk)
         else:
             scored = score_logits(chosen, placed.targets, temperatures)
         if shared is None:
@@ -179,19 +190,20 @@ class LayoutModel(nn.Module):
         return Scored(logprobs.clone(), entropies.detach())  # FSDP2 warns of views
 
     def _check(self, device: torch.device, dtype: torch.dtype, pass_tokens: int) -> None:
-        """Hold head and attention to what the model itself computes for a small example, and kernels to attention."""
+        """Compare head and attention with the model's own computation for a small example, and kernels with attention in
+        batches."""
         turns = [standalone(prompt, sampled, [0.0] * len(sampled)) for prompt, sampled in EXAMPLE]
         rows, (tree,) = lay_rows([(0, row) for row in unfold(turns)]), PrefixTree([turns]).layouts(budget=100)
         calls = [] if self.model.device.type == "meta" else self._tried(rows, tree)
-        self.head_apart, self.rows_only, self._windows, self._own, calls = of_rank_0(
+        self.head_apart, self.rows_only, self._windows, self._own, calls = broadcast_from_rank0(
             (self.head_apart, self.rows_only, self._windows, self._own, calls)
         )
         if self.rows_only is None and device.type == "cuda":
             trained = any(parameter.requires_grad for parameter in self.parameters())
-            self.rows_only = refusal(
+            self.rows_only = find_refusal(
                 calls, tree, device, dtype, backward=trained, pass_tokens=pass_tokens, ranks=self.ranks
             )
-        self.rows_only = agreed(self.rows_only)
+        self.rows_only = agree_on_reason(self.rows_only)
         if self.rows_only is None:
             self._attend_over_layouts()
         else:
@@ -205,18 +217,18 @@ class LayoutModel(nn.Module):
                 attention=self.model.config._attn_implementation,  # noqa: SLF001 - it has no public name
             )
 
-    def _tried(self, rows: Layout, tree: Layout) -> list[Call]:
-        """Find out what can be computed, and what it asks of attention."""
-        few, forked = (Placed.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
-        recorded = Recorded(tree, self.model.device)
-        with torch.no_grad(), precisely(self.model):
+    def _tried(self, rows: Layout, tree: Layout) -> list[AttentionCall]:
+        """Find out what can be computed, and return the calls of attention."""
+        few, forked = (PlacedLayout.of(layout, self.model.device, compiled=False) for layout in (rows, tree))
+        recorded = RecordingVisibility(tree, self.model.device)
+        with torch.no_grad(), full_precision(self.model):
             as_trained = _by_the_book(self.model, few)
-        with evaluating(self.model), precisely(self.model):
+        with evaluation_mode(self.model), full_precision(self.model):
             expected = _by_the_book(self.model, few)
             _check_noise(self.model, float((as_trained - expected).abs().max()))
             expected = self._eagerly(few, expected)
             self.head_apart = self._flaw(few, expected) is None
-            self.rows_only = why_not(self.model)
+            self.rows_only = why_no_trees(self.model)
             if self.rows_only is None:
                 self._attend_over_layouts()
                 self.rows_only = self._flaw(replace(forked, visibility=recorded), expected)
@@ -226,9 +238,11 @@ class LayoutModel(nn.Module):
             self._own = EAGER  # only eager attention has both; an example this small need not show it
         return recorded.calls
 
-    def _eagerly(self, few: Placed, expected: Tensor) -> Tensor:
-        """Log-probabilities by transformers' eager attention, which has every feature of the configuration, as its faster ones have not.
-        `expected` are those of the implementation that the model was loaded with, which is kept for rows where both agree."""
+    def _eagerly(self, few: PlacedLayout, expected: Tensor) -> Tensor:
+        """Return log-probabilities by transformers' eager attention, which implements every feature of the configuration.
+
+        `expected`: those of the implementation with which the model was loaded, which is kept for rows if both agree.
+        """
         if self._own == EAGER:
             return expected
         try:
@@ -250,7 +264,7 @@ class LayoutModel(nn.Module):
         AttentionInterface.register(layout_attention.NAME, layout_attention.attend)
         self._attend_with(layout_attention.NAME)
 
-    def _flaw(self, placed: Placed, expected: Tensor) -> str | None:
+    def _flaw(self, placed: PlacedLayout, expected: Tensor) -> str | None:
         try:
             off = float((self(placed).logprobs - expected).abs().max())
         except GPU_FAILS:
@@ -263,7 +277,7 @@ class LayoutModel(nn.Module):
 
 
 def _share_of_experts(config: Any) -> float:
-    """The share of a layer's routed experts that compute a token; 1 where the configuration does not say."""
+    """Return the share of a layer's routed experts that compute a token; 1 if the configuration does not say."""
     chosen, there = (
         next((value for name in names if isinstance(value := getattr(config, name, None), int) and value), None)
         for names in (EXPERTS_OF_A_TOKEN, EXPERTS_OF_A_LAYER)
@@ -271,8 +285,8 @@ def _share_of_experts(config: Any) -> float:
     return chosen / there if chosen and there else 1.0
 
 
-def why_not(model: PreTrainedModel) -> str | None:
-    """Why a model cannot compute trees, as far as class and configuration tell; None when nothing speaks against it."""
+def why_no_trees(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot compute trees, as far as class and configuration tell, or None."""
     config = model.config.get_text_config()
     strange = set(getattr(config, "layer_types", None) or ()) - LAYERS
     if strange:
@@ -283,8 +297,8 @@ def why_not(model: PreTrainedModel) -> str | None:
 
 
 def _kept_back(model: PreTrainedModel, windows: Iterable[int | None]) -> str | None:
-    """Why a model cannot compute trees that has a sliding window which only its own masks know: the example is too short to show it.
-    None where it can. `windows`: what each layer told its attention."""
+    """Return why a model cannot compute trees because it has a sliding window that only its own masks know, or None: the
+    example is too short to show it. `windows`: the windows that layers passed to attention."""
     config = model.config.get_text_config()
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     made_for = getattr(config, "max_position_embeddings", None)
@@ -299,8 +313,8 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
-def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
-    """What `network` puts out for all T tokens, in one pass."""
+def _together(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
+    """Return the output of `network` for all T tokens in one pass."""
     return network(
         input_ids=placed.input_ids,
         position_ids=placed.position_ids,
@@ -310,8 +324,8 @@ def _together(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Ten
     )[0][0]
 
 
-def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> Tensor:
-    """The same for packed rows, a pass each, with the model's own attention."""
+def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: PlacedLayout) -> Tensor:
+    """Return the output of `network` for packed rows, a pass each, with the model's own attention."""
     visibility = placed.visibility
     if visibility.part or any(path != [node] for node, path in zip(visibility.nodes, visibility.paths, strict=True)):
         raise LearnerError("this model computes packed rows only, each on one rank: plan with only='rows'")
@@ -319,7 +333,7 @@ def _row_by_row(network: Callable[..., tuple[Tensor, ...]], placed: Placed) -> T
 
 
 def _check_noise(model: PreTrainedModel, noise: float) -> None:
-    """Raises LearnerError where a model is another one while it is trained."""
+    """Raise LearnerError if a model computes differently while it is trained."""
     if noise > TOLERATED:
         raise SetUpError(
             f"{type(model).__name__} computes otherwise while it is trained than engines do, by {noise:.2g} nats on a small "
@@ -327,14 +341,14 @@ def _check_noise(model: PreTrainedModel, noise: float) -> None:
         )
 
 
-def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
-    """Log-probabilities as the model itself computes them. Raises LearnerError when it cannot."""
+def _by_the_book(model: PreTrainedModel, placed: PlacedLayout) -> Tensor:
+    """Return log-probabilities as the model itself computes them. Raises LearnerError if it cannot."""
     try:
         logits = _row_by_row(model, placed)[placed.predictors]
     except GPU_FAILS:
         raise
     except Exception as error:
-        if host.refuses(error):
+        if host.is_out_of_memory(error):
             raise LearnerError(
                 f"the host has no memory for a small example of {type(model).__name__}: {_words(error)}; free some of it, or raise "
                 "the limit of this process (ulimit -v, the container's)"
@@ -346,8 +360,8 @@ def _by_the_book(model: PreTrainedModel, placed: Placed) -> Tensor:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Without gradients and as a model that is not trained; afterwards as it was."""
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Compute without gradients and in evaluation mode inside the block."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -359,9 +373,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def precisely(model: PreTrainedModel) -> Iterator[None]:
-    """Compute in FP32 where weights are kept in less: rounding would hide flaws, or look like one. A decoder layer's weights are widened
-    only while it is computed."""
+def full_precision(model: PreTrainedModel) -> Iterator[None]:
+    """Compute in FP32 inside the block if weights have less precision, because rounding would hide errors or look like one.
+    Weights of a decoder layer are converted only while it is computed."""
     narrow: dict[int, Tensor] = {}
     layers = decoder_layers(model)
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}

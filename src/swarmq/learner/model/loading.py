@@ -1,4 +1,4 @@
-"""Loads the policy: any causal LM of transformers, ready to be trained."""
+"""Loading of the policy: any causal LM of transformers, ready for training."""
 
 from __future__ import annotations
 
@@ -14,18 +14,20 @@ from transformers.utils.logging import disable_progress_bar
 
 from swarmq.errors import SetUpError
 from swarmq.learner.memory.outline import build_outline, explain_errors, load_config
-from swarmq.learner.model.activation_checkpointing import Checkpointing
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
 
 LAYER = re.compile(r"(.*?)\.(\d+)\.")
-"""In a weight's name: what holds the layers, and the number of one."""
+"""Pattern of a weight's name: the container of the layers, and the number of one."""
 
 
 def load_lm(
     source: str, *, gradient_checkpointing: bool, empty: bool = False, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """The causal LM in the folder, or of the name, `source`, with weights of `dtype`; without dropout and noise, as engines compute it.
-    `empty`: on the meta device, for a rank that is handed its part. Raises LearnerError when there is none, or none that can be
-    trained."""
+    """Load the causal LM `source` (a folder or name) with weights of `dtype`, without dropout and noise, as engines compute it.
+
+    `empty`: on the meta device, for a rank that gets its shards from rank 0. Raises LearnerError if there is no such model, or
+    it cannot be trained.
+    """
     config = load_config(source)
     _drop_nothing(config)
     disable_progress_bar()
@@ -39,13 +41,13 @@ def load_lm(
         elif any("jitter" in name for name in vars(module)):  # a router that adds noise, or draws experts, in training
             module.training = False
     if gradient_checkpointing:
-        Checkpointing.enable(lm)
+        ActivationCheckpointing.enable(lm)
     return lm
 
 
 def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
-    """Raises LearnerError also where the files hold other weights than the configuration asks for: those that are missing
-    would be random."""
+    """Load the model with its weights. Raises LearnerError also if the files do not match the configuration, because missing
+    weights would be random."""
     instead = "fetch its files again, all of them"
     if getattr(config, "quantization_config", None):
         instead = "take the same model with weights that are not quantised"
@@ -67,7 +69,8 @@ def _with_weights(source: str, config: Any, dtype: torch.dtype) -> Any:
 
 
 def _of_further_layers(lm: Any, unexpected: Iterable[str]) -> set[str]:
-    """Other weights may be left out: of vision towers, of heads that predict several tokens, and constants of old files."""
+    """Return unexpected weights of further layers. Other weights may be ignored: of vision towers, of multi-token prediction
+    heads, and constants of old files."""
     decoder = f"{lm.base_model_prefix}."  # which names lack where a folder has the decoder alone
 
     def place(name: str) -> tuple[str, int]:
@@ -85,8 +88,8 @@ def _some(names: Collection[str]) -> str:
 
 
 def _drop_nothing(config: Any) -> None:
-    """Layers call dropout themselves, with what the config said when they were made: `attention_dropout`, `resid_pdrop`,
-    `layerdrop` and the like."""
+    """Set dropout in the configuration to 0, because layers apply it with the values from their construction
+    (`attention_dropout`, `resid_pdrop`, `layerdrop` and similar)."""
     for part in (config, config.get_text_config()):
         for name, value in vars(part).copy().items():
             if "drop" in name and isinstance(value, float):

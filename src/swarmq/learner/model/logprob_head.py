@@ -1,9 +1,9 @@
-"""Log-probabilities of chosen tokens without ever holding [S, vocabulary] logits.
+"""Log-probabilities of target tokens without ever holding [S, vocabulary] logits.
 
-The head runs over chunks of tokens. Of the first ones, as many as fit a fixed share of memory, the gradient of the
-log-probabilities is kept in the dtype of the matrix products; the logits of the others are made again for the backward
-pass. Logits are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling
-and soft-capping of logits are part of the head.
+The head runs over chunks of tokens. For as many of the first ones as fit a fixed share of memory, the gradient of the
+log-probabilities is kept in the dtype of the matrix products; logits of the others are recomputed in the backward pass. Logits
+are FP32 (from BF16 factors on CUDA, where the matrix product accumulates and returns FP32). Bias, scaling and soft-capping of
+logits are part of the head.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from transformers import PreTrainedModel
 from swarmq.learner.model.activation_checkpointing import free_memory
 
 CPU_CHUNK = 1 << 22
-"""Most logits at once on a CPU: 16 MiB. And most of their gradients that are kept."""
+"""Most logits at once on a CPU (16 MiB), and most kept gradients of logits."""
 GPU_SHARE = 1 / 10
-"""Share of a GPU's memory that FP32 logits may take at once, and as much their gradients that are kept. Few large chunks,
-because each one costs a pass over the gradient of the head's weight."""
+"""Share of a GPU's memory for FP32 logits at once, and the same for their kept gradients. Few large chunks, because each one
+costs a pass over the gradient of the head's weight."""
 FREE_SHARE = 1 / 4
-"""The same of what is free, where that is less."""
+"""Share of the free memory for the same, if that is less."""
 FIXED_ROOM = 1 << 30
-"""The same in bytes where a step that is made again comes out the same to the bit, whatever else is in the memory then."""
+"""Bytes for the same if a repeated step must be equal bit for bit, whatever else is in memory."""
 
 
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""Names that configurations have for it: Gemma's, RecurrentGemma's, xLSTM's. A small example of a fresh model would not show it."""
+"""Names that configurations have for soft-capping of logits: Gemma's, RecurrentGemma's, xLSTM's. A small fresh model would not
+show it."""
 
 
-class Form(NamedTuple):
-    """What some models do to the product W h + b: softcap * tanh(multiplier * product / softcap)."""
+class LogitForm(NamedTuple):
+    """Transformation that some models apply to the product W h + b: softcap * tanh(multiplier * product / softcap)."""
 
     multiplier: float = 1.0
     softcap: float | None = None
 
 
-class Head(NamedTuple):
-    """What turns a hidden state into logits."""
+class LmHead(NamedTuple):
+    """What computes logits from a hidden state."""
 
     weight: Tensor  # [V, H]
     bias: Tensor | None  # [V]
-    form: Form = Form()
+    form: LogitForm = LogitForm()
 
 
 class Scored(NamedTuple):
@@ -51,32 +52,36 @@ class Scored(NamedTuple):
     entropies: Tensor  # [S] float32, nats, without gradient
 
 
-def head_of(model: PreTrainedModel) -> Head:
-    """The head of a transformers causal language model, with what its configuration does to logits."""
+def get_head(model: PreTrainedModel) -> LmHead:
+    """Return the head of a transformers causal language model, with its configuration's transformation of logits."""
     linear = model.get_output_embeddings()
     config = model.config.get_text_config()
     multiplier = getattr(config, "logit_scale", None) or 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
     caps = (cap for name in SOFTCAPS if (cap := getattr(config, name, None)))
-    return Head(linear.weight, linear.bias, Form(multiplier, next(caps, None)))
+    return LmHead(linear.weight, linear.bias, LogitForm(multiplier, next(caps, None)))
 
 
-def score(hidden: Tensor, head: Head, targets: Tensor, temperatures: Tensor, *, chunk: int | None = None) -> Scored:
-    """Log-probability of `targets` [S] given hidden states [S, H], under softmax(logits / temperatures [S]). `chunk`: tokens whose
-    logits exist at once, by default as many as there is room for."""
+def score_hidden(
+    hidden: Tensor, head: LmHead, targets: Tensor, temperatures: Tensor, *, chunk: int | None = None
+) -> Scored:
+    """Return the log-probability of `targets` [S] given hidden states [S, H] under softmax(logits / temperatures [S]).
+
+    `chunk`: number of tokens whose logits exist at once, by default as many as fit.
+    """
     learning = torch.is_grad_enabled()  # which a Function's own forward cannot tell
     logprobs, entropies = _Score.apply(hidden, *head, targets, temperatures, learning, chunk)  # type: ignore[no-untyped-call]
     return Scored(logprobs, entropies)
 
 
 def score_logits(logits: Tensor, targets: Tensor, temperatures: Tensor) -> Scored:
-    """The same of logits [S, V] that exist already."""
-    logprobs, entropies, _ = _reduce(logits.float(), targets, temperatures, Form())
+    """Return the same from logits [S, V] that exist already."""
+    logprobs, entropies, _ = _reduce(logits.float(), targets, temperatures, LogitForm())
     return Scored(logprobs, entropies.detach())
 
 
 class _Score(torch.autograd.Function):
-    """The gradient of a log-probability with respect to the logits does not depend on what comes after it but for a
-    factor per token, so it can be had while the logits are there."""
+    """The gradient of a log-probability with respect to the logits depends on later computations only by a factor per token, so
+    it is computed while the logits exist."""
 
     @staticmethod
     def forward(
@@ -84,7 +89,7 @@ class _Score(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        form: Form,
+        form: LogitForm,
         targets: Tensor,
         temperatures: Tensor,
         learning: bool,
@@ -102,7 +107,7 @@ class _Score(torch.autograd.Function):
             logprobs[part], entropies[part], norms[part] = _reduce(logits, targets[part], temperatures[part], form)
             held = slice(part.start, min(part.stop, len(kept)))
             if held.start < held.stop:
-                chosen = Chosen(targets[held], temperatures[held], norms[held])
+                chosen = ChunkTargets(targets[held], temperatures[held], norms[held])
                 _slope(logits[: held.stop - held.start], chosen, form, kept[held])
             del logits  # before there are those of the next chunk
         ctx.save_for_backward(hidden, weight, bias, targets, temperatures, norms, kept)
@@ -125,7 +130,7 @@ class _Score(torch.autograd.Function):
             else:
                 logits = _product(inputs, factor.t(), bias)
                 by_product = torch.empty_like(logits, dtype=ctx.dtype)
-                _slope(logits, Chosen(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
+                _slope(logits, ChunkTargets(targets[part], temperatures[part], norms[part]), ctx.form, by_product)
                 del logits
             hidden_grad[part] = (_product(by_product, factor) * above).to(hidden.dtype)
             if learns:
@@ -140,8 +145,8 @@ class _Score(torch.autograd.Function):
         )
 
 
-class Chosen(NamedTuple):
-    """Of the tokens of one chunk."""
+class ChunkTargets(NamedTuple):
+    """Targets and normalisers of one chunk."""
 
     targets: Tensor
     temperatures: Tensor
@@ -149,8 +154,8 @@ class Chosen(NamedTuple):
     """Log of the sum of exponentials."""
 
 
-def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy, and log of the sum of exponentials."""
+def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: LogitForm) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probability of each target, entropy, and log of the sum of exponentials."""
     if logits.is_cuda and not torch.is_grad_enabled():
         logprobs, entropies, norms = _kernels().reduce_rows(logits, targets, temperatures, *form)
         return logprobs, entropies, norms
@@ -161,8 +166,8 @@ def _reduce(logits: Tensor, targets: Tensor, temperatures: Tensor, form: Form) -
     return chosen - norms, norms - expected, norms
 
 
-def _slope(logits: Tensor, chosen: Chosen, form: Form, out: Tensor) -> None:
-    """Into `out`: the gradient of each log-probability times its temperature with respect to the product W h + b."""
+def _slope(logits: Tensor, chosen: ChunkTargets, form: LogitForm, out: Tensor) -> None:
+    """Write to `out` the gradient of each log-probability times its temperature with respect to the product W h + b."""
     if logits.is_cuda:
         _kernels().slope_rows(logits, *chosen, *form, out)
         return
@@ -175,19 +180,19 @@ def _slope(logits: Tensor, chosen: Chosen, form: Form, out: Tensor) -> None:
     out.copy_(gap)
 
 
-def _formed(logits: Tensor, form: Form) -> Tensor:
+def _formed(logits: Tensor, form: LogitForm) -> Tensor:
     scaled = logits if form.multiplier == 1.0 else logits * form.multiplier
     return scaled if form.softcap is None else form.softcap * torch.tanh(scaled / form.softcap)
 
 
 def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a @ b + bias in FP32, from factors of the compute dtype."""
+    """Return a @ b + bias in FP32, from factors of the compute dtype."""
     product = torch.mm(a, b, out_dtype=torch.float32) if _mixed(a) else (a @ b).float()
     return product if bias is None else product + bias.float()
 
 
 def _add_product(to: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
-    """to + a @ b in FP32."""
+    """Return to + a @ b in FP32."""
     if to is None:
         return _product(a, b)
     return torch.addmm(to, a, b, out_dtype=torch.float32) if _mixed(a) else to.add_(_product(a, b))
@@ -203,7 +208,7 @@ def _chunks(num_tokens: int, weight: Tensor, *, start: int = 0, size: int | None
 
 
 def _kept_and_chunks(num_kept: int, num_tokens: int, weight: Tensor, size: int | None) -> list[slice]:
-    """Those kept are one chunk, however many."""
+    """Return the slices of the chunks; those whose gradients are kept form one chunk."""
     return [*([slice(0, num_kept)] if num_kept else []), *_chunks(num_tokens, weight, start=num_kept, size=size)]
 
 
@@ -216,7 +221,7 @@ def _most_kept(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of a GPU: a share of all, or less where others left little."""
+    """Return the bytes of a GPU for logits: a share of all memory, or less if little is free."""
     if torch.are_deterministic_algorithms_enabled():
         return FIXED_ROOM
     return int(min(GPU_SHARE * torch.cuda.mem_get_info(device)[1], FREE_SHARE * free_memory(device)))

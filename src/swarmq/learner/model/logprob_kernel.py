@@ -1,7 +1,7 @@
-"""What the head makes of a row of FP32 logits, on CUDA: read once for its numbers, once more for its gradient.
+"""CUDA kernels for a row of FP32 logits: one read for log-probability and entropy, another for the gradient.
 
-One program per token. Triton, because it needs no compilation per number of tokens and, unlike compiled PyTorch, keeps
-the maximum, the sum of exponentials and the expected logit in one sweep.
+One program per token. Written in Triton, because it needs no compilation per number of tokens and, unlike compiled PyTorch,
+computes the maximum, the sum of exponentials and the expected logit in one sweep.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def reduce_rows(
     multiplier: float,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, entropy, and log of the sum of exponentials, each [S]."""
+    """Return log-probability of each target, entropy, and log of the sum of exponentials, each [S]."""
     logprobs, entropies, norms = (torch.empty(len(logits), device=logits.device) for _ in range(3))
     if len(logits):
         _reduce[(len(logits),)](
@@ -53,7 +53,7 @@ def slope_rows(
     softcap: float | None,
     out: Tensor,  # [S, V]
 ) -> None:
-    """Into `out`: the gradient of each log-probability times its temperature with respect to the product W h + b."""
+    """Write to `out` the gradient of each log-probability times its temperature with respect to the product W h + b."""
     if len(logits):
         _slope[(len(logits),)](
             logits.contiguous(),

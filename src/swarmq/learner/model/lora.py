@@ -1,8 +1,8 @@
-"""LoRA: low-rank adapters (PEFT) are trained, the model they sit in is not.
+"""LoRA: training of low-rank adapters (PEFT) in place of the model that contains them.
 
-Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them as it
-serves full weights, and a checkpoint loads without PEFT. The adapters alone lie beside it, and are what travels to engines that
-merge for themselves (weights/format/adapters.py).
+Engines and checkpoints get the merged weights, W + s B A, under the model's own names: an engine serves them like full weights,
+and a checkpoint loads without PEFT. The adapters are stored beside it, and are what is sent to engines that merge by themselves
+(weights/format/adapters.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from swarmq.config import Lora
 from swarmq.errors import SetUpError
-from swarmq.learner.model.hf_names import as_in_folder
+from swarmq.learner.model.hf_names import to_hf_names
 from swarmq.learner.store.records import ADAPTER_FILE, ADAPTER_SETTINGS_KEY
 from swarmq.weights.format.packing import Adapter, Deferred, FromFolder, Weight
 
@@ -33,7 +33,7 @@ WRAPPED = ".base_layer"
 
 
 def add_lora(lm: Any, lora: Lora) -> None:
-    """Freeze `lm` and put fresh FP32 adapters into it, which add nothing yet. Raises LearnerError."""
+    """Freeze `lm` and add fresh FP32 adapters, which change nothing yet. Raises LearnerError."""
     if lora.modules is not None:
         _check_modules(lm, lora.modules)
     config = LoraConfig(
@@ -56,11 +56,11 @@ def add_lora(lm: Any, lora: Lora) -> None:
 
 
 def _check_modules(lm: Any, modules: Collection[str]) -> None:
-    """Raises LearnerError for names that no layer has: PEFT passes over them if it knows one. Nor can adapters be at the ends of
-    the model: its head is computed otherwise, and its weights may be those of the embedding."""
+    """Raise LearnerError for names that no layer has, which PEFT ignores if it knows one, and for the ends of the model,
+    because its head is computed separately and may be tied to the embedding."""
     ends = {lm.get_input_embeddings(), lm.get_output_embeddings()}
     not_these = {name.rpartition(".")[2] for name, module in lm.named_modules() if module in ends}
-    matrices = (name for name, tensor in as_in_folder(lm, lm.state_dict().items()) if len(tensor.shape) == 2)
+    matrices = (name for name, tensor in to_hf_names(lm, lm.state_dict().items()) if len(tensor.shape) == 2)
     layers = [name.removesuffix(".weight") for name in matrices]
     layers = [name for name in layers if name.rpartition(".")[2] not in not_these]
     for wanted in modules:
@@ -72,16 +72,17 @@ def _check_modules(lm: Any, modules: Collection[str]) -> None:
 
 
 def load_adapter(lm: Any, folder: Path) -> None:
-    """Those that `save_adapter` wrote there, into a model with the same ones."""
+    """Load adapters written by `save_adapter` into a model with the same ones."""
     lm.load_state_dict(load_file(folder / ADAPTER_FILE), strict=False)
 
 
 @contextlib.contextmanager
 def without_adapters(lm: Any) -> Iterator[None]:
-    """`lm` is the model that adapters were put into. They are on again afterwards.
+    """Switch the adapters of `lm` off inside the block.
 
-    PEFT's own switch also says what requires a gradient: of the parameters that are there, which where ranks share them out are
-    others from moment to moment."""
+    PEFT's own switch also changes which parameters require a gradient, and where ranks shard parameters these differ from
+    moment to moment.
+    """
     layers = [module for module in lm.modules() if isinstance(module, LoraLayer)]
     _switch(layers, off=True)
     try:
@@ -95,9 +96,9 @@ def _switch(layers: Iterable[Any], *, off: bool) -> None:
         layer._disable_adapters = off  # noqa: SLF001 - what `disable_adapters` tells
 
 
-def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
-    """These `weights` of the model under its own names, with what adapters add: that is computed when the tensor is asked for, and
-    told apart from what it is added to. Where ranks share out both, they ask for it together."""
+def defer_adapted_weights(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weight]]:
+    """Yield `weights` of the model under its own names, with what adapters add, computed when a tensor is requested and kept
+    separate from its base. If ranks shard both, they request it together."""
     layers = {name: module for name, module in lm.named_modules() if isinstance(module, LoraLayer)}
     frozen = {name for name, each in lm.named_parameters(remove_duplicate=False) if not each.requires_grad}
     for name, tensor in weights.items():
@@ -111,7 +112,8 @@ def deferred(lm: Any, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Weig
 
 
 def _adapted(weight: Tensor, layer: Any) -> Weight:
-    """Only what a plain linear layer's adapter adds is two matrices and a factor: not what stacked experts' do, or a turned layer's."""
+    """Return a weight with its adapter. Only plain linear layers have an adapter of two matrices and a factor; stacked experts
+    and transposed layers do not."""
     if type(layer) is not Linear or layer.fan_in_fan_out:
         return Deferred(weight.shape, torch.float32, weight.device, partial(_sum, weight, layer))
     down, up = (each[NAME].weight.detach() for each in (layer.lora_A, layer.lora_B))
@@ -119,7 +121,7 @@ def _adapted(weight: Tensor, layer: Any) -> Weight:
 
 
 def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
-    """Stacked experts have several tensors in a module, and an adapter around it for each, one in the other."""
+    """Return the adapter layer of a weight. Stacked experts have several tensors in a module, with nested adapters around them."""
     owner, _, leaf = name.rpartition(".")
     while owner.endswith(WRAPPED):
         owner = owner.removesuffix(WRAPPED)
@@ -129,19 +131,19 @@ def _layer_of(name: str, layers: Mapping[str, LoraLayer]) -> LoraLayer | None:
 
 
 def _sum(weight: Tensor, layer: Any) -> Tensor:
-    """In FP32, whatever the weight is kept in."""
+    """Return base plus adapter in FP32, whatever type the weight has."""
     with torch.no_grad():
         whole: Tensor = weight.float() + layer.get_delta_weight(NAME).float()
     return whole
 
 
-def adapters(lm: Any) -> dict[str, Tensor]:
-    """By the names that `load_adapter` knows."""
+def get_adapters(lm: Any) -> dict[str, Tensor]:
+    """Return the adapters by the names that `load_adapter` knows."""
     return {name: value for name, value in lm.state_dict().items() if MARK in name}
 
 
 def save_adapter(adapters: Mapping[str, Tensor], lora: Lora, folder: Path) -> None:
-    """Write them, and how they were made, into a folder beside the merged weights."""
+    """Write adapters and their settings into a folder beside the merged weights."""
     (folder / ADAPTER_FILE).parent.mkdir(exist_ok=True)
     kept = {name: value.contiguous() for name, value in adapters.items()}
     save_file(kept, folder / ADAPTER_FILE, metadata={ADAPTER_SETTINGS_KEY: msgspec.json.encode(lora).decode()})

@@ -1,8 +1,8 @@
-"""Positions that transformers turns by other angles where a pass has a long row: pinned to those that the engine turns by.
+"""Rotary positions that transformers computes differently in passes with a long row, pinned to those of the engine.
 
-`longrope` has factors for short rows and others for long ones, `dynamic` scales with the length. vLLM chooses once, for keys
-that are cached cannot be turned again: `longrope` by the longest call that it has room for, `dynamic` as it is unscaled
-(its phi3_long_rope_scaled_rope.py and dynamic_ntk_scaling_rope.py). So a token's angle depends on its position alone.
+`longrope` has different factors for short and long rows; `dynamic` scales with the length. vLLM chooses once, because cached
+keys cannot be rotated again: `longrope` by its context length, `dynamic` unscaled (phi3_long_rope_scaled_rope.py and
+dynamic_ntk_scaling_rope.py). So a token's rotation depends on its position alone.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LONGROPE = "longrope"
 PINNED = "pinned"
-"""No kind that transformers would look at the longest row for."""
+"""Name of a rotary type for which transformers does not inspect the longest row."""
 
 
-def pin(model: nn.Module, max_model_len: int | None) -> None:
-    """`max_model_len`: tokens that the engine has room for; None: as many as the model was made for."""
+def pin_rotations(model: nn.Module, max_model_len: int | None) -> None:
+    """Pin the rotations of `model`. `max_model_len`: context length of the engine; None: the model's own."""
     module: Any
     for module in model.modules():
         for layers, kind in _kinds(module).items():
@@ -31,8 +31,8 @@ def pin(model: nn.Module, max_model_len: int | None) -> None:
                 module.rope_type = PINNED if layers is None else {**_kinds(module), layers: PINNED}
 
 
-def turns_long(config: Any, max_model_len: int | None) -> bool | None:
-    """Whether an engine with room for so many tokens turns by the factors for long rows; None where it has no choice."""
+def uses_long_factors(config: Any, max_model_len: int | None) -> bool | None:
+    """Return whether an engine with this context length uses the factors for long rows; None if there is only one set."""
     text = config.get_text_config()
     told = getattr(text, "rope_parameters", None) or {}
     for each in (told, *told.values()):
@@ -46,13 +46,13 @@ def _is_long(max_model_len: int | None, made_for: int, original: int) -> bool:
 
 
 def _kinds(module: nn.Module) -> dict[str | None, str]:
-    """Kinds of rotary positions, by the kind of layer or (None) of all."""
+    """Return the rotary types by layer type, or under None for all layers."""
     kind: Any = getattr(module, "rope_type", None) or {}
     return {None: kind} if isinstance(kind, str) else kind if isinstance(kind, dict) else {}
 
 
 def _choose(module: Any, layers: str | None, max_model_len: int | None) -> None:
-    """Gives the module a configuration of its own, whose factors for short and for long rows are the same."""
+    """Give the module its own configuration, with the same factors for short and long rows."""
     module.config = config = copy.deepcopy(module.config)
     told = config.rope_parameters if layers is None else config.rope_parameters[layers]
     made_for, original = config.max_position_embeddings, told["original_max_position_embeddings"]

@@ -1,4 +1,4 @@
-"""Whether the server that has a teacher answers. No torch in here."""
+"""Whether a served teacher answers. Without torch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ KEY_ENV = "SWARMQ_TEACHER_KEY"
 
 
 def teacher_key() -> str:
-    """What the teacher's server asks for: its api key, or the secret of an engine of another run; empty where it asks nobody."""
+    """Return the API key of the teacher's server, or the secret of another run's engine; empty if it requires none."""
     return os.environ.get(KEY_ENV, "")
 
 
-def base_of(url: str) -> str:
-    """Of a server; an OpenAI base url ending in `/v1` will do as well."""
+def server_base_url(url: str) -> str:
+    """Return the base URL of a server, also from an OpenAI base URL ending in `/v1`."""
     return url.rstrip("/").removesuffix("/v1")
 
 
-def trouble_of(url: str) -> str:
-    """Why the teacher at `url` cannot be asked now, in words; empty where it answers, be it with a refusal."""
+def find_teacher_trouble(url: str) -> str:
+    """Return why the teacher at `url` cannot be asked at present, or "" if it answers, even with a refusal."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         opener.addheaders = list(authorized(teacher_key()).items())
-        opener.open(f"{base_of(url)}/v1/models", timeout=ANSWER_S).close()
+        opener.open(f"{server_base_url(url)}/v1/models", timeout=ANSWER_S).close()
     except urllib.error.HTTPError as error:
         with error:
             return f"answers {error.code}" if error.code >= 500 else ""

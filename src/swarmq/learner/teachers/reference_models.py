@@ -1,4 +1,4 @@
-"""Models that judge sampled tokens and never change: the reference of a divergence, the teacher of a distillation."""
+"""Frozen models that score sampled tokens: the reference of a divergence, the teacher of a distillation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor
 
 from swarmq.config import Lora, Train
 from swarmq.errors import SetUpError
-from swarmq.learner.distributed.sharding import compute_dtype, frozen, is_sharded, without_weights
-from swarmq.learner.memory.estimate import judges
+from swarmq.learner.distributed.sharding import compute_dtype, is_sharded, loads_no_weights, prepare_frozen_model
+from swarmq.learner.memory.estimate import list_frozen_models
 from swarmq.learner.memory.outline import name_setting_in_errors
-from swarmq.learner.model.layout_model import LayoutModel, Placed, evaluating
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout, evaluation_mode
 from swarmq.learner.model.loading import load_lm, vocab_size
 from swarmq.learner.model.lora import without_adapters
 from swarmq.learner.teachers.tokenizer_checks import check_judge
 
 
-class Frozen:
-    """One frozen model, laid out over the ranks as the policy is."""
+class FrozenModel:
+    """One frozen model, laid out over the ranks like the policy."""
 
     def __init__(
         self,
@@ -34,9 +34,10 @@ class Frozen:
         ranks: int = 1,
         max_model_len: int | None = None,
     ) -> None:
-        """`pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError when it cannot be loaded or has fewer tokens than the policy."""
+        """`pass_tokens`, `ranks` and `max_model_len` as for LayoutModel. Raises LearnerError if the model cannot be loaded or
+        has fewer tokens than the policy."""
         with name_setting_in_errors(f"train.{role}"):
-            lm = load_lm(source, gradient_checkpointing=False, empty=without_weights(accelerator))
+            lm = load_lm(source, gradient_checkpointing=False, empty=loads_no_weights(accelerator))
         if vocab_size(lm) < vocab:
             raise SetUpError(
                 f"train.{role}: {source} knows {vocab_size(lm)} tokens, the policy {vocab}: take a model of its family"
@@ -52,10 +53,10 @@ class Frozen:
         )
         self.rows_only = judge.rows_only
         judge._no_split_modules = lm._no_split_modules  # noqa: SLF001 - what accelerate shards by
-        self._model: Any = frozen(judge, accelerator)
+        self._model: Any = prepare_frozen_model(judge, accelerator)
 
-    def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
-        """[S] float32, natural log, of the layout's targets."""
+    def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
+        """Return the natural log-probabilities [S] float32 of the layout's targets."""
         with torch.no_grad():
             scored: Tensor = self._model(placed, temperatures).logprobs
         if is_sharded(self._model):
@@ -63,42 +64,43 @@ class Frozen:
         return scored
 
 
-class UnderAdapters:
-    """The initial model where adapters are trained: the policy with them off. It takes no memory of its own."""
+class InitialModelUnderAdapters:
+    """The initial model as the policy with its adapters off, which takes no memory of its own."""
 
     def __init__(self, policy: LayoutModel) -> None:
         self.rows_only = policy.rows_only
         self._model = policy
 
-    def logprobs(self, placed: Placed, temperatures: Tensor) -> Tensor:
-        """As Frozen's. The policy is as before when this returns or raises."""
-        with evaluating(self._model), without_adapters(self._model.model):
+    def logprobs(self, placed: PlacedLayout, temperatures: Tensor) -> Tensor:
+        """Return the same as FrozenModel.logprobs. The policy is unchanged when this returns or raises."""
+        with evaluation_mode(self._model), without_adapters(self._model.model):
             scored: Tensor = self._model(placed, temperatures).logprobs
         return scored
 
 
-class FrozenModels:
-    """Loads what the losses ask for, when they first ask. Raises LearnerError for what has other tokens than the policy."""
+class ReferenceModels:
+    """The frozen models that the losses need, loaded at their first use. Raises LearnerError for models with other tokens than
+    the policy."""
 
     def __init__(self, initial: str, accelerator: Accelerator, policy: LayoutModel, lora: Lora | None) -> None:
-        """`policy` is what this rank computes with, inside of all wrappers; `lora`: the adapters that it has."""
+        """`policy`: what this rank computes with, inside all wrappers; `lora`: its adapters."""
         self._initial, self._accelerator, self._vocab = initial, accelerator, vocab_size(policy.model)
-        self._lora, self._under, self._ranks = lora, UnderAdapters(policy), policy.ranks
+        self._lora, self._under, self._ranks = lora, InitialModelUnderAdapters(policy), policy.ranks
         self._max_model_len = policy.max_model_len
-        self._loaded: dict[tuple[str, str], Frozen] = {}
+        self._loaded: dict[tuple[str, str], FrozenModel] = {}
 
-    def of(self, train: Train) -> dict[str, Frozen | UnderAdapters]:
-        """By role; a teacher that an engine serves is not among them (served_teacher.py)."""
+    def of(self, train: Train) -> dict[str, FrozenModel | InitialModelUnderAdapters]:
+        """Return the models by role, without a served teacher (served_teacher.py)."""
         train = msgspec.structs.replace(train, lora=self._lora)  # a batch may be of a start with others
-        wanted = judges(train, self._initial)
+        wanted = list_frozen_models(train, self._initial)
         under = {"reference": self._under} if train.loss.kl and "reference" not in wanted else {}
         return under | {role: self._load(role, source, train.micro_batch_tokens) for role, source in wanted.items()}
 
-    def _load(self, role: str, source: str, pass_tokens: int) -> Frozen:
+    def _load(self, role: str, source: str, pass_tokens: int) -> FrozenModel:
         if (role, source) not in self._loaded:
             if source != self._initial:
                 check_judge(self._initial, source, role=role)
-            self._loaded[role, source] = Frozen(
+            self._loaded[role, source] = FrozenModel(
                 source,
                 self._accelerator,
                 role=role,

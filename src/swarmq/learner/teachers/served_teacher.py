@@ -1,7 +1,7 @@
-"""A teacher that an engine serves: its log-probability of every sampled token, asked for by whole timelines.
+"""A teacher served by a vLLM engine: its log-probability of every sampled token, requested by whole timelines.
 
-The engine is any vLLM server that speaks OpenAI's completions. It says what its own distribution is at temperature 1; so
-what is to learn from it must have been sampled at that temperature.
+The engine is any vLLM server with OpenAI's completions. It reports its own distribution at temperature 1, so only tokens
+sampled at that temperature can be compared.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from swarmq.config import TEACHER_TEMPERATURE
 from swarmq.engine.auth import authorized
 from swarmq.errors import LearnerError
 from swarmq.learner.batching.micro_batches import MicroBatch, RankBatch
-from swarmq.learner.model.layout_attention import placed
-from swarmq.learner.teachers.availability import base_of, teacher_key
+from swarmq.learner.model.layout_attention import to_device
+from swarmq.learner.teachers.availability import server_base_url, teacher_key
 from swarmq.learner.teachers.tokenizer_checks import check_served_judge
 from swarmq.messages import Rollout
 from swarmq.timeline import Timeline, fold, resolve
@@ -32,45 +32,46 @@ FloatArray = NDArray[np.float32]
 T = TypeVar("T")
 
 
-class Model(msgspec.Struct, frozen=True):
+class ServedModel(msgspec.Struct, frozen=True):
     id: str
 
 
 class Models(msgspec.Struct, frozen=True):
-    """What `/v1/models` answers, as far as it is read here."""
+    """The part of `/v1/models` that is read."""
 
-    data: Annotated[tuple[Model, ...], msgspec.Meta(min_length=1)]
+    data: Annotated[tuple[ServedModel, ...], msgspec.Meta(min_length=1)]
 
 
 class Likelihood(msgspec.Struct, frozen=True):
     logprob: float
 
 
-class Choice(msgspec.Struct, frozen=True):
+class CompletionChoice(msgspec.Struct, frozen=True):
     prompt_logprobs: tuple[dict[int, Likelihood] | None, ...] | None = None
-    """Of each token of the prompt by its id; the first has none."""
+    """Token id -> likelihood for each token of the prompt; None for the first."""
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What `/v1/completions` answers, as far as it is read here."""
+    """The part of `/v1/completions` that is read."""
 
-    choices: Annotated[tuple[Choice, ...], msgspec.Meta(min_length=1)]
+    choices: Annotated[tuple[CompletionChoice, ...], msgspec.Meta(min_length=1)]
 
 
 AT_ONCE = 32
-"""Timelines that the engine is asked about at a time."""
+"""Number of timelines requested at the same time."""
 ASK_S = 600.0
 
 
 class ServedTeacher:
-    """Of the server at `url`. `policy`: the model that it teaches."""
+    """The teacher at `url`. `policy`: the model that it teaches."""
 
     def __init__(self, url: str, policy: str) -> None:
         self._policy = policy
-        self._url = base_of(url)
+        self._url = server_base_url(url)
 
-    def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> Scores:
-        """Of all sampled tokens of the episodes in `work`, which was made from `episodes`. Raises LearnerError."""
+    def scores(self, episodes: Sequence[Rollout], work: RankBatch) -> TeacherScores:
+        """Return the scores of all sampled tokens in `work`, which was made from `episodes`. Raises LearnerError if the server
+        fails."""
         wanted = sorted({int(index) for one in work.passes for index in np.unique(one.layout.episodes) if index >= 0})
         for index in wanted:
             if any(turn.sampling.temperature != TEACHER_TEMPERATURE for turn in episodes[index].turns):
@@ -81,7 +82,7 @@ class ServedTeacher:
         check_served_judge(self._policy, self._url, role="teacher")  # a server may have another model at any step
         return asyncio.run(self._scores({index: episodes[index] for index in wanted}))
 
-    async def _scores(self, episodes: dict[int, Rollout]) -> Scores:
+    async def _scores(self, episodes: dict[int, Rollout]) -> TeacherScores:
         limits, gate = aiohttp.ClientTimeout(total=ASK_S), asyncio.Semaphore(AT_ONCE)
         async with aiohttp.ClientSession(timeout=limits, headers=authorized(teacher_key())) as http:
             model = (await self._call(http, "GET", "/v1/models", None, Models)).data[0].id
@@ -92,10 +93,10 @@ class ServedTeacher:
 
             rows = [(index, row) for index, episode in episodes.items() for row in fold(resolve(episode.turns))]
             answers = await asyncio.gather(*(ask(index, row) for index, row in rows))
-        return Scores(answers)
+        return TeacherScores(answers)
 
     async def _row(self, http: aiohttp.ClientSession, model: str, row: Timeline) -> FloatArray:
-        """[T] of the row's tokens; 0 for the first, which nothing predicts."""
+        """Return the log-probabilities [T] of the row's tokens; 0 for the first, which nothing predicts."""
         ids = row.token_ids.tolist()
         body = {"model": model, "prompt": ids, "max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0}
         told = (await self._call(http, "POST", "/v1/completions", body, Completion)).choices[0].prompt_logprobs or ()
@@ -129,8 +130,8 @@ class ServedTeacher:
             ) from error
 
 
-class Scores:
-    """What a teacher said of some episodes."""
+class TeacherScores:
+    """A teacher's log-probabilities for some episodes."""
 
     def __init__(self, rows: Sequence[tuple[int, Timeline, FloatArray]]) -> None:
         self._turns: dict[tuple[int, int], FloatArray] = {}
@@ -139,11 +140,11 @@ class Scores:
                 self._turns[episode, int(turn)] = values[row.turns == turn]
 
     def of(self, one: MicroBatch, device: torch.device) -> Tensor:
-        """[S] float32, natural log, of the layout's targets; 0 in a pass that trains nothing."""
+        """Return the natural log-probabilities [S] float32 of the layout's targets; 0 in a micro-batch that trains nothing."""
         if one.idle:
             return torch.zeros(one.layout.num_trained, device=device)
         layout = one.layout
         first = np.flatnonzero(layout.offsets == 0)  # passes train turns whole, one after another
         turns = zip(layout.episodes[first].tolist(), layout.turns[first].tolist(), strict=True)
         values = np.concatenate([self._turns[turn] for turn in turns])
-        return placed(values, device)
+        return to_device(values, device)

@@ -1,5 +1,4 @@
-"""All who speak of a policy's tokens must mean the same by an id: its engines before anything of theirs is trained, a
-model that judges it before it is asked."""
+"""Checks that engines, references and teachers give token ids the policy's meaning, before anything of theirs is used."""
 
 from __future__ import annotations
 
@@ -18,24 +17,25 @@ from swarmq.learner.teachers.availability import teacher_key
 log = structlog.get_logger()
 
 MOST_MARKUP = 1024
-"""Tokens of markup that are compared; some tokenizers keep thousands for later."""
+"""Most markup tokens that are compared; some tokenizers reserve thousands."""
 
 
 class EngineTokenizers:
-    """The engines of a policy, each compared with its model once: as soon as it answers."""
+    """The tokenizers of a policy's engines, each compared with the model's once, as soon as the engine answers."""
 
     def __init__(
         self, model: str, current: Callable[[], Sequence[str]], *, max_model_len: int | None = None, secret: str = ""
     ) -> None:
-        """`current` gives the urls of each moment: engines come and go. `max_model_len`: what the learner takes theirs for.
-        `secret`: what they ask every caller for."""
+        """`current`: returns the URLs of the engines that are up. `max_model_len`: context length that the learner assumes for
+        the engines. `secret`: secret that the engines require."""
         self._model, self._current, self._max_model_len, self._secret = model, current, max_model_len, secret
         self._same: set[str] = set()
 
     def check(self) -> None:
-        """Raises LearnerError when an engine's tokenizer is not the model's. Who does not answer is asked again next time."""
+        """Raise LearnerError if an engine's tokenizer differs from the model's. An engine that does not answer is asked again
+        next time."""
         urls = [url for url in self._current() if url not in self._same]
-        if not urls or (ids := own_ids(self._model, text := probe_of(self._model))) is None:
+        if not urls or (ids := encode_ids(self._model, text := build_probe(self._model))) is None:
             return
         for url, told in asyncio.run(ids_of_all(urls, text, secret=self._secret)).items():
             if (how := difference(told, ids)) is not None:
@@ -48,18 +48,18 @@ class EngineTokenizers:
                 self._same.add(url)
 
     def _turns_alike(self, url: str) -> bool:
-        """Whether the engine is known to turn positions as the learner does. Raises LearnerError for one that does not, because of its
-        room for calls."""
+        """Return whether the engine is known to rotate positions as the learner does. Raises LearnerError if it does not,
+        because of its context length."""
         from swarmq.learner.memory.outline import load_config  # noqa: PLC0415 - slow to import
-        from swarmq.learner.model.rotary_embeddings import turns_long  # noqa: PLC0415
+        from swarmq.learner.model.rotary_embeddings import uses_long_factors  # noqa: PLC0415
 
         config = load_config(self._model)
-        ours = turns_long(config, self._max_model_len)
+        ours = uses_long_factors(config, self._max_model_len)
         if ours is None:
             return True
         if (room := asyncio.run(room_of(url, secret=self._secret))) is None:
             return False
-        if turns_long(config, room) != ours:
+        if uses_long_factors(config, room) != ours:
             ours_is = f"says {self._max_model_len}" if self._max_model_len else "is not set"
             raise SetUpError(
                 f"the engine at {url} has room for calls of {room} tokens, and policies.*.engine.max_model_len {ours_is}: "
@@ -69,9 +69,9 @@ class EngineTokenizers:
 
 
 def check_served_judge(model: str, url: str, *, role: str) -> None:
-    """Raises LearnerError when the engine at `url` has another tokenizer than the policy `model`. Who does not answer is not
-    judged."""
-    if (ids := own_ids(model, text := probe_of(model))) is None:
+    """Raise LearnerError if the engine at `url` has another tokenizer than the policy `model`. An engine that does not answer
+    passes."""
+    if (ids := encode_ids(model, text := build_probe(model))) is None:
         return
     for told in asyncio.run(ids_of_all([url], text, secret=teacher_key())).values():
         if (how := difference(told, ids)) is not None:
@@ -79,28 +79,29 @@ def check_served_judge(model: str, url: str, *, role: str) -> None:
 
 
 def check_judge(model: str, source: str, *, role: str) -> None:
-    """Raises LearnerError when the model `source` has another tokenizer than the policy `model`; one without any passes."""
-    ids, told = (own_ids(each, probe_of(model)) for each in (model, source))
+    """Raise LearnerError if the model `source` has another tokenizer than the policy `model`. A model without a tokenizer
+    passes."""
+    ids, told = (encode_ids(each, build_probe(model)) for each in (model, source))
     if ids is not None and told is not None and (how := difference(told, ids)) is not None:
         raise SetUpError(_other_family(model, source, role, how))
 
 
 @functools.cache
-def probe_of(model: str) -> str:
-    """`PROBE` with the markup of the policy `model`: families of one vocabulary differ in it."""
+def build_probe(model: str) -> str:
+    """Return `PROBE` with the markup of the policy `model`, in which families with one vocabulary differ."""
     tokenizer = _tokenizer(model)
     return PROBE if tokenizer is None else PROBE + "".join(islice(_markup(tokenizer), MOST_MARKUP))
 
 
 @functools.cache
-def own_ids(model: str, text: str) -> tuple[int, ...] | None:
-    """Of `text`; None for a model without a tokenizer."""
+def encode_ids(model: str, text: str) -> tuple[int, ...] | None:
+    """Return the token ids of `text`, or None for a model without a tokenizer."""
     tokenizer = _tokenizer(model)
     return None if tokenizer is None else _ids(tokenizer, text)
 
 
 def _markup(tokenizer: Any) -> Iterator[str]:
-    """Special and other added tokens, by their ids; without those that no text is encoded to."""
+    """Yield special and other added tokens, by their ids, without those to which no text is encoded."""
     for id_, token in sorted(getattr(tokenizer, "added_tokens_decoder", {}).items()):
         if _ids(tokenizer, str(token)) == (id_,):
             yield str(token)
@@ -112,7 +113,7 @@ def _ids(tokenizer: Any, text: str) -> tuple[int, ...]:
 
 @functools.cache
 def _tokenizer(model: str) -> Any:
-    """None for a model without one."""
+    """Return the model's tokenizer, or None if it has none."""
     from transformers import AutoTokenizer  # noqa: PLC0415 - slow to import
 
     try:

@@ -40,7 +40,7 @@ from swarmq.learner.store import records, token_trace
 from swarmq.learner.store.durable_files import DiskFullError
 from swarmq.learner.store.records import RunIdentity
 from swarmq.learner.store.writer_lock import Fence
-from swarmq.learner.teachers.availability import trouble_of
+from swarmq.learner.teachers.availability import find_teacher_trouble
 from swarmq.learner.teachers.tokenizer_checks import EngineTokenizers
 from swarmq.learner.train import engine_agreement
 from swarmq.learner.train.engine_updates import EngineUpdates, WeightPusherProtocol
@@ -135,7 +135,7 @@ class Learner:
 
     def _load(self) -> Trainer:
         """Load the trainer. Engines that take turns with the learner sleep meanwhile, as in a step."""
-        settings, found = self.settings, discovery.newest(self.folder, self.identity)
+        settings, found = self.settings, discovery.find_newest(self.folder, self.identity)
         accelerator = make_accelerator(settings.train, str(found.path) if found else settings.model)
         self._control = _control_group()
         self.engines.sleep()
@@ -273,7 +273,7 @@ class Learner:
     def _teacher_trouble(self) -> str:
         """Return where a served teacher is and what is wrong with it, or "" if it answers or there is none."""
         url = self.settings.train.teacher_url
-        return f"at {url} {trouble}" if url and (trouble := trouble_of(url)) else ""
+        return f"at {url} {trouble}" if url and (trouble := find_teacher_trouble(url)) else ""
 
     def _teacher_answers(self, link: FeederLink) -> bool:
         """Wait until the teacher answers, with repeated warnings; returns False if the learner is stopped first. Engines are
@@ -296,7 +296,7 @@ class Learner:
     def _save_if_due(self, link: FeederLink | None) -> None:
         since, interval = self.trainer.version % self._train.checkpoint_every, self._train.checkpoint_every
         if link and self._reserving is None and since >= interval // 2:
-            self._reserving = self._beside.submit(save_load.reserve(self.trainer, self._copies))
+            self._reserving = self._beside.submit(save_load.reserve_copies(self.trainer, self._copies))
         if since == 0:
             self._save(link)
 
@@ -312,10 +312,12 @@ class Learner:
         if self._reserving:
             self._reserving.result()
         self.fence.check()
-        draft = save_load.draw(self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies)
+        draft = save_load.draft_checkpoint(
+            self.folder, self.trainer, self.identity, model=self.settings.model, copies=self._copies
+        )
         if link:
             keep = self.settings.train.keep_checkpoints
-            oldest = self._beside.submit(save_load.finish, draft, keep=keep, check=self.fence.check)
+            oldest = self._beside.submit(save_load.finish_checkpoint, draft, keep=keep, check=self.fence.check)
             self._finishing = _Finishing(draft.version, oldest, asked, began, time.monotonic() - began)
 
     def _saved(self, link: FeederLink, *, wait: bool = False) -> None:

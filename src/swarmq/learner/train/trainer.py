@@ -41,31 +41,31 @@ from swarmq.learner.batching.micro_batches import (
     without_episodes,
 )
 from swarmq.learner.batching.token_trace_builder import TraceBuilder
-from swarmq.learner.checkpoint.discovery import Checkpoint, check_goes_on
+from swarmq.learner.checkpoint.discovery import Checkpoint, check_continues
 from swarmq.learner.checkpoint.model_files import Adapters, HostCopies, ModelFiles
 from swarmq.learner.checkpoint.save_load import restore
-from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, make_accelerator, stays_gathered
+from swarmq.learner.distributed.accelerator import COLLECTIVE_TIMEOUT, can_stay_gathered, make_accelerator
 from swarmq.learner.distributed.sharding import (
-    accumulate,
     compute_dtype,
-    computed_with,
-    gathered,
-    hold,
+    gather_compute_weights,
+    gather_tensors,
     is_sharded,
-    prepared,
-    without_weights,
+    keep_layers_gathered,
+    loads_no_weights,
+    prepare_model,
+    set_gradient_sync,
 )
 from swarmq.learner.model import lora
-from swarmq.learner.model.activation_checkpointing import Checkpointing
-from swarmq.learner.model.context_parallel import Context
-from swarmq.learner.model.hf_names import as_in_folder
-from swarmq.learner.model.layout_attention import placed
-from swarmq.learner.model.layout_model import LayoutModel, Placed
+from swarmq.learner.model.activation_checkpointing import ActivationCheckpointing
+from swarmq.learner.model.context_parallel import ContextGroup
+from swarmq.learner.model.hf_names import to_hf_names
+from swarmq.learner.model.layout_attention import to_device
+from swarmq.learner.model.layout_model import LayoutModel, PlacedLayout
 from swarmq.learner.model.loading import load_lm, vocab_size
 from swarmq.learner.store.records import BatchRecord
 from swarmq.learner.store.token_trace import EpisodeTrace
-from swarmq.learner.teachers.reference_models import FrozenModels
-from swarmq.learner.teachers.served_teacher import Scores, ServedTeacher
+from swarmq.learner.teachers.reference_models import ReferenceModels
+from swarmq.learner.teachers.served_teacher import ServedTeacher, TeacherScores
 from swarmq.learner.train import engine_agreement
 from swarmq.learner.train.gpu_errors import map_gpu_errors
 from swarmq.learner.train.metrics import MetricSums
@@ -103,14 +103,14 @@ class Trainer:
         set_seed(train.seed)
         _repeat(train.deterministic)
         self.accelerator = accelerator or make_accelerator(train, source)
-        self._held = stays_gathered(self.accelerator, train, source)
+        self._held = can_stay_gathered(self.accelerator, train, source)
         """Whether the layers of a sharded policy stay gathered between micro-batches."""
         if self._held:
-            hold(self.accelerator)
+            keep_layers_gathered(self.accelerator)
         self.train, self.version, self._engine_gap_max = train, version, engine_gap_max
-        self.context = Context.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
+        self.context = ContextGroup.of(self.accelerator, train.context_parallel, COLLECTIVE_TIMEOUT)
         dtype = compute_dtype(self.accelerator)
-        lm = _policy_lm(source, initial or source, train, dtype, empty=without_weights(self.accelerator))
+        lm = _policy_lm(source, initial or source, train, dtype, empty=loads_no_weights(self.accelerator))
         policy = LayoutModel(
             lm,
             device=self.accelerator.device,
@@ -123,14 +123,14 @@ class Trainer:
             raise SetUpError(f"train.layout: {source} cannot compute trees ({policy.rows_only}); set it to 'auto'")
         policy._no_split_modules = policy.model._no_split_modules  # noqa: SLF001 - what accelerate shards by
         adamw = partial(torch.optim.AdamW, lr=train.learning_rate, fused=True)
-        self.model, self.optimizer = prepared(policy, self.accelerator, adamw)
+        self.model, self.optimizer = prepare_model(policy, self.accelerator, adamw)
         if is_sharded(self.model):
-            Checkpointing.share_out(policy, held=self._held)
+            ActivationCheckpointing.share_out(policy, held=self._held)
         if not train.lora:  # adapters inside of layers are best left alone
             policy.compile_layers()
         self.num_parameters = sum(p.numel() for p in policy.parameters())
         self._initial = initial or source
-        self.frozen = FrozenModels(self._initial, self.accelerator, policy, train.lora)
+        self.frozen = ReferenceModels(self._initial, self.accelerator, policy, train.lora)
         judges = self.frozen.of(train)
         if self.context.ranks > 1:
             _check_cut({source: policy.rows_only, **{f"the {role}": judge.rows_only for role, judge in judges.items()}})
@@ -146,7 +146,7 @@ class Trainer:
         self._whole: dict[str, Weight] = {}
         """On rank 0 of a sharded policy: weights for engines, gathered after the newest step."""
         self._seen: TraceBuilder | None = None
-        self._taught: Scores | None = None
+        self._taught: TeacherScores | None = None
         """Scores of a served teacher for the episodes of the optimizer step."""
         self._proximal: list[Tensor] | None = None
         """Log-probabilities [S] of each micro-batch before the batch's first optimizer step, from the second step on."""
@@ -182,7 +182,7 @@ class Trainer:
 
     def weights_to_push(self) -> Iterator[tuple[str, Weight]]:
         """Yield the weights for engines as in the model's folder; split or merged weights are made when they are packed."""
-        return as_in_folder(self.lm, self._weights())
+        return to_hf_names(self.lm, self._weights())
 
     def _weights(self) -> NamedTensors:
         return self._whole.items() if self._whole else self._as_named(self.lm.state_dict())
@@ -197,9 +197,9 @@ class Trainer:
         may go on before they are written."""
         sharded, is_main = is_sharded(self.model), self.accelerator.is_main_process
         named: Mapping[str, Weight] = self._parameters()
-        adapters = lora.adapters(self.lm)
+        adapters = lora.get_adapters(self.lm)
         if sharded:
-            named, adapters = gathered(named, keep=is_main), gathered(adapters, keep=is_main)
+            named, adapters = gather_tensors(named, keep=is_main), gather_tensors(adapters, keep=is_main)
         if not is_main:
             return None
         own = copies.of if copies and not sharded else lambda _, tensor: tensor.cpu().contiguous()
@@ -224,17 +224,19 @@ class Trainer:
         """Return the weights by the names in the folder, where a tied head has none."""
         tied = self.lm.config.get_text_config().tie_word_embeddings
         left_out = set(self.lm._tied_weights_keys or ()) if tied else set()  # noqa: SLF001 - it has no public name
-        return as_in_folder(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
+        return to_hf_names(self.lm, ((name, tensor) for name, tensor in named.items() if name not in left_out))
 
     def gather(self) -> None:
         """Gather the weights of a sharded policy on rank 0, for `named_tensors`. Every rank calls it."""
         if is_sharded(self.model):
             keep = self.accelerator.is_main_process
-            self._whole = computed_with(self.model, self.lm, keep=keep, into=self._whole, as_named=self._as_named)
+            self._whole = gather_compute_weights(
+                self.model, self.lm, keep=keep, into=self._whole, as_named=self._as_named
+            )
 
     def _as_named(self, weights: Mapping[str, Tensor]) -> NamedTensors:
         """Return some of the model's weights under its own names, with what adapters add."""
-        return lora.deferred(self.lm, weights) if self.train.lora else weights.items()
+        return lora.defer_adapted_weights(self.lm, weights) if self.train.lora else weights.items()
 
     def step(self, record: BatchRecord) -> dict[str, Any]:
         """Train the batch; `version` becomes the record's. Returns the metrics of the step, the same on every rank.
@@ -301,9 +303,9 @@ class Trainer:
         with torch.no_grad():
             return [self.model(self.laid(one), self._placed(one.temperatures)).logprobs for one in work.passes]
 
-    def laid(self, one: MicroBatch) -> Placed:
+    def laid(self, one: MicroBatch) -> PlacedLayout:
         """Return this rank's inputs for a micro-batch on its device."""
-        return Placed.of(one.layout, self.accelerator.device, context=self.context)
+        return PlacedLayout.of(one.layout, self.accelerator.device, context=self.context)
 
     def optimize(self, work: RankBatch, train: Train, *, step: int) -> dict[str, Any]:
         """Take one optimizer step on this rank's part. If the gradient is not finite, it is computed again without the episodes
@@ -422,7 +424,7 @@ class Trainer:
             self._seen.add(one, tokens.logprobs, result, left_out)
 
     def _placed(self, values: np.ndarray) -> Tensor:
-        return placed(values, self.accelerator.device)
+        return to_device(values, self.accelerator.device)
 
     def _broken(self, num_episodes: int) -> list[int]:
         """Return the episodes, on any rank, that have a token whose loss is not finite."""
@@ -449,7 +451,7 @@ class Trainer:
 
     def _accumulating(self, *, last: bool) -> contextlib.AbstractContextManager[Any]:
         if self._held:
-            accumulate(self.model, last=last)
+            set_gradient_sync(self.model, last=last)
         return contextlib.nullcontext() if last or is_sharded(self.model) else self.accelerator.no_sync(self.model)
 
     def _sum(self, values: Tensor) -> Tensor:
@@ -491,7 +493,7 @@ def _policy_lm(source: str, initial: str, train: Train, dtype: torch.dtype, *, e
     since they do not change."""
     resumes = source != initial
     if resumes:
-        check_goes_on(Path(source), train.lora)
+        check_continues(Path(source), train.lora)
     load = partial(load_lm, gradient_checkpointing=train.gradient_checkpointing, empty=empty)
     if not train.lora:
         return load(source)
